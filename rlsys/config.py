@@ -1,0 +1,358 @@
+"""The configuration: small, typed, checked at construction, before Ray starts.
+
+Every default stands here and nowhere else. A recipe extends RunConfig with its algorithm's fields.
+An error names the value, the rule and the fix.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlsys.types import SamplingParams
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError(message) for a user's mistake."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy."""
+
+    path: str = ""
+    """Hugging Face hub name or directory of a causal language model with its tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the forward pass in trainer and sampler; the optimizer keeps float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    source: str = ""
+    """Hub dataset name, or a local .jsonl, .json or .parquet file."""
+    subset: str | None = None
+    """Configuration of a hub dataset, such as "main"."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
+    system_prompt: str | None = None
+    """System message put before each prompt; needs chat_template."""
+    chat_template: bool = False
+    """Render prompts with the tokenizer's chat template instead of taking them as plain text."""
+    max_prompt_tokens: int = 1024
+    """Longest prompt admitted, in tokens; a longer one is an error, or left out (see below)."""
+    skip_long_prompts: bool = False
+    """Leave prompts that are too long out, with a warning, instead of refusing the dataset."""
+    shuffle: bool = True
+    """A new order each epoch, from the run's seed."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_prompt_tokens >= 1,
+            f"data.max_prompt_tokens={self.max_prompt_tokens} admits no prompt; use at least 1.",
+        )
+        require(
+            self.system_prompt is None or self.chat_template,
+            "data.system_prompt is set, but data.chat_template is off, so it would be ignored; "
+            "set data.chat_template=true.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How completions are sampled."""
+
+    temperature: float = 1.0
+    """Of the sampling distribution; the trainer computes log-probabilities at the same one."""
+    top_p: float = 1.0
+    """Nucleus: smallest set of tokens with at least this probability; 1 is off."""
+    top_k: int = 0
+    """Sample among this many most likely tokens; 0 is off."""
+    max_tokens: int = 256
+    """Longest completion, in tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; they stay part of it."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.temperature > 0,
+            f"sampling.temperature={self.temperature} has no log-probabilities to train on; "
+            "use a value above 0.",
+        )
+        require(
+            0 < self.top_p <= 1,
+            f"sampling.top_p={self.top_p} lies outside (0, 1]; use 1 to turn it off.",
+        )
+        require(self.top_k >= 0, f"sampling.top_k={self.top_k} is negative; use 0 to turn it off.")
+        require(
+            self.max_tokens >= 1,
+            f"sampling.max_tokens={self.max_tokens} leaves nothing to sample; use at least 1.",
+        )
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """The generation replicas."""
+
+    engine: Literal["torch", "vllm"] = "torch"
+    """torch: embedded, starts at once, deterministic. vllm: for real work."""
+    num_replicas: int = 1
+    """Rollout actors, each with a copy of the model."""
+    tensor_parallel: int = 1
+    """GPUs (or CPU processes) that share one replica; vllm only."""
+    max_running: int = 256
+    """Completions that one replica samples at a time."""
+    kv_cache_gib: float = 1.0
+    """Memory for keys and values of one replica; vllm on the CPU only (GPUs: gpu_memory_frac)."""
+    gpu_memory_frac: float = 0.85
+    """Share of a GPU's memory that vllm takes."""
+    num_cpus: float = 1
+    """CPU cores that Ray reserves for one replica; also its compute threads."""
+    num_gpus: float = 0
+    """GPUs that Ray reserves for one replica; 0 runs on the CPU."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_replicas >= 1,
+            f"rollout.num_replicas={self.num_replicas} generates nothing; use at least 1.",
+        )
+        require(
+            self.max_running >= 1,
+            f"rollout.max_running={self.max_running} generates nothing; use at least 1.",
+        )
+        require(
+            self.tensor_parallel >= 1,
+            f"rollout.tensor_parallel={self.tensor_parallel} is below 1; use 1 for no sharing.",
+        )
+        require(
+            self.engine == "vllm" or self.tensor_parallel == 1,
+            f"rollout.tensor_parallel={self.tensor_parallel} needs the vllm engine; the torch "
+            'engine runs in one process. Use rollout.engine="vllm" or tensor_parallel=1.',
+        )
+        require(
+            self.kv_cache_gib > 0,
+            f"rollout.kv_cache_gib={self.kv_cache_gib} leaves no cache; use a positive number.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The training ranks and the optimizer."""
+
+    num_ranks: int = 1
+    """Data-parallel ranks (FSDP2), one process each."""
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up, over run.num_steps; linear and cosine end at final_lr_frac."""
+    final_lr_frac: float = 0.1
+    """Last learning rate as a share of the peak."""
+    adam_beta1: float = 0.9
+    """First moment's decay."""
+    adam_beta2: float = 0.95
+    """Second moment's decay."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay, on matrices only."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+    micro_batch_tokens: int = 16384
+    """Tokens (prompt and completion) of one rank's forward and backward pass, at most; a single
+    longer rollout still gets a pass of its own."""
+    num_cpus: float = 1
+    """CPU cores that Ray reserves for one rank; also its compute threads."""
+    num_gpus: float = 0
+    """GPUs that Ray reserves for one rank: 0 (gloo on the CPU) or 1 (NCCL)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_ranks >= 1, f"trainer.num_ranks={self.num_ranks} trains nothing; use >= 1."
+        )
+        require(
+            self.learning_rate > 0,
+            f"trainer.learning_rate={self.learning_rate} learns nothing; use a positive rate.",
+        )
+        require(
+            self.max_grad_norm > 0,
+            f"trainer.max_grad_norm={self.max_grad_norm} would zero or flip every gradient; "
+            "use a positive norm.",
+        )
+        require(
+            self.micro_batch_tokens >= 1,
+            f"trainer.micro_batch_tokens={self.micro_batch_tokens} admits no rollout; use >= 1.",
+        )
+        require(
+            self.num_gpus in (0, 1),
+            f"trainer.num_gpus={self.num_gpus}: a rank drives exactly one device; use 0 or 1, and "
+            "trainer.num_ranks for more devices.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """The pool that runs reward functions."""
+
+    num_workers: int = 1
+    """Reward actors, one process each."""
+    concurrency: int = 16
+    """Rollouts that one worker scores at a time (threads for plain functions)."""
+    timeout_s: float = 30.0
+    """Limit for one reward function on one rollout; past it the rollout is dropped and counted."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_workers >= 1,
+            f"reward.num_workers={self.num_workers} scores nothing; use at least 1.",
+        )
+        require(
+            self.concurrency >= 1,
+            f"reward.concurrency={self.concurrency} scores nothing; use at least 1.",
+        )
+        require(
+            self.timeout_s > 0,
+            f"reward.timeout_s={self.timeout_s} fails every rollout; use a positive time.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncConfig:
+    """How far generation may run ahead of training."""
+
+    max_staleness: int = 1
+    """Bound η in optimizer steps on the age of any token that enters a gradient; 0 is exact
+    on-policy training."""
+    stream: bool = True
+    """Train on micro-batches as their groups complete; off: wait for the whole batch."""
+    weight_update: Literal["in_flight", "drain"] = "in_flight"
+    """in_flight: replicas take new weights in the middle of generation, KV cache kept.
+    drain: running completions end under the weights that began them."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_staleness >= 0,
+            f"asynchrony.max_staleness={self.max_staleness} is negative; use 0 for on-policy training.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The Ray cluster."""
+
+    address: str | None = None
+    """Ray address to join, "auto" for the one around; unset: RAY_ADDRESS, or a cluster started
+    for this run on this machine."""
+    store_gib: float = 0.5
+    """Shared memory per node for rollouts between stages; producers wait when it is full."""
+    start_timeout_s: float = 300.0
+    """Limit for one actor's start, model loading included."""
+    call_timeout_s: float = 600.0
+    """Limit for one remote call; past it the run ends and names the actor and the call."""
+
+    def __post_init__(self) -> None:
+        for name in ("store_gib", "start_timeout_s", "call_timeout_s"):
+            value = getattr(self, name)
+            require(value > 0, f"cluster.{name}={value} must be positive.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveConfig:
+    """What a run shows and records."""
+
+    print_samples: int = 1
+    """Completions printed every print_every steps."""
+    print_every: int = 10
+    """Optimizer steps between printed completions."""
+    record_groups: int = 1
+    """Groups written to rollouts.jsonl each step."""
+    trace: bool = True
+    """Write trace.json (Perfetto, chrome://tracing)."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Mirror metrics to Weights & Biases."""
+    wandb_project: str = "rlsys"
+    """Project there."""
+
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run; recipes add their algorithm's fields."""
+
+    name: str = "run"
+    """Name of the run's directory below runs_dir; two runs never share one."""
+    runs_dir: str = "runs"
+    """Directory of all runs."""
+    seed: int = 0
+    """Of data order, sampling and initialisation."""
+    num_steps: int = 100
+    """Optimizer steps of the whole run, resumed parts included."""
+    prompts_per_step: int = 32
+    """Groups in one optimizer step."""
+    group_size: int = 8
+    """Rollouts per prompt; one step trains prompts_per_step * group_size rollouts."""
+    checkpoint_every: int = 0
+    """Optimizer steps between checkpoints; 0: only at the end."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept on disk."""
+    resume: bool = False
+    """Continue the run of this name from its newest checkpoint."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    asynchrony: AsyncConfig = field(default_factory=AsyncConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            RUN_NAME.fullmatch(self.name) is not None,
+            f"name={self.name!r} is no directory name; use letters, digits, '.', '_' and '-'.",
+        )
+        require(self.num_steps >= 1, f"num_steps={self.num_steps} trains nothing; use at least 1.")
+        require(
+            self.prompts_per_step >= 1,
+            f"prompts_per_step={self.prompts_per_step} trains nothing; use at least 1.",
+        )
+        require(
+            self.group_size >= 1, f"group_size={self.group_size} samples nothing; use at least 1."
+        )
+        require(
+            self.prompts_per_step % self.trainer.num_ranks == 0,
+            f"prompts_per_step={self.prompts_per_step} does not divide over "
+            f"trainer.num_ranks={self.trainer.num_ranks}: every rank trains the same number of "
+            "groups; use a multiple.",
+        )
+        require(
+            self.checkpoint_every >= 0,
+            f"checkpoint_every={self.checkpoint_every} is negative; use 0 for the end only.",
+        )
+        require(
+            self.keep_checkpoints >= 1,
+            f"keep_checkpoints={self.keep_checkpoints} would delete the newest one; use >= 1.",
+        )
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size

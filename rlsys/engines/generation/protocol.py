@@ -1,0 +1,68 @@
+"""What every generation engine offers.
+
+An engine runs in one process, samples many requests at once (continuous batching) and stamps every
+token with the policy_version of the weights that sampled it.
+
+    submit(requests) ──► [ waiting ] ──► [ running slots ] ──► collect() ──► generations
+                                              ▲
+    pause() → load(manifest) → resume() ──────┘   running requests keep their KV cache
+
+`submit` takes a batch as one unit, in order: with one engine kind, the same batches in the same
+order give the same tokens and log-probabilities whatever the timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlsys.types import Generation, GenerationRequest, WeightManifest
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on: its loop died, or its process did. The message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    num_waiting: int
+    num_running: int
+    num_generated_tokens: int  # since start
+    policy_version: int
+
+
+class GenerationEngine(Protocol):
+    async def start(self) -> None:
+        """Load the model; returns when requests can run."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue a batch. Raises ValueError for a request that can never run (prompt longer than
+        the context), naming the request, its length and the limit."""
+
+    async def collect(self) -> list[Generation]:
+        """Wait until at least one request has ended; return all that have, in the order they ended.
+
+        Raises EngineError as soon as the engine has died, also while waiting.
+        """
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """Cancel; each comes out of `collect` as ABORTED with what it had. Unknown ids are ignored
+        (they may just have ended)."""
+
+    async def pause(self) -> None:
+        """Returns when no forward pass runs. Requests keep their KV cache and their place."""
+
+    async def load(self, manifest: WeightManifest) -> None:
+        """Replace the weights while paused. Tokens sampled from now on carry the new version.
+
+        Raises ValueError if names or shapes do not fit the model, or the checksum differs; then the
+        old weights stay in place.
+        """
+
+    async def resume(self) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None:
+        """End every thread and process of the engine. Idempotent."""

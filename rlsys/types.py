@@ -1,0 +1,140 @@
+"""What travels: prompts, rollouts, groups, micro-batches, weights.
+
+Shape legend: P prompt tokens, T completion tokens of one rollout.
+
+Everything here is plain data on the CPU (numpy, not torch), cheap to send between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One dataset row, tokenized. `index` counts prompts over the whole run, epochs included."""
+
+    index: int
+    token_ids: tuple[int, ...]  # [P]
+    text: str
+    metadata: Mapping[str, Any]  # the row's columns other than the prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one completion is sampled.
+
+    `sampler_logprobs` are taken under the distribution at `temperature`, before top-k and top-p cut
+    it, because that is the distribution whose probabilities the trainer recomputes.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the model's context, was reached
+    ABORTED = "aborted"  # cancelled; what was sampled so far is kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One completion to sample. A continued one carries its earlier tokens at the prompt's end."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]  # [P]
+    sampling: SamplingParams
+    seed: int
+    # Completion tokens that stand already at the end of prompt_token_ids: the random stream goes
+    # on after them, so that a continued rollout draws what an uninterrupted one would have drawn.
+    num_prior_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What an engine returns for one request."""
+
+    request_id: str
+    token_ids: Int32Array  # [T], the closing stop token included
+    sampler_logprobs: Float32Array  # [T]
+    policy_versions: Int32Array  # [T], non-decreasing
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One sampled episode, as a reward function sees it."""
+
+    group_id: int
+    index: int  # 0 .. group_size - 1 within the group
+    prompt_text: str
+    completion_text: str
+    prompt_token_ids: Int32Array  # [P]
+    token_ids: Int32Array  # [T] completion tokens
+    finish_reason: FinishReason
+    metadata: Mapping[str, Any]  # the dataset row's other columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRow:
+    """One rollout as the trainer sees it; ragged, no padding."""
+
+    prompt_token_ids: Int32Array  # [P]
+    token_ids: Int32Array  # [T]
+    sampler_logprobs: Float32Array  # [T]
+    policy_versions: Int32Array  # [T]
+    advantages: Float32Array  # [T]
+    loss_mask: BoolArray  # [T], False for tokens that the policy did not sample
+    group_id: int
+    group_size: int
+    group_num_tokens: int  # loss_mask tokens of the whole group, for per-prompt means
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Rows of one forward and backward pass on one data-parallel rank; may be empty."""
+
+    rows: Sequence[TrainRow]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.prompt_token_ids) + len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """Where one parameter lies in a published weight file."""
+
+    dtype: str  # torch's name without the module, such as "float32"
+    shape: tuple[int, ...]
+    offset: int  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightManifest:
+    """One published version of a model's weights: a file in shared memory and its index.
+
+    `entries` is keyed by the Hugging Face parameter name; tied parameters appear once.
+    `checksum` covers the file's bytes; a reader compares it before it uses the weights.
+    """
+
+    version: int
+    path: str
+    num_bytes: int
+    entries: Mapping[str, TensorEntry] = field(repr=False)
+    checksum: int
