@@ -248,7 +248,8 @@ class AsyncConfig:
     def __post_init__(self) -> None:
         require(
             self.max_staleness >= 0,
-            f"asynchrony.max_staleness={self.max_staleness} is negative; use 0 for on-policy training.",
+            f"asynchrony.max_staleness={self.max_staleness} is negative; "
+            "use 0 for on-policy training.",
         )
 
 
