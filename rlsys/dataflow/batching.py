@@ -1,0 +1,76 @@
+"""Which groups make the next optimizer step, and when a part of them may start.
+
+A pure state machine. In: groups that are ready to train, in the order in which they should be
+trained. Out: parts of the step, each a list of groups for every data-parallel rank.
+
+    add(group) × n ──► next_part() ──► [rank 0: groups, rank 1: groups, ...]
+
+A part is due when a pass on every rank is full (streaming), and in any case when the step's last
+group is there. Parts follow from the groups' order and sizes alone, never from timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlsys.dataflow.selection import karmarkar_karp
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyGroup:
+    group_id: int
+    row_ids: tuple[int, ...]
+    num_tokens: int  # prompt and completion tokens of all its rows
+
+
+@dataclass(kw_only=True)
+class StepAssembler:
+    groups_per_step: int
+    num_ranks: int
+    micro_batch_tokens: int  # of one rank
+    stream: bool
+    _groups: list[ReadyGroup] = field(default_factory=list)
+    _num_taken: int = 0
+
+    @property
+    def num_wanted(self) -> int:
+        """Groups that the step still lacks."""
+        return self.groups_per_step - len(self._groups)
+
+    @property
+    def is_finished(self) -> bool:
+        """All parts of the step have been handed out."""
+        return self._num_taken == self.groups_per_step
+
+    @property
+    def group_ids(self) -> list[int]:
+        return [group.group_id for group in self._groups]
+
+    def add(self, groups: Sequence[ReadyGroup]) -> None:
+        assert len(groups) <= self.num_wanted, "more groups than the step takes"
+        self._groups.extend(groups)
+
+    def next_part(self) -> list[list[ReadyGroup]] | None:
+        """The part that is due, split over the ranks by tokens; None if none is."""
+        pending = self._groups[self._num_taken :]
+        if not pending:
+            return None
+        full = self.micro_batch_tokens * self.num_ranks
+        size = num_tokens = 0
+        for group in pending:
+            if size and num_tokens + group.num_tokens > full:
+                break
+            size, num_tokens = size + 1, num_tokens + group.num_tokens
+        pass_is_full = size < len(pending) or num_tokens >= full
+        if self.num_wanted and not (self.stream and pass_is_full):
+            return None
+        part = pending[:size] if self.stream else pending
+        self._num_taken += len(part)
+        shares = karmarkar_karp([group.num_tokens for group in part], self.num_ranks)
+        return [[part[i] for i in sorted(share)] for share in shares]
+
+    def finish(self) -> None:
+        """Start the next step."""
+        assert self.is_finished, "the step has parts that were not handed out"
+        self._groups, self._num_taken = [], 0

@@ -1,0 +1,50 @@
+"""Which replica samples which group.
+
+A pure state machine. A group goes to one replica as a whole (its rollouts share the prompt's keys
+and values), the one with the fewest outstanding tokens. A replica that has died gets nothing more;
+what it had outstanding is handed back to be routed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlsys.config import require
+
+
+class Router:
+    def __init__(self, replicas: Sequence[str]) -> None:
+        require(len(replicas) > 0, "replicas=[] cannot generate; give at least one.")
+        self._outstanding: dict[str, dict[str, int]] = {name: {} for name in replicas}
+        self._load: dict[str, int] = dict.fromkeys(replicas, 0)
+
+    @property
+    def replicas(self) -> list[str]:
+        return list(self._load)
+
+    def load(self, replica: str) -> int:
+        """Outstanding tokens."""
+        return self._load[replica]
+
+    def route(self, request_ids: Sequence[str], *, num_tokens: int) -> str:
+        """Choose a replica for requests that belong together, of `num_tokens` each at most.
+
+        Raises LookupError when no replica is left.
+        """
+        if not self._load:
+            raise LookupError("no rollout replica is alive")
+        replica = min(self._load, key=self._load.__getitem__)  # the first of equals
+        for request_id in request_ids:
+            self._outstanding[replica][request_id] = num_tokens
+        self._load[replica] += num_tokens * len(request_ids)
+        return replica
+
+    def finished(self, replica: str, request_id: str) -> None:
+        """The request has ended on this replica; an unknown one is ignored (it was moved)."""
+        if replica in self._load:
+            self._load[replica] -= self._outstanding[replica].pop(request_id, 0)
+
+    def remove(self, replica: str) -> list[str]:
+        """The replica has died; returns the requests that it had not finished."""
+        del self._load[replica]
+        return list(self._outstanding.pop(replica))

@@ -1,0 +1,70 @@
+"""Parts of an optimizer step: complete, bounded, independent of timing."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.dataflow.batching import ReadyGroup, StepAssembler
+
+
+def group(group_id: int, num_tokens: int) -> ReadyGroup:
+    return ReadyGroup(group_id=group_id, row_ids=(group_id,), num_tokens=num_tokens)
+
+
+def drain(assembler: StepAssembler) -> list[list[list[int]]]:
+    parts = []
+    while (part := assembler.next_part()) is not None:
+        parts.append([[g.group_id for g in share] for share in part])
+    return parts
+
+
+def test_streaming_hands_out_full_passes_before_the_step_is_complete() -> None:
+    assembler = StepAssembler(groups_per_step=4, num_ranks=1, micro_batch_tokens=10, stream=True)
+    assembler.add([group(0, 5)])
+    assert drain(assembler) == []
+    assembler.add([group(1, 4), group(2, 3)])
+    assert drain(assembler) == [[[0, 1]]]  # group 2 does not fit beside them
+    assembler.add([group(3, 3)])
+    assert drain(assembler) == [[[2, 3]]]
+    assert assembler.is_finished
+
+
+def test_without_streaming_the_whole_step_is_one_part() -> None:
+    assembler = StepAssembler(groups_per_step=3, num_ranks=2, micro_batch_tokens=4, stream=False)
+    assembler.add([group(0, 5), group(1, 3)])
+    assert drain(assembler) == []
+    assembler.add([group(2, 2)])
+    assert sorted(map(sorted, drain(assembler)[0])) == [[0], [1, 2]]
+
+
+def test_a_group_longer_than_a_pass_still_goes() -> None:
+    assembler = StepAssembler(groups_per_step=2, num_ranks=1, micro_batch_tokens=4, stream=True)
+    assembler.add([group(0, 9)])
+    assert drain(assembler) == [[[0]]]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    num_ranks=st.integers(1, 4),
+    stream=st.booleans(),
+    arrivals=st.lists(st.integers(1, 5), min_size=20, max_size=20),
+)
+def test_every_group_once_and_the_same_parts_whatever_the_arrivals(
+    sizes: list[int], num_ranks: int, stream: bool, arrivals: list[int]
+) -> None:
+    def parts(chunks: list[int]) -> list[list[list[int]]]:
+        assembler = StepAssembler(
+            groups_per_step=len(sizes), num_ranks=num_ranks, micro_batch_tokens=16, stream=stream
+        )
+        groups = [group(i, size) for i, size in enumerate(sizes)]
+        result = []
+        for chunk in chunks:
+            assembler.add(groups[:chunk])
+            groups = groups[chunk:]
+            result += drain(assembler)
+        assert assembler.is_finished
+        return result
+
+    one_by_one = parts([1] * len(sizes))
+    assert parts(arrivals) == one_by_one == parts([len(sizes)])
+    trained = [group_id for part in one_by_one for share in part for group_id in share]
+    assert sorted(trained) == list(range(len(sizes)))
