@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Sets up the environment and trains a small model with asynchronous GRPO; no GPU, no network after
+# the set-up. Arguments go to the recipe:  bash scripts/quickstart.sh --num-steps 50
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+exec .venv/bin/python recipes/quickstart.py "$@"

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Sets up the environment, then lint, types and tests. Arguments go to pytest:
+#   bash scripts/test.sh -m slow          the longer tests
+#   bash scripts/test.sh tests/dataflow   one part
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+PATH="$PWD/.venv/bin:$PATH"
+ruff check .
+ruff format --check .
+mypy
+exec python -m pytest "$@"
