@@ -48,7 +48,7 @@ class DataConfig:
     chat_template: bool = False
     """Render prompts with the tokenizer's chat template instead of taking them as plain text."""
     max_prompt_tokens: int = 1024
-    """Longest prompt admitted, in tokens; a longer one is an error, or left out (see below)."""
+    """Longest prompt admitted, in tokens; a longer one is an error unless skip_long_prompts."""
     skip_long_prompts: bool = False
     """Leave prompts that are too long out, with a warning, instead of refusing the dataset."""
     shuffle: bool = True
@@ -95,6 +95,11 @@ class SamplingConfig:
         require(
             self.max_tokens >= 1,
             f"sampling.max_tokens={self.max_tokens} leaves nothing to sample; use at least 1.",
+        )
+        require(
+            all(self.stop),
+            f"sampling.stop={self.stop} holds an empty string, which ends every completion at "
+            "once; leave it out.",
         )
 
     def params(self) -> SamplingParams:
@@ -150,6 +155,19 @@ class RolloutConfig:
             self.kv_cache_gib > 0,
             f"rollout.kv_cache_gib={self.kv_cache_gib} leaves no cache; use a positive number.",
         )
+        require(
+            0 < self.gpu_memory_frac <= 1,
+            f"rollout.gpu_memory_frac={self.gpu_memory_frac} lies outside (0, 1]; use a share of "
+            "the GPU's memory such as 0.85.",
+        )
+        require(
+            self.num_cpus > 0,
+            f"rollout.num_cpus={self.num_cpus} leaves a replica no thread; use at least 1.",
+        )
+        require(
+            self.num_gpus >= 0,
+            f"rollout.num_gpus={self.num_gpus} is negative; use 0 to run on the CPU.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +212,30 @@ class TrainerConfig:
             self.max_grad_norm > 0,
             f"trainer.max_grad_norm={self.max_grad_norm} would zero or flip every gradient; "
             "use a positive norm.",
+        )
+        require(
+            self.warmup_steps >= 0,
+            f"trainer.warmup_steps={self.warmup_steps} is negative; use 0 for no warm-up.",
+        )
+        require(
+            0 <= self.final_lr_frac <= 1,
+            f"trainer.final_lr_frac={self.final_lr_frac} lies outside [0, 1]; use a share of the "
+            "peak learning rate.",
+        )
+        for name in ("adam_beta1", "adam_beta2"):
+            beta = getattr(self, name)
+            require(
+                0 <= beta < 1,
+                f"trainer.{name}={beta} lies outside [0, 1), so its average never settles; use a "
+                "value such as 0.95.",
+            )
+        require(
+            self.weight_decay >= 0,
+            f"trainer.weight_decay={self.weight_decay} would grow the weights; use 0 for none.",
+        )
+        require(
+            self.num_cpus > 0,
+            f"trainer.num_cpus={self.num_cpus} leaves a rank no thread; use at least 1.",
         )
         require(
             self.micro_batch_tokens >= 1,
@@ -270,7 +312,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         for name in ("store_gib", "start_timeout_s", "call_timeout_s"):
             value = getattr(self, name)
-            require(value > 0, f"cluster.{name}={value} must be positive.")
+            require(value > 0, f"cluster.{name}={value} is not positive; use more than 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +331,16 @@ class ObserveConfig:
     """Mirror metrics to Weights & Biases."""
     wandb_project: str = "rlsys"
     """Project there."""
+
+    def __post_init__(self) -> None:
+        for name in ("print_samples", "record_groups"):
+            value = getattr(self, name)
+            require(value >= 0, f"observe.{name}={value} is negative; use 0 for none.")
+        require(
+            self.print_every >= 1,
+            f"observe.print_every={self.print_every} is no number of steps; use at least 1, and "
+            "observe.print_samples=0 to print none.",
+        )
 
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -331,6 +383,7 @@ class RunConfig:
             RUN_NAME.fullmatch(self.name) is not None,
             f"name={self.name!r} is no directory name; use letters, digits, '.', '_' and '-'.",
         )
+        require(self.seed >= 0, f"seed={self.seed} is negative; use a number of at least 0.")
         require(self.num_steps >= 1, f"num_steps={self.num_steps} trains nothing; use at least 1.")
         require(
             self.prompts_per_step >= 1,

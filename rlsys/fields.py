@@ -1,0 +1,208 @@
+"""A configuration class as data: its leaf fields, and instances to and from dictionaries.
+
+In: a frozen dataclass whose fields are plain values or further dataclasses (sections).
+Out: leaves with name, type and default; instances built from overrides; differences; TOML.
+
+A leaf is addressed by its dotted name, such as "trainer.learning_rate". Leaf types: bool, int,
+float, str, Literal, tuple[X, ...], and X | None of those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import json
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+C = TypeVar("C")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaf:
+    name: str  # dotted
+    type: Any
+    default: Any  # MISSING where there is none
+    owner: type[Any]  # the class, of the section's bases, whose body defines it
+
+
+def split_optional(annotation: Any) -> tuple[Any, bool]:
+    """(X, True) of `X | None`, (X, False) of any other X."""
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return annotation, False
+    others = [arg for arg in get_args(annotation) if arg is not types.NoneType]
+    if len(others) != 1:
+        raise TypeError(f"{annotation} is no type for a field; of unions, only X | None is one.")
+    return others[0], True
+
+
+def expected(annotation: Any) -> str:
+    """The values of a type in words. Raises TypeError for what is no leaf type."""
+    inner, optional = split_optional(annotation)
+    if get_origin(inner) is Literal:
+        text = "one of " + ", ".join(str(choice) for choice in get_args(inner))
+    elif get_origin(inner) is tuple:
+        text = f"a list, each item {expected(get_args(inner)[0])}"
+    else:
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        if inner not in words:
+            raise TypeError(f"{annotation} is no type for a field; see rlsys.fields.")
+        text = words[inner]
+    return f"{text}, or none" if optional else text
+
+
+def checked(value: Any, annotation: Any, name: str) -> Any:
+    """`value` as the field's type: a list becomes a tuple, an int a float. Nothing else changes.
+
+    Raises ValueError that names the field, the value and what was expected.
+    """
+    inner, optional = split_optional(annotation)
+    if value is None and optional:
+        return None
+    if get_origin(inner) is Literal:
+        if any(type(value) is type(choice) and value == choice for choice in get_args(inner)):
+            return value
+    elif get_origin(inner) is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(checked(item, get_args(inner)[0], name) for item in value)
+    elif inner is float and type(value) is int:
+        return float(value)
+    elif type(value) is inner:
+        return value
+    raise ValueError(f"{name}={value!r} does not fit; give {expected(annotation)}.")
+
+
+def _members(cls: type[Any], default: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any]]:
+    """(key, dotted name, type, default) of each field; an instance `default` has the last word."""
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        value = field.default
+        if default is not MISSING:
+            value = getattr(default, field.name)
+        elif callable(field.default_factory):
+            value = field.default_factory()
+        yield field.name, prefix + field.name, hints[field.name], value
+
+
+def leaves(cls: type[Any], *, default: Any = MISSING, prefix: str = "") -> list[Leaf]:
+    """Every leaf, in the order of definition. Raises TypeError for a type that is none."""
+    found: list[Leaf] = []
+    for key, name, hint, value in _members(cls, default, prefix):
+        if dataclasses.is_dataclass(hint):
+            found += leaves(hint, default=value, prefix=f"{name}.")  # type: ignore[arg-type]
+        else:
+            expected(hint)
+            owner = next(base for base in cls.__mro__ if key in inspect.get_annotations(base))
+            found.append(Leaf(name=name, type=hint, default=value, owner=owner))
+    return found
+
+
+def num_leaf_fields(cls: type[Any]) -> int:
+    return len(leaves(cls))
+
+
+def unknown_name(name: str, names: Iterable[str], *, kind: str) -> ValueError:
+    """The error for a name that is none of `names`, with the nearest of them."""
+    known = list(names)
+    forgotten_section = [other for other in known if _last_part(other) == _last_part(name)]
+    nearest = forgotten_section or difflib.get_close_matches(name, known, n=1)
+    fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help lists all."
+    return ValueError(f"{name} is no {kind}; {fix}")
+
+
+def _last_part(name: str) -> str:
+    return name.lstrip("-").rpartition(".")[2]
+
+
+def flatten(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings as {dotted name: value}.
+
+    Raises ValueError for names that the class does not have, and for a section given as a value.
+    """
+    names = [leaf.name for leaf in leaves(cls)]
+    flat: dict[str, Any] = {}
+
+    def add(mapping: Mapping[str, Any], prefix: str) -> None:
+        for key, value in mapping.items():
+            name = prefix + key
+            members = [other for other in names if other.startswith(f"{name}.")]
+            if members and isinstance(value, Mapping):
+                add(value, f"{name}.")
+            elif members:
+                raise ValueError(f"{name}={value!r} is a section; set its fields: {members[0]}.")
+            elif name in names:
+                flat[name] = value
+            else:
+                raise unknown_name(name, names, kind="field")
+
+    add(values, "")
+    return flat
+
+
+def build(
+    cls: type[C], overrides: Mapping[str, Any], *, default: Any = MISSING, prefix: str = ""
+) -> C:
+    """An instance with the defaults of `cls` but for `overrides`, {dotted name: value}.
+
+    Raises ValueError for a value of the wrong type, for a missing field that has no default, and
+    for whatever the class itself refuses.
+    """
+    values: dict[str, Any] = {}
+    for key, name, hint, value in _members(cls, default, prefix):
+        if dataclasses.is_dataclass(hint):
+            value = build(hint, overrides, default=value, prefix=f"{name}.")  # type: ignore[arg-type]
+        elif name in overrides:
+            value = checked(overrides[name], hint, name)
+        elif value is MISSING:
+            raise ValueError(f"{name} is missing and has no default; give {expected(hint)}.")
+        values[key] = value
+    return cls(**values)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested dictionaries of plain values, as JSON gives them back: tuples are lists."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return plain
+
+
+def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
+    """Inverse of `to_dict`. Keys that are left out take their defaults; unknown ones are errors."""
+    return build(cls, flatten(cls, values))
+
+
+def differing_fields(before: C, after: C) -> dict[str, tuple[Any, Any]]:
+    """{dotted name: (value before, value after)} of two configurations of one class."""
+    old, new = (flatten(type(config), to_dict(config)) for config in (before, after))
+    return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
+
+
+def to_toml(config: Any) -> str:
+    """The configuration as a TOML file that `--config` reads back; None is written as "none"."""
+    flat = flatten(type(config), to_dict(config))
+    lines: list[str] = []
+    section = ""
+    for name in sorted(flat, key=lambda name: "." in name):  # stable: TOML wants tables last
+        table, _, key = name.rpartition(".")
+        if table != section:
+            lines += ["", f"[{table}]"]
+            section = table
+        lines.append(f"{key} = {_toml_value(flat[name])}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case None:
+            return '"none"'
+        case bool():
+            return str(value).lower()
+        case str():
+            # JSON's escapes are TOML's too, but for DEL, which only TOML wants escaped.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list():
+            return f"[{', '.join(_toml_value(item) for item in value)}]"
+        case _:
+            return repr(value)
