@@ -1,0 +1,204 @@
+"""What a user sees of a run.
+
+    phases while it starts ─► a line per optimizer step, samples, warnings ─► a closing summary
+
+In: the phases' names, each step's metrics, recorded rollouts. Out: text on a rich console. Nothing
+here decides anything: what is worth a warning stands in diagnosis.py, what a run came to in
+summary.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from rlsys.observe import metrics
+from rlsys.observe.diagnosis import WINDOW, Finding, diagnose
+from rlsys.observe.phases import Phase, Phases
+from rlsys.observe.records import RolloutRecord
+from rlsys.observe.summary import duration, summarize, summary_rows
+
+HEADER_EVERY = 20  # step lines
+WARN_EVERY = 20  # steps between two warnings of one kind
+TREND_STEPS = 8
+MAX_SAMPLE_CHARACTERS = 600  # of a prompt or completion; rollouts.jsonl has it whole
+
+Line = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    width: int
+    cell: Callable[[Line], str]
+
+
+def _number(name: str, spec: str) -> Callable[[Line], str]:
+    return lambda line: format(line[name], spec) if name in line else "-"
+
+
+def _staleness(line: Line) -> str:
+    if metrics.STALENESS_MEAN not in line or metrics.STALENESS_MAX not in line:
+        return "-"
+    return f"{line[metrics.STALENESS_MEAN]:.2f}/{line[metrics.STALENESS_MAX]:.0f}"
+
+
+def _idle(line: Line) -> str:
+    if metrics.TIME_TRAINER_IDLE_S not in line or not line.get(metrics.TIME_STEP_S):
+        return "-"
+    return f"{line[metrics.TIME_TRAINER_IDLE_S] / line[metrics.TIME_STEP_S]:.0%}"
+
+
+COLUMNS = (
+    Column("stale avg/max", 13, _staleness),
+    Column("tokens/s", 9, _number(metrics.THROUGHPUT_TRAINED_TOKENS, ",.0f")),
+    Column("idle", 5, _idle),
+    Column("loss", 9, _number(metrics.LOSS, ".4f")),
+    Column("grad", 7, _number(metrics.GRAD_NORM, ".3g")),
+    Column("kl(samp)", 9, _number(metrics.KL_SAMPLER_TRAINER, ".1e")),
+    Column("seconds", 8, _number(metrics.TIME_STEP_S, ".2f")),
+)
+
+
+class RunConsole:
+    """One run's output. `clock` tells seconds; `console` defaults to the standard output."""
+
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        max_staleness: int,
+        print_every: int,
+        print_samples: int,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._clock = clock
+        self._phases = Phases(self._console, clock)
+        self._num_steps = num_steps
+        self._max_staleness = max_staleness
+        self._print_every = print_every
+        self._print_samples = print_samples
+        self._recent: deque[Line] = deque(maxlen=max(WINDOW, TREND_STEPS))
+        self._lines_printed = 0
+        self._warned_at: dict[str, int] = {}  # kind of finding -> step
+        self._started_s = clock()
+        self._first_step_s: float | None = None
+
+    def phase(self, name: str) -> Phase:
+        """`with console.phase("Starting Ray"): ...`; see rlsys.observe.phases."""
+        return self._phases.phase(name)
+
+    def step(self, line: Line, samples: Sequence[RolloutRecord] = ()) -> None:
+        """Show one optimizer step: its line, what is wrong, and some of its rollouts."""
+        if self._first_step_s is None:
+            self._first_step_s = self._clock() - self._started_s
+        self._recent.append(line)
+        step = int(line[metrics.STEP])
+        if self._lines_printed % HEADER_EVERY == 0:
+            self._print(_header(self._num_steps), style="bold")
+        self._lines_printed += 1
+        self._print(self._row(line))
+        for finding in diagnose(list(self._recent), max_staleness=self._max_staleness):
+            self._warn(finding, step)
+        if step == 1 or step % self._print_every == 0:
+            for record in samples[: self._print_samples]:
+                self._sample(record)
+
+    def note(self, message: str) -> None:
+        """A plain line: something that happened and needs no action."""
+        self._print(message)
+
+    def warn(self, message: str) -> None:
+        self._print(f"warning: {message}", style="yellow")
+
+    def close(
+        self,
+        outcome: Literal["finished", "interrupted", "failed"],
+        *,
+        lines: Sequence[Line],
+        directory: Path,
+        next_command: str,
+    ) -> None:
+        """The closing summary. `lines` are those of metrics.jsonl, earlier parts included."""
+        summary = summarize(lines)
+        after = f" after step {int(lines[-1][metrics.STEP])} of {self._num_steps}" if lines else ""
+        title = f"{outcome.capitalize()}{after}."
+        if self._first_step_s is not None:
+            title += f" First step after {duration(self._first_step_s)}."
+        rows = [*summary_rows(summary)] if lines else []
+        rows.append(("files", f"{directory}: {', '.join(_contents(directory)) or 'none'}"))
+        rows.append(("next", next_command))
+        self._print("")
+        self._print(title, style="bold green" if outcome == "finished" else "bold yellow")
+        for label, text in rows:
+            self._print(f"  {label:<10} {text}")
+
+    def _row(self, line: Line) -> str:
+        rewards = [x[metrics.REWARD_MEAN] for x in self._recent if metrics.REWARD_MEAN in x]
+        trend = sparkline(rewards[-TREND_STEPS:], ascii_only=self._console.options.ascii_only)
+        reward = _number(metrics.REWARD_MEAN, ".3f")(line)
+        cells = "".join(f"  {column.cell(line):>{column.width}}" for column in COLUMNS)
+        width = len(str(self._num_steps))
+        return f"{line[metrics.STEP]:>{max(width, 4)}}  {reward:>7} {trend:<{TREND_STEPS}}{cells}"
+
+    def _warn(self, finding: Finding, step: int) -> None:
+        warned_at = self._warned_at.get(finding.kind)
+        if warned_at is None or step - warned_at >= WARN_EVERY:
+            self._warned_at[finding.kind] = step
+            self.warn(finding.message)
+
+    def _sample(self, record: RolloutRecord) -> None:
+        components = ", ".join(f"{name} {value:.3g}" for name, value in record.rewards.items())
+        title = f"sample of step {record.step}: reward {record.reward:.3g}"
+        self._print(f"{title} ({components})" if len(record.rewards) > 1 else title, style="cyan")
+        self._print(_indented("prompt", record.prompt))
+        self._print(_indented("completion", record.completion))
+
+    def _print(self, text: str, style: str = "") -> None:
+        # A Text, not a string: brackets in a completion are no markup. Long lines stay whole.
+        self._console.print(Text(text, style=style), soft_wrap=True, highlight=False)
+
+
+def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
+    """One character a value, its height between the lowest and the highest of them."""
+    levels = "_.-=*#" if ascii_only else "▁▂▃▄▅▆▇█"
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if high == low:
+        return levels[0] * len(values)
+    top = len(levels) - 1
+    return "".join(levels[round((value - low) / (high - low) * top)] for value in values)
+
+
+def _header(num_steps: int) -> str:
+    cells = "".join(f"  {column.title:>{column.width}}" for column in COLUMNS)
+    return f"{'step':>{max(len(str(num_steps)), 4)}}  {'reward':>7} {'trend':<{TREND_STEPS}}{cells}"
+
+
+def _indented(label: str, text: str) -> str:
+    """Cut in the middle where it is long; control characters, which could drive the terminal,
+    written out."""
+    if len(text) > MAX_SAMPLE_CHARACTERS:
+        half = MAX_SAMPLE_CHARACTERS // 2
+        left_out = len(text) - 2 * half
+        text = f"{text[:half]} [... {left_out:,} characters ...] {text[-half:]}"
+    safe = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return f"  {label:<10} " + safe.replace("\n", "\n" + " " * 13)
+
+
+def _contents(directory: Path) -> list[str]:
+    """What a reader may want to open; a folder with a slash, empty ones and dot files left out."""
+    names = []
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith(".") or (path.is_dir() and not any(path.iterdir())):
+            continue
+        names.append(path.name + ("/" if path.is_dir() else ""))
+    return names

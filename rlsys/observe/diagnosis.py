@@ -1,0 +1,121 @@
+"""What is wrong with a run, told from its metrics: pure functions of a few lines of numbers.
+
+In: the metrics of the last steps. Out: findings, each a sentence with the number, the cause and
+what to do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlsys.observe import metrics
+from rlsys.observe.metrics import recent_mean
+
+Lines = Sequence[Mapping[str, float]]
+
+WINDOW = 5
+"""Steps to average over: one step of 32 groups is too noisy to judge by."""
+
+ZERO_ADVANTAGE_FRAC = 0.8  # four of five groups generated for nothing
+TRUNCATED_FRAC = 0.3  # a cut answer is scored as if it were the policy's whole answer
+KL_SAMPLER_TRAINER = 0.05  # nats per token; bfloat16 kernels alone differ by about 0.001
+IDLE_FRAC = 0.5
+PINNED_FRAC = 0.9  # of the staleness bound
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: str  # the same finding on later steps has the same kind
+    message: str
+
+
+def diagnose(lines: Lines, *, max_staleness: int) -> list[Finding]:
+    """Findings on the last WINDOW steps of `lines`.
+
+    Failed rewards are told at once; everything else only once there are WINDOW steps. The first
+    step of a run is left out of its timings: the pipeline is still empty then.
+    """
+    lines = lines[-WINDOW:]
+    findings = list(_failed_rewards(lines))
+    if len(lines) == WINDOW:
+        findings += _learning_signal(lines)
+        findings += _staleness(lines, max_staleness)
+        findings += _trainer_idle([x for x in lines if x[metrics.STEP] > 1], max_staleness)
+    return findings
+
+
+def _failed_rewards(lines: Lines) -> Iterator[Finding]:
+    failed = sum(line.get(metrics.REWARDS_FAILED, 0) for line in lines)
+    if failed == 0:
+        return
+    reasons: Counter[str] = Counter()
+    for line in lines:
+        reasons.update(metrics.by_reason(line, metrics.REWARDS_FAILED))
+    causes = ", ".join(f"{reason} {count:.0f}" for reason, count in reasons.most_common())
+    yield Finding(
+        "failed_rewards",
+        f"{failed:.0f} rollouts got no reward{f' ({causes})' if causes else ''} and were dropped, "
+        f"with their groups, over the last {_steps(lines)}: look at the reward function; "
+        "reward.timeout_s is its limit.",
+    )
+
+
+def _learning_signal(lines: Lines) -> Iterator[Finding]:
+    equal = recent_mean(lines, metrics.ZERO_ADVANTAGE_FRAC)
+    if equal is not None and equal >= ZERO_ADVANTAGE_FRAC:
+        reward = recent_mean(lines, metrics.REWARD_MEAN)
+        yield Finding(
+            "equal_rewards",
+            f"{equal:.0%} of groups have equal rewards: the task is too easy or too hard"
+            + (f" (reward/mean is {reward:.3g})" if reward is not None else "")
+            + "; choose other prompts, raise group_size or sampling.temperature.",
+        )
+    truncated = recent_mean(lines, metrics.COMPLETION_TRUNCATED_FRAC)
+    if truncated is not None and truncated >= TRUNCATED_FRAC:
+        yield Finding(
+            "truncated",
+            f"{truncated:.0%} of completions are cut off at the limit: raise sampling.max_tokens, "
+            "or see in rollouts.jsonl why answers do not end.",
+        )
+    kl = recent_mean(lines, metrics.KL_SAMPLER_TRAINER)
+    if kl is not None and abs(kl) >= KL_SAMPLER_TRAINER:
+        yield Finding(
+            "kl_sampler_trainer",
+            f"sampler and trainer differ by {abs(kl):.2g} nats a token: they run in different "
+            "precision, or the data is too stale for this learning rate; use "
+            'model.dtype="float32", or lower asynchrony.max_staleness or trainer.learning_rate.',
+        )
+
+
+def _staleness(lines: Lines, max_staleness: int) -> Iterator[Finding]:
+    staleness = recent_mean(lines, metrics.STALENESS_MEAN)
+    pinned = staleness is not None and staleness >= PINNED_FRAC * max_staleness
+    if max_staleness > 0 and pinned:
+        yield Finding(
+            "staleness_pinned",
+            f"staleness is pinned at its bound (mean {staleness:.2f} of "
+            f"asynchrony.max_staleness={max_staleness}): training is the bottleneck and "
+            "generation waits; give the trainer more (trainer.num_ranks, trainer.num_cpus), or "
+            "take away replicas.",
+        )
+
+
+def _trainer_idle(lines: Lines, max_staleness: int) -> Iterator[Finding]:
+    idle_s = recent_mean(lines, metrics.TIME_TRAINER_IDLE_S)
+    step_s = recent_mean(lines, metrics.TIME_STEP_S)
+    if idle_s is None or not step_s or idle_s <= IDLE_FRAC * step_s:
+        return
+    remedy = "add rollout.num_replicas, or cores to each (rollout.num_cpus)"
+    if max_staleness == 0:
+        remedy = f"set asynchrony.max_staleness=1 to generate while training, or {remedy}"
+    yield Finding(
+        "trainer_idle",
+        f"the trainer waits for rollouts {idle_s / step_s:.0%} of the time: generation is the "
+        f"bottleneck; {remedy}.",
+    )
+
+
+def _steps(lines: Lines) -> str:
+    return "step" if len(lines) == 1 else f"{len(lines)} steps"

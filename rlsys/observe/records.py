@@ -1,0 +1,51 @@
+"""rollouts.jsonl: what the policy was asked, what it answered, and what that was worth.
+
+In: rollouts with their rewards and advantages, a few groups each step. Out: one plain JSON object a
+rollout, keyed as RolloutRecord's fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlsys.observe.step_log import StepLog, read_lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRecord:
+    """One rollout as people read it. T completion tokens."""
+
+    step: int  # optimizer step that trained it
+    group_id: int
+    index: int  # within the group
+    prompt: str
+    completion: str
+    token_ids: Sequence[int]  # [T]
+    policy_versions: Sequence[int]  # [T]
+    staleness: int  # optimizer steps between its oldest token and the step that trained it
+    reward: float
+    rewards: Mapping[str, float]  # by reward function, before their weights
+    advantage: float
+    finish_reason: str
+
+
+class RolloutWriter:
+    """Appends to rollouts.jsonl; on resume, records of steps beyond `after_step` are removed."""
+
+    def __init__(self, path: Path, *, after_step: int = 0) -> None:
+        self._log = StepLog(path, after_step=after_step)
+
+    def write(self, records: Iterable[RolloutRecord]) -> None:
+        """Raises ValueError for NaN and infinities."""
+        for record in records:
+            self._log.append(asdict(record))
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
+    """In the order of writing. Raises ValueError for a damaged line."""
+    return (RolloutRecord(**line) for line in read_lines(path))

@@ -1,0 +1,125 @@
+"""What a run came to: pure functions of its metrics.
+
+In: the lines of metrics.jsonl, a resumed run's earlier parts included. Out: a Summary of numbers,
+and the text that the console closes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlsys.observe import metrics
+from rlsys.observe.metrics import recent_mean
+
+REWARD_WINDOW = 10
+"""Steps over which the reward before and after is averaged; half of the run if that is shorter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    num_steps: int
+    reward_window: int  # steps
+    reward_before: float | None
+    reward_after: float | None
+    total_s: float  # sum over steps
+    train_s: float
+    idle_s: float
+    weight_sync_s: float
+    pause_s: float  # of generation, beside the four above
+    staleness_mean: float | None
+    staleness_max: float | None
+    trained: int  # rollouts
+    dropped: int
+    dropped_by_reason: Mapping[str, float]
+    tokens_per_s: float | None
+
+
+def summarize(lines: Sequence[Mapping[str, float]]) -> Summary:
+    window = min(REWARD_WINDOW, max(1, len(lines) // 2))
+    last = lines[-1] if lines else {}
+    staleness = [line[metrics.STALENESS_MAX] for line in lines if metrics.STALENESS_MAX in line]
+
+    def total(name: str) -> float:
+        return sum(line.get(name, 0.0) for line in lines)
+
+    return Summary(
+        num_steps=len(lines),
+        reward_window=window,
+        reward_before=recent_mean(lines[:window], metrics.REWARD_MEAN),
+        reward_after=recent_mean(lines[-window:], metrics.REWARD_MEAN),
+        total_s=total(metrics.TIME_STEP_S),
+        train_s=total(metrics.TIME_TRAIN_S),
+        idle_s=total(metrics.TIME_TRAINER_IDLE_S),
+        weight_sync_s=total(metrics.TIME_WEIGHT_SYNC_S),
+        pause_s=total(metrics.TIME_GENERATION_PAUSE_S),
+        staleness_mean=recent_mean(lines, metrics.STALENESS_MEAN),
+        staleness_max=max(staleness, default=None),
+        trained=int(last.get(metrics.ROLLOUTS_TRAINED, 0)),
+        dropped=int(last.get(metrics.ROLLOUTS_DROPPED, 0)),
+        dropped_by_reason=metrics.by_reason(last, metrics.ROLLOUTS_DROPPED),
+        tokens_per_s=recent_mean(lines, metrics.THROUGHPUT_TRAINED_TOKENS),
+    )
+
+
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    """Pairs of a label and a sentence; what was not measured is left out."""
+    rows = []
+    if summary.reward_before is not None and summary.reward_after is not None:
+        steps = "step" if summary.reward_window == 1 else f"{summary.reward_window} steps"
+        rows.append(
+            (
+                "reward",
+                f"{summary.reward_before:.3f} → {summary.reward_after:.3f}  "
+                f"(mean of the first and of the last {steps})",
+            )
+        )
+    if summary.total_s > 0:
+        rows.append(("time", _where_the_time_went(summary)))
+    if summary.staleness_mean is not None and summary.staleness_max is not None:
+        rows.append(
+            (
+                "staleness",
+                f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max:.0f} "
+                "optimizer steps",
+            )
+        )
+    rows.append(("rollouts", _rollouts(summary)))
+    return rows
+
+
+def duration(seconds: float) -> str:
+    """0.42 s, 12.3 s, 3 min 12 s, 2 h 05 min."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def _where_the_time_went(summary: Summary) -> str:
+    parts = {
+        "training": summary.train_s,
+        "waiting for rollouts": summary.idle_s,
+        "weight sync": summary.weight_sync_s,
+    }
+    parts["other"] = max(0.0, summary.total_s - sum(parts.values()))
+    shares = " · ".join(f"{name} {part / summary.total_s:.0%}" for name, part in parts.items())
+    return (
+        f"{duration(summary.total_s)}: {shares}; generation paused "
+        f"{summary.pause_s / summary.total_s:.1%}"
+    )
+
+
+def _rollouts(summary: Summary) -> str:
+    text = f"{summary.trained:,} trained"
+    if summary.tokens_per_s is not None:
+        text += f", {summary.tokens_per_s:,.0f} tokens/s"
+    if summary.dropped:
+        reasons = ", ".join(f"{r} {count:.0f}" for r, count in summary.dropped_by_reason.items())
+        text += f"; {summary.dropped:,} dropped" + (f" ({reasons})" if reasons else "")
+    return text

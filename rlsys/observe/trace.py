@@ -1,0 +1,140 @@
+"""What each actor did when: spans, counters and arrows, recorded where the work happens.
+
+    Tracer (one per process) ── drain() ──► TraceBatch ──► TraceFile (one per run) ──► trace.json
+
+In: calls on hot paths, about a microsecond each. Out: batches of events, which actors
+send along with their results.
+
+Clocks. A tracer's time is Unix time in nanoseconds: the monotonic clock plus the offset to
+`time.time_ns` that held when the tracer was made, so that it never steps back. Processes of one
+node agree to about a microsecond; processes of two nodes as far as NTP brings their clocks
+together, usually a millisecond.
+
+Bound. A tracer holds at most `max_pending` events until it is drained; later ones are counted and
+left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+Clock = Callable[[], int]  # Unix time in nanoseconds
+Args = Mapping[str, Any]
+
+# (phase of the trace event format, name, track, start in ns, number, arguments): a plain tuple,
+# because it is made on hot paths. The number is a span's duration in ns, a counter's value, or the
+# id of an arrow or of an overlapping span.
+Event = tuple[str, str, str, int, float, Args | None]
+
+SPAN, COUNTER, INSTANT = "X", "C", "i"
+BEGIN, END = "b", "e"  # of a span that overlaps others, matched by name and id over processes
+ARROW_OUT, ARROW_IN = "s", "f"
+
+MAX_PENDING = 100_000  # about 25 MB
+
+
+def unix_clock() -> Clock:
+    """A monotonic clock that tells Unix time in nanoseconds."""
+    readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(9)]
+    # The tightest reading was not interrupted between its two clocks.
+    before, unix, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    offset = unix - (before + after) // 2
+    return lambda: time.perf_counter_ns() + offset
+
+
+@dataclass(frozen=True)
+class TraceBatch:
+    """What one process recorded since it was last asked."""
+
+    process: str
+    events: list[Event]
+    num_lost: int
+
+
+class Tracer:
+    """Records the events of one process; cheap enough for every call of an actor.
+
+    `process` names the actor ("rollout 0"), `track` what it was busy with ("generate", "weights").
+    Spans of one track must nest, so each thread needs tracks of its own. With max_pending=0 nothing
+    is recorded.
+    """
+
+    def __init__(
+        self, process: str, *, clock: Clock | None = None, max_pending: int = MAX_PENDING
+    ) -> None:
+        self._process = process
+        self._max_pending = max_pending
+        self._events: list[Event] = []
+        self._num_lost = 0
+        self.now = clock or unix_clock()
+
+    def span(self, track: str, name: str, **args: Any) -> Span:
+        """`with tracer.span("train", "micro-batch", tokens=4096): ...`"""
+        return Span(self, track, name, args or None)
+
+    def add_span(
+        self, track: str, name: str, start_ns: int, end_ns: int, args: Args | None = None
+    ) -> None:
+        """A span that was timed elsewhere, by `now`."""
+        self._add((SPAN, name, track, start_ns, end_ns - start_ns, args))
+
+    def instant(self, track: str, name: str, **args: Any) -> None:
+        self._add((INSTANT, name, track, self.now(), 0, args or None))
+
+    def counter(self, name: str, value: float) -> None:
+        """A value that holds until the next one, such as the depth of a queue."""
+        self._add((COUNTER, name, "", self.now(), value, None))
+
+    def begin(self, name: str, id: int, **args: Any) -> None:
+        """Begin a span that may overlap others and end in another process: a group's life."""
+        self._add((BEGIN, name, "", self.now(), id, args or None))
+
+    def end(self, name: str, id: int, **args: Any) -> None:
+        self._add((END, name, "", self.now(), id, args or None))
+
+    def arrow_out(self, track: str, name: str, id: int) -> None:
+        """Start an arrow at the track's current span; `arrow_in` with its name and id ends it."""
+        self._add((ARROW_OUT, name, track, self.now(), id, None))
+
+    def arrow_in(self, track: str, name: str, id: int) -> None:
+        self._add((ARROW_IN, name, track, self.now(), id, None))
+
+    def drain(self) -> TraceBatch:
+        """Hand over what was recorded, and forget it."""
+        batch = TraceBatch(self._process, self._events, self._num_lost)
+        self._events, self._num_lost = [], 0
+        return batch
+
+    def _add(self, event: Event) -> None:
+        if len(self._events) < self._max_pending:
+            self._events.append(event)
+        else:
+            self._num_lost += 1
+
+
+class Span:
+    """The context of one `Tracer.span`."""
+
+    __slots__ = ("_args", "_name", "_start_ns", "_tracer", "_track")
+
+    def __init__(self, tracer: Tracer, track: str, name: str, args: Args | None) -> None:
+        self._tracer = tracer
+        self._track = track
+        self._name = name
+        self._args = args
+
+    def __enter__(self) -> None:
+        self._start_ns = self._tracer.now()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        tracer = self._tracer
+        tracer.add_span(self._track, self._name, self._start_ns, tracer.now(), self._args)

