@@ -30,6 +30,11 @@ class AdmissionGate:
         self._sampler_version = 0
 
     @property
+    def version(self) -> int:
+        """The oldest version that any sampler may still sample with."""
+        return self._sampler_version
+
+    @property
     def num_open(self) -> int:
         """Groups that may be issued now."""
         bound = (self._sampler_version + self._max_staleness + 1) * self._groups_per_step

@@ -1,0 +1,69 @@
+"""The one way to call a Ray actor: with a time limit, and an error that names actor and method.
+
+worker = Worker("rollout-0", handle, timeout_s=600)
+reply = await worker.call("submit", requests)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+
+class WorkerError(RuntimeError):
+    """A call to an actor failed; the message names the actor, the method and the cause."""
+
+
+class WorkerDied(WorkerError):
+    """The actor's process is gone."""
+
+
+class Worker:
+    """A named Ray actor."""
+
+    def __init__(self, name: str, handle: Any, *, timeout_s: float) -> None:
+        self.name = name
+        self.handle = handle
+        self._timeout_s = timeout_s
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call and wait. Raises WorkerDied, or WorkerError for a time-out; an exception of the
+        method itself is raised as it is, where it can travel, else as WorkerError."""
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        reference = getattr(self.handle, method).remote(*args)
+        try:
+            return await asyncio.wait_for(reference, limit)
+        except TimeoutError:
+            raise WorkerError(
+                f"{self.name}.{method} did not answer within {limit:g} s; the process may hang "
+                "(see its log) or the limit cluster.call_timeout_s may be too short."
+            ) from None
+        except RayTaskError as error:
+            raise _unwrapped(self.name, method, error) from None
+        except RayActorError as error:
+            raise WorkerDied(f"{self.name} died during {method}: {_reason(error)}") from None
+
+    def kill(self) -> None:
+        """End the process at once; no error if it is gone."""
+        ray.kill(self.handle, no_restart=True)
+
+
+def _unwrapped(name: str, method: str, error: RayTaskError) -> Exception:
+    cause = error.cause
+    if isinstance(cause, ValueError | OSError):  # a user's mistake: the message says it all
+        return cause
+    return WorkerError(f"{name}.{method} failed: {type(cause).__name__}: {cause}\n{error}")
+
+
+def _reason(error: RayActorError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[-3:]) if lines else "no reason given"
+
+
+def kill_all(workers: Iterable[Worker]) -> None:
+    for worker in workers:
+        worker.kill()

@@ -1,0 +1,109 @@
+"""Reward functions in processes of their own, and their pool behind the controller's `Scorer`.
+
+A function that hangs cannot be stopped from within its process. So a process that holds a hung
+function is replaced as soon as its other rollouts are scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from actors.calls import Worker
+from actors.store import StoreAddress, StoreClient
+from rlsys.rewards import RewardRunner
+from rlsys.types import Rollout
+from rlsys.workers import RolloutText, Scored, ScoreTask
+
+SCORE_COLUMNS = ("prompt_token_ids", "token_ids", "policy_versions")
+
+
+@ray.remote
+class RewardActor:
+    def __init__(
+        self, make_runner: Callable[[], RewardRunner], tokenizer: Any, store: StoreAddress
+    ) -> None:
+        self._runner = make_runner()
+        self._tokenizer = tokenizer
+        self._store = StoreClient(store)
+
+    async def ping(self) -> None:
+        """Answers when the actor is ready."""
+
+    async def score(self, tasks: list[ScoreTask]) -> tuple[list[Scored], int]:
+        """The outcomes, and how many functions hang in this process."""
+        columns = await self._store.get_async([task.cell for task in tasks], SCORE_COLUMNS)
+        texts = self._tokenizer.batch_decode(columns["token_ids"], skip_special_tokens=True)
+        rollouts = [
+            Rollout(
+                group_id=task.group_id,
+                index=task.index,
+                prompt_text=task.prompt_text,
+                completion_text=text,
+                prompt_token_ids=prompt_ids.copy(),
+                token_ids=token_ids.copy(),
+                finish_reason=task.finish_reason,
+                metadata=task.metadata,
+            )
+            for task, text, prompt_ids, token_ids in zip(
+                tasks, texts, columns["prompt_token_ids"], columns["token_ids"], strict=True
+            )
+        ]
+        outcomes = await self._runner.score(rollouts)
+        scored = [
+            Scored(
+                outcome=outcome,
+                text=RolloutText(
+                    prompt=rollout.prompt_text,
+                    completion=rollout.completion_text,
+                    token_ids=rollout.token_ids.tolist(),
+                    policy_versions=versions.tolist(),
+                )
+                if task.record
+                else None,
+            )
+            for outcome, rollout, task, versions in zip(
+                outcomes, rollouts, tasks, columns["policy_versions"], strict=True
+            )
+        ]
+        return scored, self._runner.num_stuck
+
+
+class RayScorer:
+    """The pool: each batch goes to the worker with the fewest rollouts under way."""
+
+    def __init__(self, start_worker: Callable[[int], Worker], *, num_workers: int) -> None:
+        self._start_worker = start_worker
+        self._active = [start_worker(number) for number in range(num_workers)]
+        self._num_started = num_workers
+        self._load = dict.fromkeys(self._active, 0)  # retired workers too, until they are idle
+
+    @property
+    def workers(self) -> list[Worker]:
+        return list(self._load)
+
+    async def start(self) -> None:
+        await asyncio.gather(*(worker.call("ping") for worker in self._active))
+
+    async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
+        worker = min(self._active, key=self._load.__getitem__)
+        self._load[worker] += len(tasks)
+        scored: list[Scored]
+        scored, num_stuck = await worker.call("score", list(tasks))
+        self._load[worker] -= len(tasks)
+        if num_stuck and worker in self._active:
+            self._replace(worker)
+        if worker not in self._active and self._load[worker] == 0:
+            del self._load[worker]
+            worker.kill()
+        return scored
+
+    def _replace(self, worker: Worker) -> None:
+        """Send it nothing more. Its successor takes calls at once: they wait for its start."""
+        successor = self._start_worker(self._num_started)
+        self._num_started += 1
+        self._active[self._active.index(worker)] = successor
+        self._load[successor] = 0

@@ -1,0 +1,157 @@
+"""The controller's observer: what happens, written to the run's files and shown on the console.
+
+controller ─► Recorder ─► metrics.jsonl, rollouts.jsonl, wandb, console
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from rlsys.controller import Group, TrainedStep
+from rlsys.dataflow.ledger import Ledger
+from rlsys.observe import metrics
+from rlsys.observe.console import RunConsole
+from rlsys.observe.metrics import MetricsWriter
+from rlsys.observe.records import RolloutRecord, RolloutWriter
+from rlsys.observe.wandb_sink import WandbSink
+from rlsys.rewards import RewardFailure
+from rlsys.types import FinishReason, WeightManifest
+
+
+class Recorder:
+    """`clock` tells seconds; `queue_depths` asks the store how many rows wait before each stage."""
+
+    def __init__(
+        self,
+        *,
+        metrics_writer: MetricsWriter,
+        rollout_writer: RolloutWriter,
+        wandb: WandbSink,
+        console: RunConsole,
+        ledger: Ledger,
+        group_size: int,
+        queue_depths: Callable[[], Mapping[str, int]],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._metrics = metrics_writer
+        self._rollouts = rollout_writer
+        self._wandb = wandb
+        self._console = console
+        self._ledger = ledger
+        self._group_size = group_size
+        self._queue_depths = queue_depths
+        self._clock = clock
+        self._step_started = clock()
+        self._num_generated_tokens = 0
+        self._num_failed: Counter[str] = Counter()
+        self._sync: dict[str, float] = {}
+
+    def tokens_generated(self, num_tokens: int) -> None:
+        self._num_generated_tokens += num_tokens
+
+    def weights_loaded(
+        self, manifest: WeightManifest, *, sync_s: float, pauses_s: Sequence[float]
+    ) -> None:
+        self._sync = {
+            metrics.WEIGHTS_BYTES: manifest.num_bytes,
+            metrics.TIME_WEIGHT_SYNC_S: sync_s,
+            metrics.TIME_GENERATION_PAUSE_S: statistics.fmean(pauses_s),
+        }
+
+    def reward_failed(self, failure: RewardFailure) -> None:
+        """Shown in full the first time that a kind of failure comes, then only counted."""
+        if not self._num_failed[failure.kind]:
+            self._console.warn(f"reward {failure.reward!r} failed: {failure.message}")
+        self._num_failed[failure.kind] += 1
+
+    def step_trained(self, trained: TrainedStep) -> None:
+        now = self._clock()
+        step_s = now - self._step_started
+        line: dict[str, float] = {
+            metrics.STEP: trained.step,
+            metrics.POLICY_VERSION: trained.result.policy_version,
+            **_rollout_metrics(trained.groups),
+            **trained.result.metrics,
+            metrics.ROLLOUTS_ISSUED: self._ledger.num_issued * self._group_size,
+            metrics.ROLLOUTS_TRAINED: self._ledger.num_trained * self._group_size,
+            metrics.ROLLOUTS_DROPPED: self._ledger.num_dropped * self._group_size,
+            **{
+                metrics.rollouts_dropped(reason): count * self._group_size
+                for reason, count in self._ledger.drop_reasons.items()
+            },
+            metrics.REWARDS_FAILED: self._num_failed.total(),
+            **{metrics.rewards_failed(kind): n for kind, n in self._num_failed.items()},
+            **{metrics.queue_depth(stage): n for stage, n in self._queue_depths().items()},
+            **self._sync,
+            metrics.TIME_STEP_S: step_s,
+            metrics.TIME_TRAIN_S: trained.result.train_s,
+            metrics.TIME_TRAINER_IDLE_S: max(
+                0.0, step_s - trained.result.train_s - trained.publish_s
+            ),
+            metrics.TIME_UNIX_S: time.time(),
+            metrics.THROUGHPUT_TRAINED_TOKENS: trained.result.num_tokens / step_s,
+            metrics.THROUGHPUT_GENERATED_TOKENS: self._num_generated_tokens / step_s,
+            metrics.THROUGHPUT_TRAINED_ROLLOUTS: len(trained.groups) * self._group_size / step_s,
+        }
+        self._step_started = now
+        self._num_generated_tokens = 0
+        self._metrics.write(line)
+        records = _records(trained)
+        self._rollouts.write(records)
+        self._wandb.log(line)
+        self._console.step(line, records)
+
+    def close(self, *, failed: bool) -> None:
+        self._metrics.close()
+        self._rollouts.close()
+        self._wandb.close(failed=failed)
+
+
+def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    notes = [note for group in groups for note in group.rollouts]
+    rewards = [note.reward for note in notes]
+    components: dict[str, list[float]] = {}
+    for note in notes:
+        for name, value in note.components.items():
+            components.setdefault(name, []).append(value)
+    return {
+        metrics.REWARD_MEAN: statistics.fmean(rewards),
+        metrics.REWARD_STD: statistics.pstdev(rewards),
+        **{
+            metrics.reward_component(name): statistics.fmean(values)
+            for name, values in components.items()
+            if len(components) > 1
+        },
+        metrics.ZERO_ADVANTAGE_FRAC: statistics.fmean(
+            all(note.advantage == 0 for note in group.rollouts) for group in groups
+        ),
+        metrics.COMPLETION_TOKENS_MEAN: statistics.fmean(note.num_tokens for note in notes),
+        metrics.COMPLETION_TRUNCATED_FRAC: statistics.fmean(
+            note.finish_reason is FinishReason.LENGTH for note in notes
+        ),
+    }
+
+
+def _records(trained: TrainedStep) -> list[RolloutRecord]:
+    return [
+        RolloutRecord(
+            step=trained.step,
+            group_id=group.group_id,
+            index=index,
+            prompt=note.text.prompt,
+            completion=note.text.completion,
+            token_ids=note.text.token_ids,
+            policy_versions=note.text.policy_versions,
+            staleness=trained.step - 1 - note.min_version,
+            reward=note.reward,
+            rewards=note.components,
+            advantage=note.advantage,
+            finish_reason=str(note.finish_reason),
+        )
+        for group in trained.groups
+        for index, note in enumerate(group.rollouts)
+        if note.text is not None
+    ]
