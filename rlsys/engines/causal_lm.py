@@ -13,21 +13,31 @@ from typing import Any
 
 import torch
 
+from rlsys.engines.attention import ATTENTION, register_attention
+from rlsys.engines.onednn_linear import use_onednn
+from rlsys.layout.transport.shm import open_weights
+from rlsys.types import WeightManifest
+
 
 def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
-    """Load a model for inference or training.
+    """Load a model for inference or training, with the attention and linear layers of both engines.
 
-    Raises ValueError where `path` holds no causal language model.
+    Its backbone takes right-padded rows without a mask. Raises ValueError where `path` holds no
+    causal language model.
     """
     from transformers import AutoModelForCausalLM
 
+    register_attention()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"model.path={str(path)!r} holds no causal language model ({error}); give a Hugging "
             "Face model directory or hub name."
         ) from error
+    use_onednn(model)
     return model.to(device)
 
 
@@ -41,16 +51,47 @@ def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def check_head(model: Any) -> None:
-    """Raise ValueError if head_logits(backbone) differs from the model's own logits."""
+    """Raise ValueError if backbone and head together differ from the model's own forward pass with
+    transformers' reference attention."""
     device = next(model.parameters()).device
-    token_ids = torch.arange(4, device=device)[None] % model.config.get_text_config().vocab_size
+    token_ids = torch.arange(8, device=device)[None] % model.config.get_text_config().vocab_size
     with torch.no_grad():
-        expected = model(input_ids=token_ids, use_cache=False).logits
         hidden = model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
         found = head_logits(model, hidden)
-    if not torch.allclose(expected, found, rtol=1e-3, atol=1e-3):
+        model.set_attn_implementation("eager")
+        expected = model(input_ids=token_ids, use_cache=False).logits
+        model.set_attn_implementation(ATTENTION)
+    tolerance = 1e-3 if found.dtype == torch.float32 else 5e-2 * float(expected.abs().max())
+    if not torch.allclose(expected, found, rtol=tolerance, atol=tolerance):
         raise ValueError(
-            f"{type(model).__name__} changes its logits after the output embedding in a way that "
-            "rlsys does not know; use an architecture whose head is a linear layer, with or "
-            "without a soft cap."
+            f"{type(model).__name__} computes its attention or its logits in a way that rlsys does "
+            "not know; use an architecture with causal attention (sliding windows and soft caps "
+            "included) whose head is a linear layer, with or without a soft cap."
         )
+
+
+def copy_weights(model: Any, manifest: WeightManifest) -> None:
+    """Overwrite a model's parameters in place with a published version.
+
+    Raises ValueError if names or shapes do not fit or the bytes are not those that were published;
+    then the model is unchanged.
+    """
+    parameters = dict(model.named_parameters())  # tied ones appear once, under their first name
+    differing = sorted(parameters.keys() ^ manifest.entries.keys())
+    if differing:
+        raise ValueError(
+            f"weights version {manifest.version} does not fit {type(model).__name__}: parameter "
+            f"names {differing[:4]} stand on one side only ({len(differing)} in all); publish "
+            "from the same architecture."
+        )
+    for name, entry in manifest.entries.items():
+        if entry.shape != tuple(parameters[name].shape):
+            raise ValueError(
+                f"weights version {manifest.version} does not fit {type(model).__name__}: {name} "
+                f"has shape {entry.shape}, the model needs {tuple(parameters[name].shape)}; "
+                "publish from the same architecture."
+            )
+    tensors = open_weights(manifest)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)

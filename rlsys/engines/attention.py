@@ -1,0 +1,137 @@
+"""Attention of both engines, plugged into Hugging Face models under the name "rlsys".
+
+    query, key, value [B, heads, T, D] ──► attended values [B, T, heads, D]
+
+Without a cache the rows are whole sequences, right-padded, and attention is causal: no mask is ever
+built for padding, because no real token looks at what stands behind it. With a cache (the sampler's)
+the keys and values go there, and the cache answers.
+
+transformers hands a model's keyword arguments through to its attention function; that is how the
+cache gets here. Sliding windows and soft caps arrive as arguments of each layer.
+
+Shape legend: B rows, T tokens, H key/value heads, G query heads per key/value head, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional as F
+
+ATTENTION = "rlsys"
+
+
+class KeyValueCache(Protocol):
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Keep key and value [B, H, T, D] of `layer`; returns attended values [B, T, H·G, D]."""
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="rlsys"` known to transformers. Idempotent."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+
+
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attention within whole sequences that begin at position 0; differentiable.
+
+    query [B, H·G, T, D], key and value [B, H, T, D]; returns [B, T, H·G, D]. A token sees itself and
+    the sliding_window − 1 tokens before it.
+    """
+    num_tokens = query.shape[2]
+    windowed = sliding_window is not None and num_tokens > sliding_window
+    if softcap is None:
+        visible = causal_mask(num_tokens, sliding_window, query.device) if windowed else None
+        attended = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=visible,
+            is_causal=visible is None,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return attended.transpose(1, 2)
+    # torch's kernels know no soft cap, so the scores are computed in the open.
+    grouped = query.unflatten(1, (key.shape[1], -1))  # [B, H, G, T, D]
+    scores = soft_cap(grouped @ key.unsqueeze(2).mT * scaling, softcap)  # [B, H, G, T, T]
+    visible = causal_mask(num_tokens, sliding_window, query.device)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout)
+    return (weights @ value.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
+
+
+def causal_mask(num_tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[T, T] bool: True where the row's token sees the column's."""
+    position = torch.arange(num_tokens, device=device)
+    distance = position[:, None] - position[None, :]
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def soft_cap(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Squash into (−cap, cap), as Gemma 2 does (2408.00118, section 2)."""
+    return torch.tanh(scores / cap) * cap
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    kv_cache: KeyValueCache | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature."""
+    assert attention_mask is None, "rlsys attention is causal over right-padded rows; pass no mask"
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if kv_cache is not None:
+        layer: Any = module.layer_idx
+        attended = kv_cache.attend(
+            layer,
+            query,
+            key,
+            value,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
+    else:
+        attended = causal_attention(
+            query,
+            key,
+            value,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            dropout=dropout,
+        )
+    return attended.contiguous(), None

@@ -1,0 +1,77 @@
+"""Linear layers through oneDNN: the same product as torch's own, about twice as fast on the CPU.
+
+torch multiplies float32 matrices on x86 with MKL, which leaves half of a CPU's vector width unused
+on some machines; oneDNN, which torch carries too, generates code for the CPU at hand. Its results
+for a row do not depend on the other rows of the batch (from two rows on), which is what makes a
+sampled completion independent of what else is being sampled.
+
+Shape legend: x [..., I] input, weight [O, I], bias [O].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+
+def use_onednn(model: nn.Module) -> None:
+    """Switch every nn.Linear of a model to oneDNN, in place; names and weights stay.
+
+    Does nothing where torch has no oneDNN. Layers go on using torch's own product for anything but
+    plain float32 tensors on the CPU.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = OneDNNLinear
+
+
+class OneDNNLinear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not (_is_plain_float32(input) and _is_plain_float32(self.weight)):
+            return super().forward(input)
+        if not torch.is_grad_enabled():
+            return _linear(input, self.weight, self.bias)
+        output: torch.Tensor = _Linear.apply(input, self.weight, self.bias)
+        return output
+
+
+def _is_plain_float32(tensor: torch.Tensor) -> bool:
+    # A DTensor (tensor parallelism) splits the product over ranks; oneDNN would see one shard.
+    return (
+        tensor.dtype is torch.float32
+        and tensor.device.type == "cpu"
+        and type(tensor) in (torch.Tensor, nn.Parameter)
+    )
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return output
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)  # [N, O]
+        grad_x = _linear(grad, weight.t(), None) if ctx.needs_input_grad[0] else None
+        grad_weight = (
+            _linear(rows.t(), x.flatten(0, -2).t(), None) if ctx.needs_input_grad[1] else None
+        )
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias
