@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.algorithms.advantages import group_advantage
+from rlsys.algorithms.advantages import grpo_advantage
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import RunConfig, require
@@ -54,7 +54,7 @@ def grpo(
     flow = Dataflow()
     rollouts = flow.generate(POLICY, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
     reward = flow.score(rollouts, rewards)
-    advantage = flow.per_group(group_advantage, reward)
+    advantage = flow.per_group(grpo_advantage, reward)
     flow.train(
         POLICY,
         rollouts,

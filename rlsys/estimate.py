@@ -1,0 +1,72 @@
+"""How much memory a run will take, before it starts: for --dry-run and the check of the disk.
+
+In: the configuration and the model's shape (read from its config.json, no weights loaded).
+Out: bytes for each kind of actor. Activations are left out: they depend on the longest rollouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rlsys.config import RunConfig
+
+MASTER_BYTES, GRAD_BYTES, ADAM_BYTES = 4, 4, 8  # per parameter: float32, float32, two float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    num_parameters: int
+    kv_values_per_token: int  # elements of keys and values over all layers
+    max_context: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    trainer_rank_bytes: int
+    replica_bytes: int
+    checkpoint_bytes: int
+    store_bytes: int  # per node
+
+
+def model_shape(path: str) -> ModelShape:
+    """Raises ValueError where `path` holds no causal language model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model.path={path!r} holds no causal language model ({reason}); give a Hugging Face "
+            "model directory or hub name."
+        ) from error
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return ModelShape(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        kv_values_per_token=2 * text.num_hidden_layers * num_kv_heads * head_dim,
+        max_context=text.max_position_embeddings,
+    )
+
+
+def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
+    itemsize = getattr(torch, config.model.dtype).itemsize
+    per_parameter = MASTER_BYTES + GRAD_BYTES + ADAM_BYTES
+    if itemsize != MASTER_BYTES:
+        per_parameter += itemsize
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    if config.rollout.engine == "vllm":
+        kv_cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
+    else:
+        kv_cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
+    return MemoryEstimate(
+        trainer_rank_bytes=shape.num_parameters * per_parameter // config.trainer.num_ranks,
+        replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
+        checkpoint_bytes=shape.num_parameters * (MASTER_BYTES + ADAM_BYTES),
+        store_bytes=int(config.cluster.store_gib * 2**30),
+    )
