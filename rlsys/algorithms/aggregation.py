@@ -1,0 +1,52 @@
+"""How token losses of a batch become one number.
+
+Each is an `Aggregation`: from (group_size, group_num_tokens, row_num_tokens) of one rollout it
+gives the weight of each of the rollout's tokens, and what the rollout adds to the denominator:
+
+    loss = Σ weight · token loss / Σ denominator        over all tokens, all rollouts of the batch
+
+Both sums run over the global batch, so the result does not depend on micro-batches or ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def token_mean(group_size: int, group_num_tokens: int, row_num_tokens: int) -> tuple[float, float]:
+    """Mean over all tokens: DAPO, 2503.14476, equation 12."""
+    return 1.0, float(row_num_tokens)
+
+
+def sequence_mean(
+    group_size: int, group_num_tokens: int, row_num_tokens: int
+) -> tuple[float, float]:
+    """Mean over rollouts of the mean over a rollout's tokens: GRPO, 2402.03300, equation 3."""
+    return 1.0 / max(row_num_tokens, 1), 1.0
+
+
+def prompt_mean(group_size: int, group_num_tokens: int, row_num_tokens: int) -> tuple[float, float]:
+    """Mean over prompts of the mean over all tokens of a prompt's group: ScaleRL, 2510.13786."""
+    return 1.0 / max(group_num_tokens, 1), 1.0 / group_size
+
+
+@dataclass(frozen=True)
+class constant_length:
+    """Mean over rollouts of the token sum over a constant: Dr. GRPO, 2503.20783.
+
+    `length` is usually the longest completion that is sampled, in tokens.
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(
+                f"constant_length({self.length}) divides by no length; use at least 1 token, "
+                "usually sampling.max_tokens."
+            )
+
+    def __call__(
+        self, group_size: int, group_num_tokens: int, row_num_tokens: int
+    ) -> tuple[float, float]:
+        return 1.0, float(self.length)

@@ -1,0 +1,42 @@
+"""Estimators of KL(p ‖ q) from tokens sampled from p.
+
+In: log-probabilities of the sampled tokens under p and under q, each [N]. Out: one estimate a
+token, [N]; their mean over tokens estimates the divergence, in nats. Names and properties are from
+Schulman, "Approximating KL divergence" (2020). With x = log p − log q:
+
+    k1 = x                  unbiased, can be negative, high variance
+    k2 = x²/2               biased; its gradient is the one of KL(p ‖ q) when p is the policy
+    k3 = exp(−x) − 1 + x    unbiased, never negative
+
+The penalty against a reference policy has p = π_θ and q = π_ref; the gap between sampler and
+trainer has p = μ and q = π_prox.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def k1(logprobs_p: torch.Tensor, logprobs_q: torch.Tensor) -> torch.Tensor:
+    return logprobs_p - logprobs_q
+
+
+def k2(logprobs_p: torch.Tensor, logprobs_q: torch.Tensor) -> torch.Tensor:
+    return (logprobs_p - logprobs_q).square() / 2
+
+
+def k3(logprobs_p: torch.Tensor, logprobs_q: torch.Tensor) -> torch.Tensor:
+    difference = logprobs_p - logprobs_q
+    # expm1, because exp(−x) − 1 loses every digit where the two policies nearly agree.
+    return torch.expm1(-difference) + difference
+
+
+def unbiased_k3(
+    trainer_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor
+) -> torch.Tensor:
+    """π_θ/μ · k3: corrects for tokens that came from μ and not from π_θ.
+
+    DeepSeek-V3.2, 2512.02556. The gradient flows through the ratio too.
+    """
+    ratio = torch.exp(trainer_logprobs - sampler_logprobs)
+    return ratio * k3(trainer_logprobs, ref_logprobs)

@@ -1,0 +1,227 @@
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.algorithms.losses import (
+    aipo,
+    cispo,
+    clipped_surrogate,
+    clipped_value_loss,
+    decoupled_clipped_surrogate,
+    dppo_mask,
+    entropy_bonus,
+    gspo,
+    interpolate_proximal,
+    reinforce,
+    sapo_soft,
+)
+from rlsys.engines.training.protocol import LossFn, LossInputs
+
+LOSSES: list[LossFn] = [
+    reinforce(),
+    clipped_surrogate(0.2, 0.28),
+    clipped_surrogate(0.2, 0.28, dual_clip=3.0),
+    decoupled_clipped_surrogate(0.2, 0.2, max_weight=2.0),
+    interpolate_proximal(decoupled_clipped_surrogate(0.2, 0.2, max_weight=2.0)),
+    gspo(3e-4, 4e-4),
+    cispo(5.0),
+    aipo(4.0),
+    sapo_soft(1.0, 1.05),
+    dppo_mask(0.2, 0.2),
+    entropy_bonus(reinforce(), 0.01),
+]
+
+
+def make_inputs(
+    ratios: list[float],
+    advantages: list[float],
+    *,
+    probability: float = 0.25,
+    proximal_ratios: list[float] | None = None,
+    rows: list[int] | None = None,
+    staleness: list[int] | None = None,
+) -> LossInputs:
+    """Tokens that the sampler gave `probability`, and the trainer `ratios` times that."""
+    num_tokens = len(ratios)
+    sampler = torch.full((num_tokens,), probability).log()
+    trainer = (sampler + torch.tensor(ratios).log()).requires_grad_()
+    proximal = sampler + torch.tensor(proximal_ratios or ratios).log()
+    return LossInputs(
+        trainer_logprobs=trainer,
+        proximal_logprobs=proximal,
+        sampler_logprobs=sampler,
+        advantages=torch.tensor(advantages),
+        entropy=torch.ones(num_tokens),
+        staleness=torch.tensor(staleness or [0] * num_tokens),
+        row_index=torch.tensor(rows or [0] * num_tokens),
+    )
+
+
+def loss_and_gradient(loss: LossFn, inputs: LossInputs) -> tuple[list[float], list[float]]:
+    """Per-token losses, and the gradient of their sum with respect to log π_θ."""
+    values, _ = loss(inputs)
+    (gradient,) = torch.autograd.grad(values.sum(), inputs.trainer_logprobs)
+    return values.tolist(), gradient.tolist()
+
+
+# Two rollouts of two tokens: the first good, the second bad.
+RATIOS, ADVANTAGES, ROWS = [1.5, 0.5, 1.5, 0.5], [1.0, 1.0, -1.0, -1.0], [0, 0, 1, 1]
+
+
+def test_clipped_surrogate_by_hand() -> None:
+    inputs = make_inputs(RATIOS, ADVANTAGES)
+    values, gradient = loss_and_gradient(clipped_surrogate(0.2, 0.28), inputs)
+    assert values == pytest.approx([-1.28, -0.5, 1.5, 0.8])
+    assert gradient == pytest.approx([0.0, -0.5, 1.5, 0.0])  # clipped where it moved far enough
+    _, metrics = clipped_surrogate(0.2, 0.28)(inputs)
+    assert metrics["ratio/clipped_frac"].tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_alone() -> None:
+    inputs = make_inputs([4.0, 4.0, 2.0, 1.0], [1.0, -1.0, -1.0, -1.0])
+    values, gradient = loss_and_gradient(clipped_surrogate(0.2, 0.2, dual_clip=3.0), inputs)
+    assert values == pytest.approx([-1.2, 3.0, 2.0, 1.0])
+    assert gradient == pytest.approx([0.0, 0.0, 2.0, 1.0])
+
+
+def test_decoupled_surrogate_clips_around_the_proximal_policy_and_truncates_its_weight() -> None:
+    inputs = make_inputs([3.0, 3.0, 0.9, 1.0], ADVANTAGES, proximal_ratios=[1.5, 3.0, 1.5, 1.0])
+    # u = 2, 1, 0.6, 1; w = 1.5, 3 → 2, 1.5, 1.
+    loss = decoupled_clipped_surrogate(0.2, 0.2, max_weight=2.0)
+    values, gradient = loss_and_gradient(loss, inputs)
+    assert values == pytest.approx([-1.5 * 1.2, -2.0, 1.5 * 0.8, 1.0])
+    assert gradient == pytest.approx([0.0, -2.0, 0.0, 1.0])
+
+
+def test_interpolated_proximal_policy_moves_to_the_trainer_with_age() -> None:
+    seen: list[torch.Tensor] = []
+
+    def spy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        seen.append(inputs.proximal_logprobs)
+        return inputs.trainer_logprobs, {}
+
+    inputs = make_inputs([4.0] * 4, ADVANTAGES, staleness=[0, 1, 2, 4])
+    interpolate_proximal(spy)(inputs)
+    # log π_prox = log μ + (1 − α) log 4 with α = 0, 1, 1/2, 1/4.
+    expected = inputs.sampler_logprobs + math.log(4) * torch.tensor([1.0, 0.0, 0.5, 0.75])
+    torch.testing.assert_close(seen[0], expected)
+    assert not seen[0].requires_grad
+
+
+def test_gspo_gives_every_token_the_ratio_of_its_rollout() -> None:
+    inputs = make_inputs([2.0, 0.5, 4.0, 1.0], ADVANTAGES, rows=ROWS)
+    values, gradient = loss_and_gradient(gspo(0.2, 0.2), inputs)
+    # s = √(2·½) = 1 and √(4·1) = 2; a bad rollout that became likelier is never clipped.
+    assert values == pytest.approx([-1.0, -1.0, 2.0, 2.0])
+    # Each token of a rollout gets the mean gradient of the rollout's two equal terms.
+    assert gradient == pytest.approx([-1.0, -1.0, 2.0, 2.0])
+    clipped, no_gradient = loss_and_gradient(gspo(3e-4, 4e-4), make_inputs([2.0, 2.0], [1.0, 1.0]))
+    assert clipped == pytest.approx([-1.0004, -1.0004])
+    assert no_gradient == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("loss", [cispo(1.2), aipo(1.2)])
+def test_truncated_importance_keeps_every_gradient(loss: LossFn) -> None:
+    values, gradient = loss_and_gradient(loss, make_inputs(RATIOS, ADVANTAGES))
+    assert gradient == pytest.approx([-1.2, -0.5, 1.2, 0.5])
+    assert values[0] == pytest.approx(-1.2 * math.log(1.5 * 0.25))
+
+
+def test_soft_gate_by_hand() -> None:
+    inputs = make_inputs([1.0, 3.0, 1.0, 3.0], ADVANTAGES)
+    values, gradient = loss_and_gradient(sapo_soft(1.0, 2.0), inputs)
+    gate = 1 / (1 + math.exp(-2))
+    steep = 1 / (1 + math.exp(-4))
+    assert values == pytest.approx([-4 * 0.5, -4 * gate, 2 * 0.5, 2 * steep])
+    # d/dlog π = ρ · 4σ(1 − σ) · A: as policy gradient at ρ = 1, faded at ρ = 3.
+    expected = [-1.0, -3 * 4 * gate * (1 - gate), 1.0, 3 * 4 * steep * (1 - steep)]
+    assert gradient == pytest.approx(expected, rel=1e-5)
+
+
+def test_dppo_drops_by_difference_of_probabilities() -> None:
+    frequent = make_inputs(RATIOS, ADVANTAGES, probability=0.5)
+    values, gradient = loss_and_gradient(dppo_mask(0.2, 0.2), frequent)
+    assert values == gradient == pytest.approx([0.0, -0.5, 1.5, 0.0])
+    rare = make_inputs([9.0, 0.1], [1.0, -1.0], probability=0.01)
+    assert loss_and_gradient(dppo_mask(0.2, 0.2), rare)[0] == pytest.approx([-9.0, 0.1])
+
+
+def test_entropy_bonus_lowers_the_loss() -> None:
+    inputs = make_inputs([1.0], [0.0])
+    assert loss_and_gradient(entropy_bonus(reinforce(), 0.5), inputs)[0] == pytest.approx([-0.5])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_on_policy_every_loss_has_the_policy_gradient(loss: LossFn) -> None:
+    inputs = make_inputs([1.0] * 4, [2.0, 2.0, -0.5, -0.5], rows=ROWS)
+    assert loss_and_gradient(loss, inputs)[1] == pytest.approx([-2.0, -2.0, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_advantage_no_gradient(loss: LossFn) -> None:
+    inputs = make_inputs(RATIOS, [0.0] * 4, rows=ROWS)
+    assert loss_and_gradient(loss, inputs)[1] == pytest.approx([0.0] * 4)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(log_ratios=st.lists(st.floats(-90, 90), min_size=2, max_size=6))
+def test_losses_and_gradients_stay_finite(loss: LossFn, log_ratios: list[float]) -> None:
+    num_tokens = len(log_ratios)
+    inputs = make_inputs(
+        [1.0] * num_tokens, [1.0, -1.0] * (num_tokens // 2) + [1.0] * (num_tokens % 2)
+    )
+    moved = (inputs.sampler_logprobs + torch.tensor(log_ratios)).requires_grad_()
+    inputs = replace(inputs, trainer_logprobs=moved, proximal_logprobs=moved.detach())
+    values, gradient = loss_and_gradient(loss, inputs)
+    assert all(map(math.isfinite, values + gradient))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_take_no_tokens_and_travel(loss: LossFn) -> None:
+    inputs = make_inputs(RATIOS, ADVANTAGES, rows=ROWS)
+    empty = LossInputs(**{name: value[:0] for name, value in vars(inputs).items()})
+    values, metrics = loss(empty)
+    assert values.shape == (0,)
+    assert all(metric.shape == (0,) for metric in metrics.values())
+    assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_metrics_carry_no_gradient(loss: LossFn) -> None:
+    _, metrics = loss(make_inputs(RATIOS, ADVANTAGES, rows=ROWS))
+    assert all(not metric.requires_grad for metric in metrics.values())
+
+
+def test_value_loss_takes_the_worse_of_clipped_and_free() -> None:
+    values, old, returns = (
+        torch.tensor([2.0, 0.1]),
+        torch.tensor([0.0, 0.0]),
+        torch.tensor([2.0, 1]),
+    )
+    found = clipped_value_loss(values, old, returns, clip=0.5)
+    assert found.tolist() == pytest.approx([1.5**2 / 2, 0.9**2 / 2])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: clipped_surrogate(0.0, 0.2), "clip_low=0.0"),
+        (lambda: clipped_surrogate(0.2, -0.2), "clip_high=-0.2"),
+        (lambda: clipped_surrogate(0.2, 0.2, dual_clip=0.5), "dual_clip=0.5"),
+        (lambda: decoupled_clipped_surrogate(0.2, 0.2, 0), "max_weight=0"),
+        (lambda: gspo(2.0, 0.2), "clip_low=2.0"),
+        (lambda: cispo(0.0), r"max_ratio=0\.0"),
+        (lambda: aipo(-1.0), r"max_ratio=-1\.0"),
+        (lambda: sapo_soft(0.0, 1.0), r"temperature_positive=0\.0"),
+        (lambda: dppo_mask(0.2, 1.5), r"max_fall=1\.5"),
+    ],
+)
+def test_impossible_constants_are_refused(make: Callable[[], LossFn], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
