@@ -36,7 +36,8 @@ class Worker:
         limit = self._timeout_s if timeout_s is None else timeout_s
         reference = getattr(self.handle, method).remote(*args)
         try:
-            return await asyncio.wait_for(reference, limit)
+            async with asyncio.timeout(limit):
+                return await reference
         except TimeoutError:
             raise WorkerError(
                 f"{self.name}.{method} did not answer within {limit:g} s; the process may hang "

@@ -88,3 +88,35 @@ def launch(
         raise SystemExit(1) from None
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise SystemExit(130) from None
+
+
+async def _run(
+    config: RunConfig, flow: Dataflow, warm_start: WarmStart | None, console: RunConsole
+) -> None:
+    _cancel_on_sigterm()
+    with console.phase("Reading model and prompts"):
+        shape = model_shape(config.model.path)
+        tokenizer = load_tokenizer(config.model.path)
+        prompts = load_prompts(config, flow, tokenizer, shape)
+    estimate = estimate_memory(config, shape)
+    open_directory = RunDirectory.resume if config.resume else RunDirectory.create
+    with open_directory(
+        config.runs_dir,
+        config.name,
+        to_dict(config),
+        required_bytes=estimate.checkpoint_bytes * (config.keep_checkpoints + 2),
+    ) as directory:
+        outcome: Literal["finished", "interrupted", "failed"] = "failed"
+        try:
+            await _run_in(directory, config, flow, prompts, tokenizer, warm_start, console)
+            outcome = "finished"
+        except asyncio.CancelledError:
+            outcome = "interrupted"
+            raise
+        finally:
+            console.close(
+                outcome,
+                lines=read_metrics(directory.metrics) if directory.metrics.exists() else [],
+                directory=directory.path,
+                next_command=_next_command(directory, outcome),
+            )

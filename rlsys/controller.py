@@ -517,7 +517,8 @@ class Controller:
         limit = self._config.cluster.call_timeout_s
         while True:
             try:
-                await asyncio.wait_for(self._progress.next(), limit)
+                async with asyncio.timeout(limit):
+                    await self._progress.next()
             except TimeoutError:
                 raise StallError(
                     f"nothing has happened for {limit:g} s (cluster.call_timeout_s): step "

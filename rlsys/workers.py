@@ -98,6 +98,3 @@ class Learner(Protocol):
     async def optimizer_step(self) -> StepResult: ...
 
     async def publish(self) -> WeightManifest: ...
-
-    async def save(self, step: int) -> None:
-        """Write the trainer's part of the checkpoint after `step`."""

@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from rlsys.config import DataConfig, require
+from rlsys.dataflow.memory import FreedRows
+from rlsys.dataflow.schema import StageSpec
+from rlsys.dataflow.store import StreamStore
 
 if TYPE_CHECKING:
     from rlsys.engines.training.protocol import Aggregation, LossFn
@@ -166,6 +169,28 @@ class Dataflow:
         raise ValueError(
             f"the dataflow has the stages {[s.name for s in self.stages]} but no "
             f"{kind.__name__}; a run needs generate, score and train."
+        )
+
+    def open_store(
+        self, *, max_bytes: int, max_row_bytes: int, on_free: Callable[[FreedRows], None]
+    ) -> StreamStore:
+        """A store with this graph's columns and stages; the arguments are StreamStore's."""
+        columns = {column for stage in self.stages for column in stage.writes}
+        return StreamStore(
+            tensors=[column.name for column in columns if column.tensor],
+            scalars=[column.name for column in columns if not column.tensor],
+            stages=[
+                StageSpec(
+                    name=stage.name,
+                    reads=tuple(column.name for column in stage.reads),
+                    writes=tuple(column.name for column in stage.writes),
+                )
+                for stage in self.stages
+            ],
+            group_size=self.stage(GenerateStage).group_size,
+            max_bytes=max_bytes,
+            max_row_bytes=max_row_bytes,
+            on_free=on_free,
         )
 
     def describe(self) -> str:

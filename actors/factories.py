@@ -1,0 +1,117 @@
+"""What an actor builds in its own process, as small objects that travel there.
+
+In: the configuration. Out: factories for engines and reward runners, and what each actor reserves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.cluster import Need
+from rlsys.config import RunConfig
+from rlsys.dataflow.graph import RewardFn
+from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.engines.training.protocol import Aggregation, LossFn, TrainingEngine
+from rlsys.rewards import RewardRunner
+
+
+def needs(config: RunConfig) -> tuple[list[Need], list[Need]]:
+    """Of the trainer's ranks and of the replicas. The store's shards and the reward workers reserve
+    nothing: they wait most of the time."""
+    ranks = [
+        Need(
+            name=f"trainer-{rank}",
+            num_cpus=config.trainer.num_cpus,
+            num_gpus=config.trainer.num_gpus,
+            fix="trainer.num_ranks, trainer.num_cpus or trainer.num_gpus",
+        )
+        for rank in range(config.trainer.num_ranks)
+    ]
+    replicas = [
+        Need(
+            name=f"rollout-{replica}",
+            num_cpus=config.rollout.num_cpus,
+            num_gpus=config.rollout.num_gpus,
+            fix="rollout.num_replicas, rollout.num_cpus or rollout.num_gpus",
+        )
+        for replica in range(config.rollout.num_replicas)
+    ]
+    return ranks, replicas
+
+
+def compute_threads(num_cpus: float) -> int:
+    return max(1, int(num_cpus))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerFactory:
+    config: RunConfig
+    loss: LossFn
+    aggregation: Aggregation
+    weights_prefix: str  # of the files in shared memory
+
+    def __call__(self, rank: int, host: str, port: int) -> TrainingEngine:
+        from rlsys.engines.training.fsdp_engine import FSDPEngine, init_process_group
+
+        config = self.config
+        device = "cuda" if config.trainer.num_gpus else "cpu"
+        init_process_group(
+            rank=rank,
+            world_size=config.trainer.num_ranks,
+            host=host,
+            port=port,
+            device=device,
+            timeout_s=config.cluster.call_timeout_s,
+        )
+        return FSDPEngine(
+            model=config.model,
+            trainer=config.trainer,
+            loss=self.loss,
+            aggregation=self.aggregation,
+            temperature=config.sampling.temperature,
+            num_steps=config.num_steps,
+            seed=config.seed,
+            device=device,
+            weights_prefix=self.weights_prefix,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFactory:
+    config: RunConfig
+
+    def __call__(self) -> GenerationEngine:
+        config = self.config
+        longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+        if config.rollout.engine == "vllm":
+            from rlsys.engines.generation.vllm_engine import VLLMEngine
+
+            return VLLMEngine(
+                config.model.path,
+                config.rollout,
+                dtype=config.model.dtype,
+                max_context=longest,
+                seed=config.seed,
+            )
+        from rlsys.engines.generation.torch_engine import TorchEngine
+
+        return TorchEngine(
+            config.model.path,
+            config.rollout,
+            dtype=config.model.dtype,
+            device="cuda" if config.rollout.num_gpus else "cpu",
+            num_threads=compute_threads(config.rollout.num_cpus),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFactory:
+    config: RunConfig
+    rewards: tuple[RewardFn, ...]
+
+    def __call__(self) -> RewardRunner:
+        return RewardRunner(
+            self.rewards,
+            concurrency=self.config.reward.concurrency,
+            timeout_s=self.config.reward.timeout_s,
+        )

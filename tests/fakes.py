@@ -1,0 +1,147 @@
+"""Workers that do nothing but take time, for tests of the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlsys.controller import Group, TrainedStep
+from rlsys.dataflow.blocks import BlockRef, layout_of
+from rlsys.engines.training.protocol import StepResult
+from rlsys.rewards import RewardFailure, RewardResult
+from rlsys.types import FinishReason, GenerationRequest, Prompt, WeightManifest
+from rlsys.workers import FinishedRollout, Scored, ScoreTask, TrainTask
+
+NUM_PROMPT_TOKENS = 4
+
+
+class FakePrompts:
+    def at(self, index: int) -> Prompt:
+        return Prompt(index=index, token_ids=(1,) * NUM_PROMPT_TOKENS, text="?", metadata={})
+
+
+@dataclass(kw_only=True)
+class FakeReplica:
+    """Every rollout takes a time of its own, drawn from `latency_s`."""
+
+    name: str
+    latency_s: Callable[[], float]
+    load_s: float = 0.0
+    version: int = 0
+    num_submitted: int = 0
+    _finished: asyncio.Queue[FinishedRollout] = field(default_factory=asyncio.Queue)
+    _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            self.num_submitted += 1
+            self._running[request.request_id] = asyncio.create_task(self._sample(request))
+
+    async def _sample(self, request: GenerationRequest) -> None:
+        first_version = self.version
+        finish_reason = FinishReason.STOP
+        try:
+            await asyncio.sleep(self.latency_s())
+        except asyncio.CancelledError:
+            finish_reason = FinishReason.ABORTED
+        del self._running[request.request_id]
+        tokens = np.zeros(3, np.int32)
+        layout = layout_of(
+            {
+                "prompt_token_ids": [np.zeros(NUM_PROMPT_TOKENS, np.int32)],
+                "token_ids": [tokens],
+                "sampler_logprobs": [tokens.astype(np.float32)],
+                "policy_versions": [tokens],
+            }
+        )
+        self._finished.put_nowait(
+            FinishedRollout(
+                request_id=request.request_id,
+                cell=(BlockRef("shard", 0, 0, layout), 0),
+                num_prompt_tokens=NUM_PROMPT_TOKENS,
+                num_tokens=len(tokens),
+                min_version=first_version,
+                max_version=self.version,
+                finish_reason=finish_reason,
+            )
+        )
+
+    async def collect(self) -> list[FinishedRollout]:
+        return [await self._finished.get()]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._running:
+                self._running[request_id].cancel()
+
+    async def update_weights(self, manifest: WeightManifest) -> float:
+        await asyncio.sleep(self.load_s)
+        self.version = manifest.version
+        return self.load_s
+
+
+@dataclass(kw_only=True)
+class FakeScorer:
+    latency_s: Callable[[], float] = lambda: 0.0
+    outcome: Callable[[ScoreTask], RewardResult | RewardFailure] = lambda task: RewardResult(
+        total=float(task.index), components={}
+    )
+
+    async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
+        await asyncio.sleep(self.latency_s())
+        return [Scored(outcome=self.outcome(task), text=None) for task in tasks]
+
+
+@dataclass(kw_only=True)
+class FakeLearner:
+    row_s: float = 0.0
+    version: int = 0
+    trained: list[list[TrainTask]] = field(default_factory=lambda: [[]])
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
+        async with self._lock:
+            await asyncio.sleep(self.row_s * max(len(share) for share in shares))
+            self.trained[-1] += [task for share in shares for task in share]
+
+    async def optimizer_step(self) -> StepResult:
+        self.version += 1
+        self.trained.append([])
+        return StepResult(policy_version=self.version, metrics={}, num_tokens=0, train_s=0.0)
+
+    async def publish(self) -> WeightManifest:
+        return WeightManifest(version=self.version, path="", num_bytes=0, entries={}, checksum=0)
+
+
+@dataclass(kw_only=True)
+class FakeObserver:
+    steps: list[TrainedStep] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    failures: list[RewardFailure] = field(default_factory=list)
+
+    def step_trained(self, trained: TrainedStep) -> None:
+        self.steps.append(trained)
+        for group in trained.groups:
+            self.staleness.append(_staleness(trained, group))
+
+    def tokens_generated(self, num_tokens: int) -> None:
+        pass
+
+    def weights_loaded(self, manifest: WeightManifest, **_: Any) -> None:
+        pass
+
+    def reward_failed(self, failure: RewardFailure) -> None:
+        self.failures.append(failure)
+
+
+def _staleness(trained: TrainedStep, group: Group) -> int:
+    return trained.step - 1 - min(note.min_version for note in group.rollouts)
+
+
+def exponential(rng: random.Random, mean_s: float) -> Callable[[], float]:
+    return lambda: rng.expovariate(1 / mean_s)

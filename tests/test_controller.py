@@ -1,0 +1,211 @@
+"""The controller over workers that only take time, in virtual time: bounds, order, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.config import AsyncConfig, ClusterConfig, DataConfig, RunConfig, TrainerConfig
+from rlsys.controller import Controller, RewardsFailed, StallError
+from rlsys.dataflow.graph import Dataflow, Prompts
+from rlsys.dataflow.ledger import Ledger
+from rlsys.rewards import RewardFailure, RewardResult
+from rlsys.workers import ScoreTask
+from tests.fakes import (
+    FakeLearner,
+    FakeObserver,
+    FakePrompts,
+    FakeReplica,
+    FakeScorer,
+    exponential,
+)
+from tests.virtual_time import Deadlock, run_in_virtual_time
+
+
+def center(rewards: torch.Tensor) -> torch.Tensor:
+    return rewards - rewards.mean()
+
+
+def no_loss(*_: Any) -> Any:
+    raise AssertionError("the learner is a fake")
+
+
+def flow(group_size: int) -> Dataflow:
+    built = Dataflow()
+    rollouts = built.generate("policy", Prompts(config=DataConfig()), group_size=group_size)
+    reward = built.score(rollouts, [lambda rollout: 0.0])
+    advantage = built.per_group(center, reward)
+    built.train("policy", rollouts, advantage, loss=no_loss, aggregation=no_loss)
+    return built
+
+
+def config(**changes: Any) -> RunConfig:
+    defaults: dict[str, Any] = {
+        "num_steps": 4,
+        "prompts_per_step": 4,
+        "group_size": 2,
+        "trainer": TrainerConfig(micro_batch_tokens=16),
+        "cluster": ClusterConfig(call_timeout_s=1000.0),
+    }
+    return RunConfig(**{**defaults, **changes})
+
+
+@dataclass(kw_only=True)
+class World:
+    """A controller and everything around it."""
+
+    config: RunConfig
+    replicas: list[FakeReplica]
+    scorer: FakeScorer = field(default_factory=FakeScorer)
+    learner: FakeLearner = field(default_factory=FakeLearner)
+    observer: FakeObserver = field(default_factory=FakeObserver)
+    ledger: Ledger = field(default_factory=lambda: Ledger(lambda event: None))
+    checkpoints: list[int] = field(default_factory=list)
+    freed: list[Any] = field(default_factory=list)
+
+    async def run(self) -> None:
+        async def save(step: int) -> None:
+            self.checkpoints.append(step)
+
+        dataflow = flow(self.config.group_size)
+        self.store = dataflow.open_store(
+            max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=self.freed.append
+        )
+        controller = Controller(
+            flow=dataflow,
+            config=self.config,
+            prompts=FakePrompts(),
+            store=self.store,
+            ledger=self.ledger,
+            replicas=self.replicas,
+            scorer=self.scorer,
+            learner=self.learner,
+            observer=self.observer,
+            checkpoint=save,
+            clock=asyncio.get_running_loop().time,
+        )
+        await controller.run()
+
+
+def world(seed: int = 0, *, num_replicas: int = 1, **changes: Any) -> World:
+    rng = random.Random(seed)
+    return World(
+        config=config(**changes),
+        replicas=[
+            FakeReplica(name=f"rollout-{i}", latency_s=exponential(rng, 1.0), load_s=0.01)
+            for i in range(num_replicas)
+        ],
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    max_staleness=st.integers(0, 3),
+    stream=st.booleans(),
+    num_replicas=st.integers(1, 3),
+    row_s=st.sampled_from([0.0, 0.1, 1.0]),
+    failing=st.sampled_from([0.0, 0.1]),
+)
+def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
+    seed: int, max_staleness: int, stream: bool, num_replicas: int, row_s: float, failing: float
+) -> None:
+    """Random latencies and failures. The ledger itself raises if a group would end twice."""
+    rng = random.Random(seed)
+
+    def outcome(task: ScoreTask) -> RewardResult | RewardFailure:
+        if rng.random() < failing:
+            return RewardFailure(kind="exception", reward="r", message="it broke")
+        return RewardResult(total=rng.random(), components={})
+
+    w = world(
+        seed,
+        num_replicas=num_replicas,
+        asynchrony=AsyncConfig(max_staleness=max_staleness, stream=stream),
+    )
+    w.scorer = FakeScorer(latency_s=exponential(rng, 0.2), outcome=outcome)
+    w.learner = FakeLearner(row_s=row_s)
+    run_in_virtual_time(w.run())
+    assert len(w.observer.steps) == w.config.num_steps
+    assert max(w.observer.staleness) <= max_staleness
+    assert not w.ledger.open_groups
+    assert w.ledger.num_trained == w.config.num_steps * w.config.prompts_per_step
+    assert [len(step) for step in w.learner.trained[:-1]] == [w.config.rollouts_per_step] * 4
+    assert w.store.bytes_live == 0
+
+
+def test_generation_goes_on_while_the_trainer_works() -> None:
+    w = world(asynchrony=AsyncConfig(max_staleness=1))
+    w.learner = FakeLearner(row_s=1.0)
+    run_in_virtual_time(w.run())
+    assert max(w.observer.staleness) == 1
+
+
+def test_on_policy_trains_groups_in_the_order_of_issue() -> None:
+    w = world(asynchrony=AsyncConfig(max_staleness=0))
+    run_in_virtual_time(w.run())
+    trained = [task.group_id for step in w.learner.trained for task in step]
+    assert trained == sorted(trained)
+    assert max(w.observer.staleness) == 0
+
+
+def test_advantages_reach_the_trainer() -> None:
+    w = world(num_steps=1)
+    run_in_virtual_time(w.run())
+    assert [task.advantage for task in w.learner.trained[0]] == [-0.5, 0.5] * 4
+    assert {task.group_num_tokens for task in w.learner.trained[0]} == {6}
+
+
+def test_a_reward_that_always_fails_ends_the_run() -> None:
+    w = world()
+    w.scorer = FakeScorer(
+        outcome=lambda task: RewardFailure(kind="exception", reward="broken", message="KeyError")
+    )
+    with pytest.raises(RewardsFailed, match=r"8 groups in a row.*'broken': KeyError"):
+        run_in_virtual_time(w.run())
+
+
+def test_a_replica_that_never_answers_is_a_stall_and_not_a_hang() -> None:
+    w = world(cluster=ClusterConfig(call_timeout_s=50.0))
+    w.replicas[0].latency_s = lambda: 1e9
+    with pytest.raises(StallError, match=r"50 s.*step 1 lacks 4 groups.*rollout-0"):
+        run_in_virtual_time(w.run())
+
+
+def test_an_error_of_a_worker_is_raised_as_it_is() -> None:
+    w = world()
+
+    async def fail() -> Any:
+        raise ConnectionError("rollout-0 died")
+
+    w.replicas[0].collect = fail  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError, match="rollout-0 died"):
+        run_in_virtual_time(w.run())
+
+
+def test_checkpoints_come_when_asked_for_and_at_the_end() -> None:
+    w = world(num_steps=5, checkpoint_every=2)
+    run_in_virtual_time(w.run())
+    assert w.checkpoints == [2, 4, 5]
+
+
+def test_open_groups_of_a_crashed_run_are_issued_again() -> None:
+    w = world(num_steps=2)
+    w.ledger.issue(0, prompt_index=0, version=0)
+    w.ledger.issue(1, prompt_index=1, version=0)
+    run_in_virtual_time(w.run())
+    trained = {task.group_id for step in w.learner.trained for task in step}
+    assert trained == set(range(8))
+    assert (w.ledger.num_issued, w.ledger.num_trained) == (8, 8)
+
+
+def test_the_virtual_clock_tells_a_deadlock() -> None:
+    with pytest.raises(Deadlock):
+        run_in_virtual_time(asyncio.Event().wait())
