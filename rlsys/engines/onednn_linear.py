@@ -21,7 +21,7 @@ def use_onednn(model: nn.Module) -> None:
     """Switch every nn.Linear of a model to oneDNN, in place; names and weights stay.
 
     Does nothing where torch has no oneDNN. Layers go on using torch's own product for anything but
-    plain float32 tensors on the CPU.
+    plain float32 tensors on the CPU that hold something.
     """
     if not torch.backends.mkldnn.is_available():
         return
@@ -32,7 +32,7 @@ def use_onednn(model: nn.Module) -> None:
 
 class OneDNNLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not (_is_plain_float32(input) and _is_plain_float32(self.weight)):
+        if not (_is_plain_float32(input) and _is_plain_float32(self.weight) and input.numel()):
             return super().forward(input)
         if not torch.is_grad_enabled():
             return _linear(input, self.weight, self.bias)
@@ -70,8 +70,11 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)  # [N, O]
         grad_x = _linear(grad, weight.t(), None) if ctx.needs_input_grad[0] else None
-        grad_weight = (
-            _linear(rows.t(), x.flatten(0, -2).t(), None) if ctx.needs_input_grad[1] else None
-        )
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            out, into = rows.t(), x.flatten(0, -2).t()  # [O, N], [I, N]
+            # oneDNN is up to 1.5 times as fast with the wider side last.
+            wide = weight.shape[0] > weight.shape[1]
+            grad_weight = _linear(into, out, None).t() if wide else _linear(out, into, None)
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias
