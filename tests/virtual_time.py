@@ -34,5 +34,12 @@ def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
     try:
         return loop.run_until_complete(main)
     finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(_end_tasks())
         loop.close()
+
+
+async def _end_tasks() -> None:
+    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
