@@ -34,6 +34,7 @@ PROBE_BYTES = 2**20
 # What a resumed run may change: where and how fast it runs, what it shows, how long it goes on. All
 # else decides which numbers come out, and a run is one experiment.
 MAY_CHANGE = {
+    "name",
     "runs_dir",
     "resume",
     "num_steps",
@@ -164,15 +165,14 @@ class RunDirectory:
     def _check_same_experiment(self, config: Mapping[str, Any]) -> None:
         before = json.loads(self.config.read_text())["config"]
         changes = [
-            f"{field}: {old} in {self.config}, {new} now"
+            f"{field} ({old} before, {new} now)"
             for field, (old, new) in differences(before, config).items()
             if field not in MAY_CHANGE and field.partition(".")[0] not in MAY_CHANGE
         ]
         if changes:
             raise ValueError(
-                "a resumed run must be the same experiment, but these fields differ:\n  "
-                + "\n  ".join(changes)
-                + "\nSet them back, or start a new run under another --name."
+                f"a resumed run must be the same experiment, but differs in {'; '.join(changes)}. "
+                "Set that back, or start a new run under another --name."
             )
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
@@ -190,9 +190,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     "unset" where one side lacks the field."""
     old, new = _leaves(before), _leaves(now)
     return {
-        field: (old.get(field, "unset"), new.get(field, "unset"))
+        field: (_shown(field, old), _shown(field, new))
         for field in sorted(old.keys() | new.keys())
-        if old.get(field) != new.get(field)
+        if field not in old or field not in new or old[field] != new[field]
     }
 
 
@@ -245,14 +245,18 @@ def git_revision() -> str | None:
     return found.stdout.strip()
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    leaves: dict[str, str] = {}
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
             leaves |= _leaves(value, f"{prefix}{key}.")
-        else:  # as JSON: a tuple and the list that it was read back as are the same
-            leaves[f"{prefix}{key}"] = json.dumps(value)
+        else:  # by way of JSON: a tuple and the list that it is read back as are the same
+            leaves[f"{prefix}{key}"] = json.loads(json.dumps(value))
     return leaves
+
+
+def _shown(field: str, leaves: Mapping[str, Any]) -> str:
+    return json.dumps(leaves[field]) if field in leaves else "unset"
 
 
 def _has_checkpoint(path: Path) -> bool:

@@ -86,13 +86,14 @@ def check_import(
     try:
         ended = subprocess.run(
             [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=timeout_s,
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        return Check("fail", subject, f"no answer within {timeout_s:.0f} s", fix)
+        return Check("fail", subject, f"no answer within {timeout_s:g} s", fix)
     if ended.returncode == 0:
         return Check("ok", subject, (ended.stdout.strip().splitlines() or ["imports"])[-1])
     last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]

@@ -62,7 +62,7 @@ COLUMNS = (
     Column("idle", 5, _idle),
     Column("loss", 9, _number(metrics.LOSS, ".4f")),
     Column("grad", 7, _number(metrics.GRAD_NORM, ".3g")),
-    Column("kl(samp)", 9, _number(metrics.KL_SAMPLER_TRAINER, ".1e")),
+    Column("sampler kl", 10, _number(metrics.KL_SAMPLER_TRAINER, ".1e")),
     Column("seconds", 8, _number(metrics.TIME_STEP_S, ".2f")),
 )
 
@@ -87,7 +87,8 @@ class RunConsole:
         self._max_staleness = max_staleness
         self._print_every = print_every
         self._print_samples = print_samples
-        self._recent: deque[Line] = deque(maxlen=max(WINDOW, TREND_STEPS))
+        self._recent: deque[Line] = deque(maxlen=WINDOW)
+        self._rewards: list[float] = []  # of all steps, so that the trend keeps its scale
         self._lines_printed = 0
         self._warned_at: dict[str, int] = {}  # kind of finding -> step
         self._started_s = clock()
@@ -130,11 +131,11 @@ class RunConsole:
     ) -> None:
         """The closing summary. `lines` are those of metrics.jsonl, earlier parts included."""
         summary = summarize(lines)
-        after = f" after step {int(lines[-1][metrics.STEP])} of {self._num_steps}" if lines else ""
-        title = f"{outcome.capitalize()}{after}."
+        done = int(lines[-1][metrics.STEP]) if lines else 0
+        title = f"{outcome.capitalize()}: {done} of {self._num_steps} steps."
         if self._first_step_s is not None:
-            title += f" First step after {duration(self._first_step_s)}."
-        rows = [*summary_rows(summary)] if lines else []
+            title += f" The first one was done after {duration(self._first_step_s)}."
+        rows = summary_rows(summary) if lines else []
         rows.append(("files", f"{directory}: {', '.join(_contents(directory)) or 'none'}"))
         rows.append(("next", next_command))
         self._print("")
@@ -143,8 +144,10 @@ class RunConsole:
             self._print(f"  {label:<10} {text}")
 
     def _row(self, line: Line) -> str:
-        rewards = [x[metrics.REWARD_MEAN] for x in self._recent if metrics.REWARD_MEAN in x]
-        trend = sparkline(rewards[-TREND_STEPS:], ascii_only=self._console.options.ascii_only)
+        if metrics.REWARD_MEAN in line:
+            self._rewards.append(line[metrics.REWARD_MEAN])
+        ascii_only = self._console.options.ascii_only
+        trend = sparkline(self._rewards, last=TREND_STEPS, ascii_only=ascii_only)
         reward = _number(metrics.REWARD_MEAN, ".3f")(line)
         cells = "".join(f"  {column.cell(line):>{column.width}}" for column in COLUMNS)
         width = len(str(self._num_steps))
@@ -164,18 +167,19 @@ class RunConsole:
         self._print(_indented("completion", record.completion))
 
     def _print(self, text: str, style: str = "") -> None:
+        # A terminal that cannot show a character gets "?": no completion may end the run.
+        encoding = self._console.encoding
+        shown = text.encode(encoding, errors="replace").decode(encoding)
         # A Text, not a string: brackets in a completion are no markup. Long lines stay whole.
-        self._console.print(Text(text, style=style), soft_wrap=True, highlight=False)
+        self._console.print(Text(shown, style=style), soft_wrap=True, highlight=False)
 
 
-def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
-    """One character a value, its height between the lowest and the highest of them."""
+def sparkline(values: Sequence[float], *, last: int, ascii_only: bool = False) -> str:
+    """One character for each of the `last` values, as high as it lies in the range of them all."""
     levels = "_.-=*#" if ascii_only else "▁▂▃▄▅▆▇█"
     low, high = min(values, default=0.0), max(values, default=0.0)
-    if high == low:
-        return levels[0] * len(values)
-    top = len(levels) - 1
-    return "".join(levels[round((value - low) / (high - low) * top)] for value in values)
+    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
+    return "".join(levels[round((value - low) * scale)] for value in values[-last:])
 
 
 def _header(num_steps: int) -> str:

@@ -33,7 +33,7 @@ class Phases:
         self.console = console
         self.clock = clock
         self.progress = Progress(
-            SpinnerColumn(),
+            SpinnerColumn("line" if console.options.ascii_only else "dots"),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             TextColumn("{task.fields[detail]}", markup=False, style="dim"),
@@ -48,7 +48,7 @@ class Phases:
         return Phase(self, name)
 
     def started(self, name: str) -> TaskID:
-        if not self.console.is_terminal:
+        if not self.console.is_interactive:
             self._print(Text(f"{name} ..."))
         elif self._num_running == 0:
             self.progress.start()
@@ -58,7 +58,7 @@ class Phases:
     def ended(self, task: TaskID, line: Text) -> None:
         self.progress.remove_task(task)
         self._num_running -= 1
-        if self._num_running == 0:
+        if self.console.is_interactive and self._num_running == 0:
             self.progress.stop()
         self._print(line)
 

@@ -90,9 +90,9 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 def duration(seconds: float) -> str:
     """0.42 s, 12.3 s, 3 min 12 s, 2 h 05 min."""
-    if seconds < 10:
+    if seconds < 9.995:  # what rounds to less than 10.00
         return f"{seconds:.2f} s"
-    if seconds < 100:
+    if seconds < 99.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
@@ -108,7 +108,7 @@ def _where_the_time_went(summary: Summary) -> str:
         "weight sync": summary.weight_sync_s,
     }
     parts["other"] = max(0.0, summary.total_s - sum(parts.values()))
-    shares = " · ".join(f"{name} {part / summary.total_s:.0%}" for name, part in parts.items())
+    shares = ", ".join(f"{name} {part / summary.total_s:.0%}" for name, part in parts.items())
     return (
         f"{duration(summary.total_s)}: {shares}; generation paused "
         f"{summary.pause_s / summary.total_s:.1%}"

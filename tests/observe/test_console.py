@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rlsys.observe.console import COLUMNS, RunConsole, sparkline
+from rlsys.observe.records import RolloutRecord
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Screen:
+    """A RunConsole with its output; `terminal` as a wide terminal, else as a log file of 80."""
+
+    def __init__(self, *, terminal: bool = False, encoding: str = "utf-8") -> None:
+        self.bytes = io.BytesIO()
+        stream = io.TextIOWrapper(self.bytes, encoding=encoding, write_through=True)
+        rich = Console(
+            file=stream,
+            force_terminal=terminal,
+            force_interactive=terminal,
+            width=120 if terminal else 80,
+            color_system="standard" if terminal else None,
+        )
+        self.clock = FakeClock()
+        self.run = RunConsole(
+            num_steps=50,
+            max_staleness=1,
+            print_every=10,
+            print_samples=2,
+            console=rich,
+            clock=self.clock,
+        )
+
+    @property
+    def lines(self) -> list[str]:
+        return self.bytes.getvalue().decode(errors="replace").splitlines()
+
+    @property
+    def plain(self) -> str:
+        """What stands on a terminal's screen, less the sequences that colour and move."""
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", "\n".join(self.lines))
+
+
+def step_line(step: int, **changed: float) -> dict[str, float]:
+    return {
+        "step": step,
+        "reward/mean": 0.25,
+        "staleness/mean": 0.62,
+        "staleness/max": 1,
+        "loss": -0.0123,
+        "grad_norm": 0.456,
+        "kl/sampler_trainer": 1.2e-7,
+        "time/step_s": 2.0,
+        "time/trainer_idle_s": 0.5,
+        "throughput/trained_tokens_per_s": 12345.6,
+        **{name.replace("__", "/"): value for name, value in changed.items()},
+    }
+
+
+RECORD = RolloutRecord(
+    step=10,
+    group_id=3,
+    index=0,
+    prompt="[bold]2+2=[/bold]",
+    completion="4\nor so",
+    token_ids=[7],
+    policy_versions=[1],
+    staleness=1,
+    reward=0.5,
+    rewards={"exact": 0.5},
+    advantage=0.0,
+    finish_reason="stop",
+)
+
+
+def test_phases_in_a_log_file_are_a_line_at_start_and_end() -> None:
+    screen = Screen()
+    with screen.run.phase("Starting Ray"):
+        screen.clock.now_s += 3.5
+    with screen.run.phase("Warm start") as phase:
+        for done in range(0, 201, 10):
+            phase.update(done, 200, "loss 0.53")
+        screen.clock.now_s += 75
+    assert screen.lines == [
+        "Starting Ray ...",
+        "Starting Ray: 3.50 s",
+        "Warm start ...",
+        "Warm start: 200/200 loss 0.53, 75.0 s",
+    ]
+
+
+def test_phases_on_a_terminal_move_and_leave_a_line() -> None:
+    screen = Screen(terminal=True)
+    with screen.run.phase("Warm start") as phase:
+        phase.update(120, 200, "loss 0.53")
+        screen.clock.now_s += 2
+        phase._phases.progress.refresh()
+        assert "Warm start" in screen.plain
+        assert "120/200 loss 0.53" in screen.plain
+        assert "0:00:02" in screen.plain
+        with screen.run.phase("Loading model into 2 replicas"):
+            screen.clock.now_s += 1
+    last = [line for line in screen.plain.replace("\r", "\n").splitlines() if line.strip()][-1]
+    assert last == "Warm start: 120/200 loss 0.53, 3.00 s"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [(ValueError, "failed after"), (KeyboardInterrupt, "stopped after")]
+)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_phase_that_fails_says_so(error: type[BaseException], words: str, terminal: bool) -> None:
+    screen = Screen(terminal=terminal)
+
+    def fail() -> None:
+        with screen.run.phase("Loading model"):
+            screen.clock.now_s += 1
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert f"Loading model: {words} 1.00 s" in screen.plain
+
+
+def test_a_step_is_one_line_under_its_titles() -> None:
+    screen = Screen()
+    screen.run.step(step_line(1))
+    screen.run.step(step_line(2, reward__mean=0.75))
+    header, first, second = screen.lines
+    titles = "step reward trend stale avg/max tokens/s idle loss grad sampler kl seconds"
+    assert " ".join(header.split()) == titles
+    assert first.split() == (
+        ["1", "0.250", "▁", "0.62/1", "12,346", "25%", "-0.0123", "0.456", "1.2e-07", "2.00"]
+    )
+    assert second.split()[1:3] == ["0.750", "▁█"]
+    assert len(header) == len(first) == len(second) <= 100
+    # Each number ends where its title ends.
+    ends = [header.index(column.title) + len(column.title) for column in COLUMNS]
+    assert all(first[end - 1] != " " and first[end : end + 1] in (" ", "") for end in ends)
+
+
+def test_a_metric_that_is_missing_is_a_dash() -> None:
+    screen = Screen()
+    screen.run.step({"step": 7})
+    assert screen.lines[1].split() == ["7", *"--------"]
+
+
+def test_the_header_comes_again_every_twenty_steps() -> None:
+    screen = Screen()
+    for step in range(1, 42):
+        screen.run.step(step_line(step))
+    headers = [i for i, line in enumerate(screen.lines) if line.startswith("step")]
+    assert headers == [0, 21, 42]
+
+
+def test_samples_are_printed_every_ten_steps_and_never_interpreted() -> None:
+    screen = Screen()
+    for step in range(1, 21):
+        record = replace(RECORD, step=step)
+        screen.run.step(step_line(step), [record] * 3)
+    titles = [line for line in screen.lines if line.startswith("sample")]
+    assert titles == [f"sample of step {step}: reward 0.5" for step in (1, 1, 10, 10, 20, 20)]
+    at = screen.lines.index(titles[0])
+    assert screen.lines[at + 1 : at + 4] == [
+        "  prompt     [bold]2+2=[/bold]",
+        "  completion 4",
+        "             or so",
+    ]
+
+
+def test_a_sample_cannot_drive_the_terminal_nor_flood_it() -> None:
+    screen = Screen()
+    record = replace(
+        RECORD, completion="\x1b[2J\r\x07\ud800" + "a" * 5000, rewards={"a": 1, "b": 0}
+    )
+    screen.run.step(step_line(1), [record])
+    title, _, completion = screen.lines[-3:]
+    assert title == "sample of step 10: reward 0.5 (a 1, b 0)"
+    assert completion.startswith(r"  completion \x1b[2J\r\x07\ud800aaa")
+    assert "[... 4,407 characters ...]" in completion
+    assert len(completion) < 700
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_stream_without_unicode_gets_question_marks(encoding: str) -> None:
+    screen = Screen(encoding=encoding)
+    screen.run.step(step_line(1), [replace(RECORD, completion="日本 yes")])
+    assert "  completion ?? yes" in screen.lines
+    assert screen.lines[1].split()[2] == "_"
+
+
+def test_a_warning_is_repeated_only_after_twenty_steps() -> None:
+    screen = Screen()
+    warned = []
+    for step in range(1, 51):
+        before = len(screen.lines)
+        screen.run.step(step_line(step, groups__zero_advantage_frac=0.92))
+        warned += [step for line in screen.lines[before:] if line.startswith("warning: 92% of gr")]
+    assert warned == [5, 25, 45]
+
+
+def test_the_closing_summary(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", ".lock", "trace.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "checkpoints" / "step-20").mkdir(parents=True)
+    screen = Screen()
+    screen.clock.now_s += 31.4
+    lines = [step_line(step, reward__mean=step / 20) for step in range(1, 21)]
+    screen.run.step(lines[-1])
+    shown = len(screen.lines)
+    command = "python scripts/plot_run.py runs/demo"
+    screen.run.close("interrupted", lines=lines, directory=tmp_path, next_command=command)
+    summary = screen.lines[shown:]
+    assert summary[1] == "Interrupted: 20 of 50 steps. The first one was done after 31.4 s."
+    assert summary[2].startswith("  reward     0.275 → 0.775  (mean of the first")
+    files = f"  files      {tmp_path}: checkpoints/, metrics.jsonl, trace.json"
+    assert summary[-2:] == [files, f"  next       {command}"]
+
+
+def test_a_run_that_failed_before_its_first_step_has_a_summary_too(tmp_path: Path) -> None:
+    screen = Screen()
+    screen.run.close("failed", lines=[], directory=tmp_path, next_command="see above")
+    assert screen.lines == [
+        "",
+        "Failed: 0 of 50 steps.",
+        f"  files      {tmp_path}: none",
+        "  next       see above",
+    ]
+
+
+def test_the_trend_keeps_the_scale_of_the_whole_run() -> None:
+    assert sparkline([0.0, 0.5, 1.0], last=2) == "▅█"
+    assert sparkline([0.0, 0.98, 1.0, 0.99], last=3) == "███"
+    assert sparkline([0.3] * 4, last=8) == "▁▁▁▁"
+    assert sparkline([0.0, 1.0], last=8, ascii_only=True) == "_#"
+    assert sparkline([], last=8) == ""

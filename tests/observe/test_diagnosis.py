@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from rlsys.observe.diagnosis import diagnose
+
+HEALTHY: Mapping[str, float] = {
+    "reward/mean": 0.5,
+    "groups/zero_advantage_frac": 0.3,
+    "completion/truncated_frac": 0.05,
+    "kl/sampler_trainer": 1e-4,
+    "staleness/mean": 0.6,
+    "time/step_s": 2.0,
+    "time/trainer_idle_s": 0.2,
+    "rewards/failed": 0,
+}
+
+
+def lines(num_steps: int = 5, *, first: int = 2, **changed: float) -> list[dict[str, float]]:
+    return [{**HEALTHY, **named(changed), "step": first + i} for i in range(num_steps)]
+
+
+def named(values: Mapping[str, float]) -> dict[str, float]:
+    """Metric names from keywords: staleness__mean is staleness/mean."""
+    return {name.replace("__", "/"): value for name, value in values.items()}
+
+
+def changed_to(name: str, value: float) -> list[dict[str, float]]:
+    return [{**line, name: value} for line in lines()]
+
+
+def found(run: list[dict[str, float]], max_staleness: int = 1) -> dict[str, str]:
+    return {finding.kind: finding.message for finding in diagnose(run, max_staleness=max_staleness)}
+
+
+def test_a_healthy_run_has_no_findings() -> None:
+    assert found(lines()) == {}
+    assert found([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "words"),
+    [
+        ("groups/zero_advantage_frac", 0.92, "equal_rewards", "92% of groups have equal rewards"),
+        ("groups/zero_advantage_frac", 0.80, "equal_rewards", "too easy or too hard"),
+        ("completion/truncated_frac", 0.41, "truncated", "41% of completions are cut off"),
+        ("kl/sampler_trainer", 0.12, "kl_sampler_trainer", "differ by 0.12 nats a token"),
+        ("kl/sampler_trainer", -0.12, "kl_sampler_trainer", "differ by 0.12 nats a token"),
+        ("time/trainer_idle_s", 1.2, "trainer_idle", "waits for rollouts 60% of the time"),
+        ("staleness/mean", 0.9, "staleness_pinned", "mean 0.90 of asynchrony.max_staleness=1"),
+    ],
+)
+def test_each_trouble_is_told_with_its_number(
+    name: str, value: float, kind: str, words: str
+) -> None:
+    findings = found(changed_to(name, value))
+    assert list(findings) == [kind]
+    assert words in findings[kind]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("groups/zero_advantage_frac", 0.79),
+        ("completion/truncated_frac", 0.29),
+        ("kl/sampler_trainer", 0.049),
+        ("time/trainer_idle_s", 1.0),
+        ("staleness/mean", 0.89),
+    ],
+)
+def test_below_its_threshold_nothing_is_said(name: str, value: float) -> None:
+    assert found(changed_to(name, value)) == {}
+
+
+def test_one_step_alone_says_nothing() -> None:
+    run = [*lines(4), *lines(1, first=6, groups__zero_advantage_frac=1.0)]
+    assert found(run) == {}  # mean over five steps: 0.44
+    assert found(lines(4, groups__zero_advantage_frac=1.0)) == {}
+
+
+def test_only_the_last_five_steps_count() -> None:
+    run = lines(20, groups__zero_advantage_frac=1.0) + lines(5, first=22)
+    assert found(run) == {}
+
+
+def test_the_empty_pipeline_of_the_first_step_is_no_idle_trainer() -> None:
+    run = lines(5, first=1)
+    run[0] |= {"time/trainer_idle_s": 60.0, "time/step_s": 61.0}
+    assert found(run) == {}
+
+
+def test_on_policy_training_is_advised_to_overlap() -> None:
+    assert "max_staleness=1" in found(lines(time__trainer_idle_s=1.9), 0)["trainer_idle"]
+    assert "max_staleness" not in found(lines(time__trainer_idle_s=1.9), 1)["trainer_idle"]
+
+
+def test_a_bound_of_zero_is_never_pinned() -> None:
+    assert found(lines(staleness__mean=0.0), max_staleness=0) == {}
+
+
+def test_failed_rewards_are_told_at_once_with_their_reasons() -> None:
+    run = lines(1, first=1) + lines(1, first=2)
+    run[0] |= {"rewards/failed": 3, "rewards/failed/timeout": 2, "rewards/failed/exception": 1}
+    run[1] |= {"rewards/failed": 4, "rewards/failed/timeout": 4}
+    (message,) = found(run).values()
+    assert message.startswith("7 rollouts got no reward (timeout 6, exception 1)")
+    assert "over the last 2 steps" in message
+
+
+def test_what_was_not_measured_is_not_judged() -> None:
+    assert found([{"step": i} for i in range(1, 9)]) == {}

