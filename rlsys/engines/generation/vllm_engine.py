@@ -1,0 +1,267 @@
+"""Generation by vLLM: token ids in, sampled tokens with log-probabilities and versions out.
+
+    this process, an asyncio loop               vLLM's processes
+    submit ──► a task per request ──► AsyncLLM ──► engine core ──► a worker per tensor-parallel rank
+    collect ◄── finished generations ◄──┘              ▲             ▲
+    pause, resume ─────────────────────────────────────┘             │
+    load ──► manifest ───────────────────────────────────────────────┘ maps the file of weights
+
+Versions are exact: vLLM's core marks the tokens of each step with the version that was set while it
+was paused. Running requests keep their KV cache over an update. The prefix cache is keyed by
+version, so a request submitted after an update never reads keys and values of older weights.
+
+Log-probabilities are those of softmax(logits / temperature), before top-k and top-p; at temperature
+0, the most likely token, those of softmax(logits).
+
+Unlike the torch engine this one is not reproducible: all requests share one random stream, and how
+they are batched depends on timing. GenerationRequest.seed is not used: vLLM fails on it on the CPU.
+
+vllm is imported inside functions of the vllm_* modules, and by vllm_worker and vllm_weights, which
+vLLM's own processes alone import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Collection, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rlsys.config import ModelConfig, RolloutConfig
+from rlsys.engines.generation.manifest_check import Shapes, check_manifest, parameter_shapes
+from rlsys.engines.generation.protocol import EngineError, EngineStats
+from rlsys.engines.generation.vllm_process import end_vllm, start_vllm
+from rlsys.layout.transport.shm import open_weights
+from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
+
+MIN_TEMPERATURE = 0.01  # asked for a lower one above 0, vLLM samples at this one
+FINISH_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORTED,
+}
+
+Result = TypeVar("Result")
+
+
+class VLLMEngine:
+    """A GenerationEngine; the protocol has its methods' contracts.
+
+    `max_context` limits prompt and completion together, in tokens; None: the model's own limit, or
+    what the KV cache holds if that is less. `seed` is of vLLM's random stream: give each replica
+    another one, or they draw alike.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        *,
+        seed: int,
+        max_context: int | None = None,
+    ) -> None:
+        self._model = model
+        self._rollout = rollout
+        self._seed = seed
+        self._max_context = max_context
+        self._shapes: Shapes = {}
+        self._llm: Any = None  # vLLM's AsyncLLM, between start and close
+        self._version = 0
+        self._tasks: dict[str, asyncio.Task[Generation]] = {}  # unfinished, by request id
+        self._aborted: set[str] = set()  # among these
+        self._finished: list[Generation] = []
+        self._num_finished_tokens = 0
+        self._changed = asyncio.Event()  # a generation has finished, or the engine has failed
+        self._failure: str | None = "the engine was not started"
+
+    async def start(self) -> None:
+        """Load the model; about 15 s for a small one.
+
+        Raises ValueError for a model that vLLM cannot serve or could not take new weights of,
+        EngineError if vLLM's processes do not come up.
+        """
+        self._shapes = await asyncio.to_thread(parameter_shapes, self._model.path)
+        try:
+            await asyncio.to_thread(self._start_vllm)
+        except RuntimeError as error:
+            raise EngineError(
+                f"vLLM did not start: {error} Its messages above have the cause. If memory is "
+                "short, lower rollout.kv_cache_gib (CPU) or rollout.gpu_memory_frac (GPU)."
+            ) from error
+        self._failure = None
+        self._llm._run_output_handler()  # a task that ends when vLLM's processes do
+        self._llm.output_handler.add_done_callback(lambda _: self._fail("its processes ended"))
+        await self._call(self._llm.get_supported_tasks())  # cached: no request waits for it later
+        await self._call(self._llm.update_weight_version(str(self._version)))
+        refusals = await self._call(self._llm.collective_rpc("rlsys_prepare", args=(self._shapes,)))
+        if any(refusals):
+            await self.close()
+            raise ValueError(f"model.path={self._model.path!r}: {next(filter(None, refusals))}")
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._check_alive()
+        prepared = [(request, self._sampling_params(request)) for request in requests]
+        for request, params in prepared:
+            task = asyncio.create_task(self._generate(request, params), name=request.request_id)
+            self._tasks[request.request_id] = task
+            task.add_done_callback(self._end)
+
+    async def collect(self) -> list[Generation]:
+        while not self._finished:
+            self._check_alive()
+            self._changed.clear()
+            await self._changed.wait()
+        finished, self._finished = self._finished, []
+        return finished
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        self._check_alive()
+        known = [request_id for request_id in request_ids if request_id in self._tasks]
+        self._aborted.update(known)
+        await self._call(self._llm.abort(known))
+
+    async def pause(self) -> None:
+        self._check_alive()
+        # AsyncLLM.pause_generation would also sleep 20 ms, for an order of outputs that is no
+        # matter here: they carry their version.
+        core = self._llm.engine_core
+        await self._call(core.pause_scheduler_async(mode="keep", clear_cache=False))
+
+    async def load(self, manifest: WeightManifest) -> None:
+        self._check_alive()
+        check_manifest(manifest, self._shapes)
+        await asyncio.to_thread(open_weights, manifest)  # compares the checksum
+        await self._call(self._llm.collective_rpc("rlsys_write", args=(pickle.dumps(manifest),)))
+        await self._call(self._llm.update_weight_version(str(manifest.version)))
+        self._version = manifest.version
+
+    async def resume(self) -> None:
+        self._check_alive()
+        await self._call(self._llm.resume_generation())
+
+    def stats(self) -> EngineStats:
+        states = self._llm.output_processor.request_states.values() if self._llm else ()
+        num_tokens = [state.detokenizer.num_output_tokens() for state in states]
+        num_running = sum(num > 0 for num in num_tokens)
+        return EngineStats(
+            num_waiting=len(self._tasks) - num_running,  # until its first token
+            num_running=num_running,
+            num_generated_tokens=self._num_finished_tokens + sum(num_tokens),
+            policy_version=self._version,
+        )
+
+    async def close(self) -> None:
+        self._fail("the engine was closed")
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.output_handler.cancel()  # or it would report the end that is wanted as an error
+            await asyncio.to_thread(end_vllm, llm)
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _start_vllm(self) -> None:
+        self._llm = start_vllm(
+            self._model, self._rollout, seed=self._seed, max_context=self._max_context
+        )
+
+    async def _generate(self, request: GenerationRequest, params: Any) -> Generation:
+        """Runs without a pause until vLLM has the request: submission order is vLLM's order."""
+        from vllm.inputs.engine import tokens_input
+
+        token_ids, logprobs, versions, reason = [], [], [], "abort"
+        if request.request_id not in self._aborted:
+            prompt = tokens_input(list(request.prompt_token_ids), cache_salt=str(self._version))
+            async for output in self._llm.generate(prompt, params, request.request_id):
+                (completion,) = output.outputs  # one only, the final one
+                reason = completion.finish_reason
+                token_ids = completion.token_ids
+                logprobs = completion.logprobs.logprobs
+                versions = [
+                    int(span.version)
+                    for span in completion.weight_versions
+                    for _ in range(span.start, span.end)
+                ]
+        assert len(token_ids) == len(logprobs) == len(versions)
+        return Generation(
+            request_id=request.request_id,
+            token_ids=np.asarray(token_ids, np.int32),
+            sampler_logprobs=np.asarray(logprobs, np.float32),
+            policy_versions=np.asarray(versions, np.int32),
+            finish_reason=FINISH_REASONS[reason],
+        )
+
+    def _end(self, task: asyncio.Task[Generation]) -> None:
+        """A request's task has ended: its generation is there, or the engine has failed."""
+        del self._tasks[task.get_name()]
+        self._aborted.discard(task.get_name())
+        if task.cancelled():
+            return
+        if error := task.exception():
+            self._fail(f"{type(error).__name__}: {error}")
+            return
+        self._num_finished_tokens += len(task.result().token_ids)
+        self._finished.append(task.result())
+        self._changed.set()
+
+    async def _call(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """The result of a call to vLLM's processes; alone it would never end if they do."""
+        handler = self._llm.output_handler
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({task, handler}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and task.exception() is None:
+                return task.result()
+        finally:
+            task.cancel()
+        self._fail(repr(task.exception()) if task.done() else "its processes ended")
+        raise EngineError(self._failure)
+
+    def _fail(self, reason: str) -> None:
+        """The engine cannot go on; whoever waits is told the first reason."""
+        self._failure = self._failure or reason
+        self._changed.set()
+
+    def _check_alive(self) -> None:
+        if self._failure:
+            raise EngineError(f"vLLM cannot go on: {self._failure}.")
+
+    def _sampling_params(self, request: GenerationRequest) -> Any:
+        """vLLM's parameters of a request; ValueError for one that can never run."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        request_id, sampling = request.request_id, request.sampling
+        limit: int = self._llm.model_config.max_model_len
+        num_tokens = len(request.prompt_token_ids)
+        if request_id in self._tasks:
+            raise ValueError(f"request {request_id!r} is running already; use an id of its own.")
+        if not 1 <= num_tokens < limit:
+            raise ValueError(
+                f"request {request_id!r} has a prompt of {num_tokens} tokens; the context of "
+                f"{limit} tokens takes 1 to {limit - 1} and a completion."
+            )
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"request {request_id!r} has temperature={sampling.temperature}; vLLM's lowest is "
+                f"{MIN_TEMPERATURE}, or 0 for the most likely token."
+            )
+        try:
+            self._llm.renderer.validate_token_ids(request.prompt_token_ids)
+            return SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_tokens,
+                stop=list(sampling.stop),
+                stop_token_ids=list(sampling.stop_token_ids),
+                include_stop_str_in_output=True,
+                detokenize=bool(sampling.stop),
+                logprobs=0,  # of the sampled token alone
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+        except VLLMClientError as error:
+            raise ValueError(f"request {request_id!r}: {error}") from error

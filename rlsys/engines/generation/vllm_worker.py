@@ -1,0 +1,126 @@
+"""The vLLM worker of one tensor-parallel rank, with what reinforcement learning asks of it.
+
+vLLM builds `Worker` in a process of its own, from the class's dotted name; VLLMEngine calls
+`rlsys_prepare` once and `rlsys_write` at each weight update. Added to vLLM's worker are
+
+- weights from shared memory into the running model,
+- log-probabilities before top-k and top-p cut the distribution,
+- the end of the engine's processes when the process that owns the engine dies, however it dies.
+
+Imports vllm: only vLLM's own processes import this module.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.platforms import current_platform
+
+from rlsys.engines.generation.vllm_weights import WeightUpdater
+from rlsys.layout.transport.shm import open_weights
+from rlsys.types import WeightManifest
+
+OWNER_VARIABLE = "RLSYS_ENGINE_OWNER"  # process id of the engine's owner, for the workers
+
+PlatformWorker: Any
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+
+class Worker(PlatformWorker):
+    """vLLM's worker of this platform; the added methods are called through collective_rpc.
+
+    What a user can put right comes back as text, not as an exception: vLLM would bury it.
+    """
+
+    _updater: WeightUpdater
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _end_with(int(os.environ[OWNER_VARIABLE]))
+        super().__init__(*args, **kwargs)
+
+    def rlsys_prepare(self, shapes: Mapping[str, list[int]]) -> str | None:
+        """Before the first request. `shapes`: the Hugging Face model's parameters."""
+        _report_full_distribution(self.model_runner.sampler)
+        try:
+            self._updater = WeightUpdater(
+                self.get_model(), {name: tuple(shape) for name, shape in shapes.items()}
+            )
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def rlsys_write(self, pickled_manifest: bytes) -> None:
+        """Replace the weights by a published version, already found intact and fitting.
+
+        Pickled, because vLLM's channel carries plain data alone.
+        """
+        manifest: WeightManifest = pickle.loads(pickled_manifest)
+        self._updater.write(open_weights(manifest, verify=False))
+
+
+def _report_full_distribution(sampler: Any) -> None:
+    """Let "processed" log-probabilities be those after the temperature and before top-k and top-p.
+
+    vLLM's two model runners have a sampler each; both cut the distribution in one method that
+    returns the sampled tokens and what the log-probabilities are then taken from.
+    """
+    if isinstance(sampler, nn.Module):
+        sampler.topk_topp_sampler = _FullDistribution(sampler.topk_topp_sampler)
+    else:
+        cut_and_sample = sampler._sample_random
+
+        def sample(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
+            sampled, _ = cut_and_sample(logits.clone(), *args, **kwargs)  # cuts in place
+            return sampled, logits
+
+        sampler._sample_random = sample
+
+
+class _FullDistribution(nn.Module):
+    """Samples with `inner`; returns the log-probabilities [N, V] from before its cut."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.inner.logprobs_mode = "raw_logprobs"  # it need not compute them from what is left
+
+    def forward(
+        self,
+        logits: torch.Tensor,  # [N, V] divided by the temperature
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        sampled, _ = self.inner(logits, generators, k, p)
+        return sampled, logprobs
+
+
+def _end_with(owner: int) -> None:
+    """Kill this process, and vLLM's engine core above it, once the process `owner` is gone.
+
+    vLLM ends its engine core on an orderly shutdown only; after a SIGKILL it would stay for ever.
+    """
+    descriptor = os.pidfd_open(owner)
+    parent = os.getppid()  # the engine core, unless it runs the worker in its own process
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll()
+        if parent not in (owner, 1) and os.getppid() == parent:
+            os.kill(parent, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="rlsys-owner-watch", daemon=True).start()

@@ -1,0 +1,320 @@
+"""The vLLM engine on the CPU wheel, judged by Hugging Face and by a freshly loaded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlsys.engines.generation.protocol import EngineError
+from rlsys.engines.generation.vllm_engine import VLLMEngine
+from rlsys.tiny_models import build_tiny_model
+from rlsys.types import FinishReason, Generation, WeightManifest
+from tests.engines.vllm_harness import (
+    TIMEOUT_S,
+    collect_all,
+    engine_processes,
+    generate,
+    gone,
+    hf_logprobs,
+    load,
+    make_engine,
+    make_requests,
+    publish,
+    update,
+)
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
+)
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+RANDOM = np.random.default_rng(0)
+# The long one fills two blocks of the prefix cache (128 tokens each on the CPU), the last is short.
+PROMPTS = [RANDOM.integers(3, 259, size=n).tolist() for n in (5, 17, 300, 1)]
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    loop = asyncio.new_event_loop()
+    yield lambda coroutine: loop.run_until_complete(asyncio.wait_for(coroutine, TIMEOUT_S))
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [build_tiny_model(root / str(seed), seed=seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def models(paths: list[Path]) -> list[Any]:
+    return [load(path) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def manifests(models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> list[WeightManifest]:
+    root = tmp_path_factory.mktemp("weights")
+    return [publish(model, version, root / str(version)) for version, model in enumerate(models)]
+
+
+@pytest.fixture(scope="module")
+def running(paths: list[Path], run: Run) -> Iterator[VLLMEngine]:
+    engine = make_engine(paths[0])
+    run(engine.start())
+    yield engine
+    processes = engine_processes(engine)
+    run(engine.close())
+    assert gone(processes, within_s=0)
+
+
+@pytest.fixture
+def engine(running: VLLMEngine, manifests: list[WeightManifest], run: Run) -> VLLMEngine:
+    """The module's engine, at version 0."""
+    run(update(running, manifests[0]))
+    return running
+
+
+def greedy(engine: VLLMEngine, name: str) -> Coroutine[Any, Any, list[Generation]]:
+    return generate(engine, make_requests(PROMPTS, name, temperature=0.0, max_tokens=32))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 3, 1.0), (0.7, 8, 0.6)]
+)
+def test_logprobs_are_those_of_the_distribution_before_its_cut(
+    engine: VLLMEngine, models: list[Any], run: Run, temperature: float, top_k: int, top_p: float
+) -> None:
+    requests = make_requests(
+        PROMPTS, "cut", temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=24
+    )
+    for prompt, generation in zip(PROMPTS, run(generate(engine, requests)), strict=True):
+        expected = hf_logprobs(models, prompt, generation, temperature=temperature)
+        np.testing.assert_allclose(generation.sampler_logprobs, expected, atol=1e-4)
+
+
+def test_requests_in_flight_continue_with_new_weights_and_every_token_knows_its_version(
+    engine: VLLMEngine, models: list[Any], manifests: list[WeightManifest], run: Run
+) -> None:
+    async def update_in_flight() -> list[Generation]:
+        engine.submit(make_requests(PROMPTS, "long", max_tokens=200, temperature=0.8))
+        # When this one has ended, each of the others has sampled a few tokens.
+        engine.submit(make_requests([[7]], "short", max_tokens=5, stop_token_ids=()))
+        ended = await collect_all(engine, 1)
+        assert ended[0].request_id == "short-0"
+        await update(engine, manifests[1])
+        return await collect_all(engine, len(PROMPTS))
+
+    for prompt, generation in zip(PROMPTS, run(update_in_flight()), strict=True):
+        assert sorted(set(generation.policy_versions.tolist())) == [0, 1]
+        assert (np.diff(generation.policy_versions) >= 0).all()
+        # One token counted to the wrong version would be off by about 0.1.
+        expected = hf_logprobs(models, prompt, generation, temperature=0.8)
+        np.testing.assert_allclose(generation.sampler_logprobs, expected, atol=1e-4)
+    assert engine.stats().policy_version == 1
+
+
+def test_updated_engine_equals_a_freshly_loaded_one_to_the_bit(
+    engine: VLLMEngine, paths: list[Path], manifests: list[WeightManifest], run: Run
+) -> None:
+    old = run(greedy(engine, "old"))  # leaves the prompts' keys and values in the prefix cache
+    run(update(engine, manifests[1]))
+    updated = run(greedy(engine, "new"))
+    fresh_engine = make_engine(paths[1])
+    run(fresh_engine.start())
+    fresh = run(greedy(fresh_engine, "new"))
+    run(fresh_engine.close())
+    for a, b, c in zip(old, updated, fresh, strict=True):
+        assert not np.array_equal(a.token_ids, b.token_ids)
+        assert np.array_equal(b.token_ids, c.token_ids)
+        assert np.array_equal(b.sampler_logprobs, c.sampler_logprobs)
+
+
+def without_one(manifest: WeightManifest) -> WeightManifest:
+    entries = dict(manifest.entries)
+    del entries["model.layers.1.self_attn.k_proj.weight"]
+    return dataclasses.replace(manifest, entries=entries)
+
+
+def with_a_longer_one(manifest: WeightManifest) -> WeightManifest:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    longer = dataclasses.replace(manifest.entries[name], shape=(256, 128))
+    return dataclasses.replace(manifest, entries={**manifest.entries, name: longer})
+
+
+def with_a_stranger(manifest: WeightManifest) -> WeightManifest:
+    entry = next(iter(manifest.entries.values()))
+    return dataclasses.replace(manifest, entries={**manifest.entries, "lm_head.weight": entry})
+
+
+def with_changed_bytes(manifest: WeightManifest) -> WeightManifest:
+    return dataclasses.replace(manifest, checksum=manifest.checksum ^ 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_one, "model.layers.1.self_attn.k_proj.weight is missing"),
+        (with_a_longer_one, r"q_proj.weight has shape \(256, 128\), the model \(128, 128\)"),
+        (with_a_stranger, "lm_head.weight is not one of the model's"),
+        (with_changed_bytes, "checksum"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
+    engine: VLLMEngine,
+    manifests: list[WeightManifest],
+    run: Run,
+    damage: Callable[[WeightManifest], WeightManifest],
+    message: str,
+) -> None:
+    before = run(greedy(engine, "before"))
+    run(engine.pause())
+    with pytest.raises(ValueError, match=message):
+        run(engine.load(damage(manifests[1])))
+    run(engine.resume())
+    for a, b in zip(before, run(greedy(engine, "after")), strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids)
+        assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
+        assert (b.policy_versions == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([5] * 2048, {}, "request 'bad-0' has a prompt of 2048 tokens; the context of 2048"),
+        ([], {}, "prompt of 0 tokens"),
+        ([259], {}, "out of vocabulary"),
+        ([5], {"temperature": 0.001}, "temperature=0.001"),
+        ([5], {"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_requests_that_can_never_run_are_refused_with_their_whole_batch(
+    engine: VLLMEngine, prompt: list[int], sampling: dict[str, Any], message: str
+) -> None:
+    good = make_requests([[5]], "good")
+    with pytest.raises(ValueError, match=message):
+        engine.submit([*good, *make_requests([prompt], "bad", **sampling)])
+    assert engine.stats().num_waiting == 0
+
+
+def test_an_id_in_use_is_refused(engine: VLLMEngine, run: Run) -> None:
+    async def submit_twice() -> None:
+        requests = make_requests([[5]], "twice", max_tokens=50)
+        engine.submit(requests)
+        with pytest.raises(ValueError, match="'twice-0' is running already"):
+            engine.submit(requests)
+        await collect_all(engine, 1)
+
+    run(submit_twice())
+
+
+def test_completions_end_for_the_reason_they_give(engine: VLLMEngine, run: Run) -> None:
+    async def sample(name: str, **sampling: Any) -> Generation:
+        (generation,) = await generate(engine, make_requests([[9]], name, **sampling))
+        return generation
+
+    full = run(sample("full", temperature=0.0, max_tokens=20))
+    token_ids = full.token_ids.tolist()
+    assert EOS not in token_ids
+    assert (len(token_ids), full.finish_reason) == (20, FinishReason.LENGTH)
+
+    stop_at = max(token_ids.index(token_id) for token_id in token_ids)
+    token = run(
+        sample("token", temperature=0.0, max_tokens=20, stop_token_ids=(token_ids[stop_at],))
+    )
+    assert token.token_ids.tolist() == token_ids[: stop_at + 1]  # the stop token included
+    assert token.finish_reason == FinishReason.STOP
+
+    tokenizer = engine._llm.get_tokenizer()
+    text = tokenizer.decode([token_ids[stop_at]])
+    string = run(sample("string", temperature=0.0, max_tokens=20, stop=(text,)))
+    assert string.token_ids.tolist() == token_ids[: len(string.token_ids)]
+    assert text in tokenizer.decode(string.token_ids)
+    assert string.finish_reason == FinishReason.STOP
+    assert len(string.sampler_logprobs) == len(string.token_ids)
+
+
+def test_the_context_bounds_a_completion(engine: VLLMEngine, run: Run) -> None:
+    (generation,) = run(
+        generate(engine, make_requests([[5] * 2040], "edge", max_tokens=50, temperature=0.0))
+    )
+    assert len(generation.token_ids) <= 8
+    assert generation.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+
+
+def test_aborted_requests_return_what_they_have(engine: VLLMEngine, run: Run) -> None:
+    async def abort_some() -> None:
+        engine.submit(make_requests([[5], [6]], "long", max_tokens=2000, temperature=0.5))
+        engine.submit(make_requests([[7]], "short", max_tokens=3))
+        await collect_all(engine, 1)
+        engine.submit(make_requests([[8]], "unsent", max_tokens=2000))
+        await engine.abort(["unsent-0", "long-0", "long-1", "never heard of"])
+        ended = {g.request_id: g for g in await collect_all(engine, 3)}
+        assert {g.finish_reason for g in ended.values()} == {FinishReason.ABORTED}
+        assert len(ended["unsent-0"].token_ids) == 0
+        for name in ("long-0", "long-1"):
+            generation = ended[name]
+            assert 0 < len(generation.token_ids) < 2000
+            assert len(generation.token_ids) == len(generation.sampler_logprobs)
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+    run(abort_some())
+
+
+def test_stats_count_requests_and_tokens(engine: VLLMEngine, run: Run) -> None:
+    async def count() -> None:
+        start = engine.stats().num_generated_tokens
+        await engine.pause()
+        engine.submit(make_requests([[5], [6], [7]], "counted", max_tokens=10))
+        assert (engine.stats().num_waiting, engine.stats().num_running) == (3, 0)
+        await engine.resume()
+        generations = await collect_all(engine, 3)
+        num_tokens = sum(len(generation.token_ids) for generation in generations)
+        assert engine.stats().num_generated_tokens == start + num_tokens
+        assert (engine.stats().num_waiting, engine.stats().num_running) == (0, 0)
+
+    run(count())
+
+
+def test_a_dead_engine_core_ends_every_wait_and_close_clears_the_rest(
+    paths: list[Path], run: Run
+) -> None:
+    async def kill_while_waiting() -> None:
+        engine = make_engine(paths[0])
+        await engine.start()
+        processes = engine_processes(engine)
+        await engine.pause()
+        engine.submit(make_requests([[5]], "lost"))
+        waiting = asyncio.create_task(engine.collect())
+        await asyncio.sleep(0)
+        processes[0].send_signal(signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(EngineError, match="vLLM cannot go on"):
+            await waiting
+        for call in (engine.pause, engine.resume, engine.collect):
+            with pytest.raises(EngineError):
+                await call()
+        with pytest.raises(EngineError):
+            engine.submit(make_requests([[5]], "late"))
+        assert time.monotonic() - start < 5
+        await engine.close()
+        await engine.close()
+        assert gone(processes, within_s=5)
+
+    run(kill_while_waiting())
+
+
+def test_a_directory_without_a_model_is_refused_before_anything_starts(
+    tmp_path: Path, run: Run
+) -> None:
+    with pytest.raises(ValueError, match="holds no causal language model"):
+        run(make_engine(tmp_path).start())

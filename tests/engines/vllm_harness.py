@@ -1,0 +1,129 @@
+"""What the tests of the vLLM engine share: tiny models, requests, and Hugging Face as the judge."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from rlsys.config import ModelConfig, RolloutConfig
+from rlsys.engines.generation.vllm_engine import VLLMEngine
+from rlsys.layout.transport.shm import write_weights
+from rlsys.types import (
+    Float32Array,
+    Generation,
+    GenerationRequest,
+    SamplingParams,
+    WeightManifest,
+)
+
+TIMEOUT_S = 120.0
+
+
+def make_engine(
+    path: Path, *, max_context: int | None = None, tensor_parallel: int = 1
+) -> VLLMEngine:
+    rollout = RolloutConfig(
+        engine="vllm",
+        max_running=64,
+        kv_cache_gib=0.125,
+        tensor_parallel=tensor_parallel,
+    )
+    return VLLMEngine(ModelConfig(path=str(path)), rollout, seed=0, max_context=max_context)
+
+
+def publish(model: Any, version: int, path: Path) -> WeightManifest:
+    path.unlink(missing_ok=True)
+    return write_weights(version, model.named_parameters(), path)
+
+
+def make_requests(
+    prompts: Sequence[Sequence[int]], name: str, **sampling: Any
+) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            request_id=f"{name}-{i}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(**sampling),
+            seed=i,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+async def collect_all(engine: VLLMEngine, num: int) -> list[Generation]:
+    """The next `num` generations, ordered by the number that make_requests put in their ids."""
+    generations: list[Generation] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(generations) < num:
+            generations += await engine.collect()
+    assert len(generations) == num
+    return sorted(generations, key=lambda g: int(g.request_id.rsplit("-")[-1]))
+
+
+async def generate(engine: VLLMEngine, requests: Sequence[GenerationRequest]) -> list[Generation]:
+    """All of `requests` as one batch from the first step on: they are sent while paused."""
+    await engine.pause()
+    engine.submit(requests)
+    await engine.resume()
+    return await collect_all(engine, len(requests))
+
+
+async def update(engine: VLLMEngine, manifest: WeightManifest) -> None:
+    await engine.pause()
+    await engine.load(manifest)
+    await engine.resume()
+
+
+@torch.no_grad()
+def hf_logprobs(
+    models: Sequence[Any],
+    prompt: Sequence[int],
+    generation: Generation,
+    *,
+    temperature: float = 1.0,
+) -> Float32Array:
+    """Log-probabilities [T] as models[v] computes them for the tokens of version v, on top of the
+    keys and values that the models before it left behind."""
+    token_ids = torch.tensor([[*prompt, *generation.token_ids.tolist()]])
+    versions = generation.policy_versions
+    cache = None
+    logprobs = []
+    start = 0
+    for version in np.unique(versions):
+        # The last token of a version is the first that the next version's model reads.
+        end = len(prompt) - 1 + int(np.searchsorted(versions, version, side="right"))
+        out = models[version](input_ids=token_ids[:, start:end], past_key_values=cache)
+        logits = out.logits[0, max(0, len(prompt) - 1 - start) :] / temperature
+        logprobs.append(logits.log_softmax(-1))
+        cache, start = out.past_key_values, end
+    sampled = token_ids[0, len(prompt) :, None]
+    found: Float32Array = torch.cat(logprobs).gather(1, sampled)[:, 0].numpy()
+    return found
+
+
+def engine_processes(engine: VLLMEngine) -> list[psutil.Process]:
+    """vLLM's processes, the engine core first."""
+    (core,) = engine._llm.engine_core.resources.engine_manager.processes
+    root = psutil.Process(core.pid)
+    return [root, *root.children(recursive=True)]
+
+
+def gone(processes: Sequence[psutil.Process], *, within_s: float) -> bool:
+    """Whether all processes have ended, or do within the time."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        _, alive = psutil.wait_procs(processes, timeout=within_s)
+        return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+    return True
+
+
+def load(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
