@@ -31,7 +31,8 @@ from rlsys.observe.trace import (
 )
 
 MAX_BYTES = 256 * 2**20  # about two million events; a viewer takes seconds to load that
-RESERVED_BYTES = 1024  # for the event that tells that the file is full, and the closing bracket
+RESERVED_BYTES = 1024  # for the event that tells that the file is full
+CLOSING = b"\n]\n"
 
 
 class TraceFile:
@@ -50,9 +51,11 @@ class TraceFile:
         self._origin_ns = 0
         self._file = path.open("r+b" if path.exists() else "w+b")
         self._end = self._continue()
+        entries = []
         if self._end == 0:
             self._origin_ns = self._clock()
-            self._append([_metadata("origin", 0, 0, unix_ns=self._origin_ns)])
+            entries.append(_metadata("origin", 0, 0, unix_ns=self._origin_ns))
+        self._append(entries)
 
     def write(self, batch: TraceBatch) -> None:
         self.num_lost += batch.num_lost
@@ -95,10 +98,10 @@ class TraceFile:
         text = b"".join(b",\n" + line.encode() for line in lines)
         if self._end == 0:
             text = b"[" + text.removeprefix(b",")
-        elif self._end + len(text) > self._max_bytes - reserved:
+        elif text and self._end + len(text) + len(CLOSING) > self._max_bytes - reserved:
             return False
         self._file.seek(self._end)
-        self._file.write(text + b"\n]\n")
+        self._file.write(text + CLOSING)
         self._file.flush()
         self._end += len(text)
         return True

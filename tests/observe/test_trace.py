@@ -124,6 +124,7 @@ def test_a_resumed_run_continues_a_file_that_a_crash_tore(
 
     clock.now_ns += 10**9
     resumed = TraceFile(path, clock=clock)
+    load(path)  # whole again before anything is added
     resumed.write(busy_tracer(clock, "trainer 0").drain())
     resumed.close()
     events = load(path)
@@ -151,6 +152,13 @@ def test_the_file_stays_under_its_bound_and_says_what_is_missing(tmp_path: Path)
     assert "full (8000 bytes)" in written[-1]["name"]
     assert len(written) - 1 + file.num_lost == 50 * 7
     assert file.num_lost > 100
+
+    for _ in range(20):  # resumed again and again
+        resumed = TraceFile(path, clock=clock, max_bytes=8000)
+        resumed.write(busy_tracer(clock, "trainer 0").drain())
+        resumed.close()
+        assert path.stat().st_size <= 8000
+        assert load(path)[: len(events)] == events
 
 
 def test_a_tracer_that_nobody_drains_stays_bounded(tmp_path: Path) -> None:
