@@ -4,4 +4,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
-exec .venv/bin/python recipes/quickstart.py "$@"
+# Two runs never share a directory, so each gets a name of its own, unless the user gives one.
+case " $* " in
+    *" --name"* | *" --help"* | *" --config"*) name=() ;;
+    *) name=(--name "quickstart-$(date +%Y%m%d-%H%M%S)") ;;
+esac
+exec .venv/bin/python recipes/quickstart.py "${name[@]}" "$@"

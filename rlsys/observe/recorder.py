@@ -46,7 +46,8 @@ class Recorder:
         self._clock = clock
         self._step_started = clock()
         self._num_generated_tokens = 0
-        self._num_failed: Counter[str] = Counter()
+        self._num_failed: Counter[str] = Counter()  # in this step
+        self._shown_failures: set[str] = set()
         self._sync: dict[str, float] = {}
 
     def tokens_generated(self, num_tokens: int) -> None:
@@ -63,7 +64,8 @@ class Recorder:
 
     def reward_failed(self, failure: RewardFailure) -> None:
         """Shown in full the first time that a kind of failure comes, then only counted."""
-        if not self._num_failed[failure.kind]:
+        if failure.kind not in self._shown_failures:
+            self._shown_failures.add(failure.kind)
             self._console.warn(f"reward {failure.reward!r} failed: {failure.message}")
         self._num_failed[failure.kind] += 1
 
@@ -98,6 +100,7 @@ class Recorder:
         }
         self._step_started = now
         self._num_generated_tokens = 0
+        self._num_failed.clear()
         self._metrics.write(line)
         records = _records(trained)
         self._rollouts.write(records)

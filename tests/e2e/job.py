@@ -1,0 +1,124 @@
+"""Recipes as a user starts them, in processes of their own, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MARK = "RLSYS_TEST_MARK"  # in the environment of every process that a job starts
+
+# For the operating system to take processes away that were told to end.
+REAP_S = 20.0
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One recipe under way. Its standard output and error go to one log."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    mark: str
+    returncode: int | None = field(default=None)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            self.returncode = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.output}") from None
+        return self.returncode
+
+    def wait_for_output(self, text: str, timeout_s: float) -> None:
+        """Until the log holds `text`; AssertionError if the job ends first, or never says it."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output:
+            assert self.process.poll() is None, f"ended without {text!r}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.output}"
+            time.sleep(0.1)  # another process writes the file, and nothing tells us when
+
+    def processes(self) -> dict[int, str]:
+        """Every process of this job, its children's children included: {pid: command line}."""
+        found: dict[int, str] = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                environment = (entry / "environ").read_bytes()
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if f"{MARK}={self.mark}".encode() in environment and command:
+                found[int(entry.name)] = command.strip()
+        return found
+
+    def left_behind(self) -> dict[int, str]:
+        """Processes that are there some time after the job has ended."""
+        deadline = time.monotonic() + REAP_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def end(self) -> None:
+        """Kill whatever is left, so that a failed test takes nothing from the next."""
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait(REAP_S)
+
+
+def start(script: str, arguments: Sequence[str], directory: Path, **environment: str) -> Job:
+    """Start `python script arguments` with its log and Ray's files below `directory`."""
+    mark = uuid.uuid4().hex
+    log = directory / f"{mark}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, script, *arguments],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, MARK: mark, **environment},
+        )
+    return Job(process=process, log=log, mark=mark)
+
+
+def run(script: str, arguments: Sequence[str], directory: Path, *, timeout_s: float = 180) -> Job:
+    """Run to the end; asserts that no process is left behind."""
+    job = start(script, arguments, directory)
+    try:
+        job.wait(timeout_s)
+        assert job.left_behind() == {}, job.output
+    finally:
+        job.end()
+    return job
+
+
+SMALL_QUICKSTART = shlex.split(
+    "--warm-start-steps 2 --warm-start-batch 8 --prompts-per-step 4 --group-size 2 --num-steps 3"
+)
+
+
+def quickstart(directory: Path, *arguments: str, timeout_s: float = 180) -> Job:
+    """A quickstart of seconds in `directory`/runs; `arguments` win over its small sizes."""
+    where = ["--runs-dir", str(directory / "runs")]
+    return run(
+        "recipes/quickstart.py",
+        [*SMALL_QUICKSTART, *where, *arguments],
+        directory,
+        timeout_s=timeout_s,
+    )

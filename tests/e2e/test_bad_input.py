@@ -1,0 +1,103 @@
+"""A user's mistakes: one clear message with the value, the rule and the fix; no process left.
+
+Those that are told before Ray starts run in a second or two; they share one way of starting.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.job import quickstart, run
+
+GSM8K = "recipes/grpo_gsm8k.py"
+
+
+def dataset(directory: Path, num_rows: int, question: str = "How much is 1 + 1?") -> Path:
+    path = directory / "data.jsonl"
+    row = json.dumps({"question": question, "answer": "#### 2"})
+    path.write_text(f"{row}\n" * num_rows)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--group-size", "1"], "group_size=1 makes every GRPO advantage zero; use group_size"),
+        (["--trainer.learning-rat", "1"], "learning-rate"),
+        (["--num-steps", "1.5"], "--num-steps '1.5' does not fit"),
+        (["--trainer.num-ranks", "3"], "prompts_per_step=4 does not divide"),
+        (["--config", "nowhere.toml"], "nowhere.toml"),
+        (["--rollout.tensor-parallel", "2"], "needs the vllm engine"),
+    ],
+)
+def test_a_wrong_option_ends_with_code_2(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    job = quickstart(tmp_path, *arguments)
+    assert job.returncode == 2
+    assert message in job.output
+    assert "Traceback" not in job.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.path", "no/where"], "model.path='no/where' holds no causal language model"),
+        (["--prompts-per-step", "10000"], "has 8192 prompts, fewer than"),
+        (["--data.max-prompt-tokens", "3"], "max_prompt_tokens"),
+        (["--sampling.max-tokens", "4096"], "leaves no room for a prompt"),
+        (["--trainer.num-ranks", "2", "--trainer.num-cpus", "64"], "the run needs 129 CPUs"),
+        (["--rollout.num-gpus", "8"], "GPU"),
+        (["--runs-dir", "/proc/runs"], "/proc/runs"),
+        (["--resume"], "nothing to resume"),
+    ],
+)
+def test_what_cannot_work_is_told_before_anything_waits(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    job = quickstart(tmp_path, "--model.path", "", *arguments)
+    assert job.returncode == 1
+    assert message in job.output
+    assert "Traceback" not in job.output
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "message"),
+    [(None, "is no file"), (0, "is an empty file"), (3, "fewer than the prompts_per_step=4")],
+)
+def test_a_dataset_that_is_missing_empty_or_too_small(
+    num_rows: int | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "data.jsonl"
+    if num_rows is not None:
+        dataset(tmp_path, num_rows)
+    arguments = ["--data.source", str(path), "--prompts-per-step", "4"]
+    job = run(GSM8K, [*arguments, "--runs-dir", str(tmp_path / "runs")], tmp_path)
+    assert job.returncode == 1
+    assert message in job.output
+
+
+def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
+    path = dataset(tmp_path, 8, question="word " * 1000)
+    arguments = ["--data.source", str(path), "--prompts-per-step", "4"]
+    job = run(GSM8K, [*arguments, "--runs-dir", str(tmp_path / "runs")], tmp_path)
+    assert job.returncode == 1
+    assert "max_prompt_tokens=1024" in job.output
+
+
+def test_a_directory_that_exists(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    job = quickstart(tmp_path)
+    assert job.returncode == 1
+    assert "two runs never share a directory" in job.output
+
+
+def test_dry_run_prints_configuration_graph_placement_and_memory(tmp_path: Path) -> None:
+    job = quickstart(tmp_path, "--dry-run")
+    assert job.returncode == 0
+    for text in ("learning_rate", "generate", "advantage", "rollout-0 (1 CPU)", "MiB"):
+        assert text in job.output
+    assert not (tmp_path / "runs" / "quickstart").exists()
