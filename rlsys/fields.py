@@ -1,7 +1,7 @@
 """A configuration class as data: its leaf fields, and instances to and from dictionaries.
 
 In: a frozen dataclass whose fields are plain values or further dataclasses (sections).
-Out: leaves with name, type and default; instances built from overrides; differences; TOML.
+Out: leaves with name, type and default; instances built from overrides; TOML.
 
 A leaf is addressed by its dotted name, such as "trainer.learning_rate". Leaf types: bool, int,
 float, str, Literal, tuple[X, ...], and X | None of those.
@@ -123,6 +123,7 @@ def flatten(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError for names that the class does not have, and for a section given as a value.
     """
     names = [leaf.name for leaf in leaves(cls)]
+    sections = {name.rpartition(".")[0] for name in names if "." in name}
     flat: dict[str, Any] = {}
 
     def add(mapping: Mapping[str, Any], prefix: str) -> None:
@@ -136,7 +137,7 @@ def flatten(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
             elif name in names:
                 flat[name] = value
             else:
-                raise unknown_name(name, names, kind="field")
+                raise unknown_name(name, [*sorted(sections), *names], kind="field")
 
     add(values, "")
     return flat
@@ -171,12 +172,6 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
     """Inverse of `to_dict`. Keys that are left out take their defaults; unknown ones are errors."""
     return build(cls, flatten(cls, values))
-
-
-def differing_fields(before: C, after: C) -> dict[str, tuple[Any, Any]]:
-    """{dotted name: (value before, value after)} of two configurations of one class."""
-    old, new = (flatten(type(config), to_dict(config)) for config in (before, after))
-    return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
 
 
 def to_toml(config: Any) -> str:

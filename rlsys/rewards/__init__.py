@@ -1,0 +1,21 @@
+"""Reward functions: how to write one, the built-in ones, and what runs them."""
+
+from rlsys.rewards.math_answer import math_answer
+from rlsys.rewards.outcome import RewardFailure, RewardResult
+from rlsys.rewards.reward import Reward, as_rewards, check_columns, reward
+from rlsys.rewards.runner import RewardRunner
+from rlsys.rewards.verifiers import exact_match, format_reward, numeric_answer
+
+__all__ = [
+    "Reward",
+    "RewardFailure",
+    "RewardResult",
+    "RewardRunner",
+    "as_rewards",
+    "check_columns",
+    "exact_match",
+    "format_reward",
+    "math_answer",
+    "numeric_answer",
+    "reward",
+]

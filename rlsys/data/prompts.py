@@ -1,0 +1,180 @@
+"""Prompts in a resumable order.
+
+In: dataset rows and a tokenizer. Out: `Prompt`s by their index over the whole run.
+
+    index ──► epoch, position ──► row, by the epoch's own shuffle ──► text ──► token ids
+
+Everything that can be wrong with a row is looked for at the start, over all rows. Only then is a
+prompt tokenized, when it is asked for. The n-th prompt never depends on the ones before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlsys.config import DataConfig, require
+from rlsys.data.render import PromptRenderer
+from rlsys.data.rows import load_rows
+from rlsys.types import Int32Array, Prompt
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model. Raises ValueError where `path` holds none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"model.path={path!r} holds no tokenizer ({error}); save one beside the model, or give "
+            "a hub name."
+        ) from error
+
+
+@functools.lru_cache(maxsize=2)  # where one epoch ends, two are in use
+def epoch_order(seed: int, epoch: int, num_rows: int) -> Int32Array:
+    """The order of one epoch [num_rows]. Each has its own; none needs the ones before it."""
+    return np.random.default_rng((seed, epoch)).permutation(num_rows).astype(np.int32)
+
+
+class PromptSource:
+    """Endless prompts, epoch after epoch.
+
+    `rows`, a list of dictionaries or a `datasets.Dataset`, stand in place of data.source. Raises
+    ValueError for rows that are missing, too few for one step, no prompts, or too long for
+    data.max_prompt_tokens or for the model's context.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        *,
+        seed: int,
+        prompts_per_step: int,
+        max_tokens: int,
+        max_context: int,
+        rows: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._config = config
+        self._renderer = PromptRenderer(config, tokenizer)
+        self._seed = seed
+        self._next_index = 0
+        self._rows: Any = load_rows(config) if rows is None else rows
+        self._where = f"data.source={config.source!r}" if rows is None else "the recipe's data"
+        self._columns = self._check_columns()
+        room = max_context - max_tokens
+        require(
+            room > 0,
+            f"sampling.max_tokens={max_tokens} leaves no room for a prompt in the model's context "
+            f"of {max_context} tokens; use less.",
+        )
+        # Longest prompt admitted, in tokens, and the rule that says so.
+        self._limit, self._rule = min(
+            (config.max_prompt_tokens, "data.max_prompt_tokens"),
+            (room, f"the model's context of {max_context} less sampling.max_tokens={max_tokens}"),
+        )
+        self._admitted = self._admit()
+        require(
+            len(self) >= prompts_per_step,
+            f"prompts_per_step={prompts_per_step}, but {self._where} has only {len(self)} prompts "
+            f"that can be used; use at most {len(self)} a step, or more data.",
+        )
+
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+        return len(self._admitted)
+
+    @property
+    def metadata_columns(self) -> tuple[str, ...]:
+        """The columns that prompts carry as metadata."""
+        return tuple(name for name in self._columns if name != self._config.prompt_column)
+
+    def at(self, index: int) -> Prompt:
+        """The prompt with this index over the run."""
+        epoch, position = divmod(index, len(self))
+        if self._config.shuffle:
+            position = int(epoch_order(self._seed, epoch, len(self))[position])
+        number = int(self._admitted[position])
+        row = dict(self._rows[number])
+        text = self._renderer.text(row.pop(self._config.prompt_column), self._name(number))
+        (token_ids,) = self._renderer.tokenize([text])
+        require(
+            0 < len(token_ids) <= self._limit,
+            f"{self._name(number)}={text!r} makes {len(token_ids)} tokens; it must make 1 to "
+            f"{self._limit} ({self._rule}). Change the row or leave it out.",
+        )
+        return Prompt(index=index, token_ids=tuple(token_ids), text=text, metadata=row)
+
+    def next(self) -> Prompt:
+        prompt = self.at(self._next_index)
+        self._next_index += 1
+        return prompt
+
+    def state_dict(self) -> dict[str, int]:
+        """What `load_state_dict` needs to go on with the same prompts in the same order."""
+        return {"next_index": self._next_index, "seed": self._seed, "num_prompts": len(self)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Raises ValueError if the order was another: other data, or another seed."""
+        for key, value in {"seed": self._seed, "num_prompts": len(self)}.items():
+            require(
+                state[key] == value,
+                f"the checkpoint's order of prompts has {key}={state[key]}, but {self._where} has "
+                f"{key}={value}; resume with the same data and seed.",
+            )
+        self._next_index = state["next_index"]
+
+    def _name(self, number: int) -> str:
+        return f"{self._config.prompt_column!r} in row {number} (from 0) of {self._where}"
+
+    def _check_columns(self) -> list[str]:
+        column = self._config.prompt_column
+        require(len(self._rows) > 0, f"{self._where} has no rows; give data with prompts.")
+        columns = list(getattr(self._rows, "column_names", None) or self._rows[0])
+        require(
+            column in columns,
+            f"data.prompt_column={column!r} is no column of {self._where}, which has {columns}; "
+            "name one of them.",
+        )
+        return columns
+
+    def _admit(self) -> Int32Array:
+        """The numbers of the rows that are short enough [len(self)], after a look at every row."""
+        column = self._config.prompt_column
+        if hasattr(self._rows, "column_names"):
+            values = self._rows[column]
+        else:
+            values = (row.get(column) for row in self._rows)
+        num_added = self._renderer.num_added_tokens
+        suspects: dict[int, str] = {}
+        for number, value in enumerate(values):
+            text = self._renderer.text(value, self._name(number))
+            # A token covers at least a byte, but for those that the tokenizer adds. So only a text
+            # with more bytes than the limit has to be tokenized to know.
+            if len(text.encode()) + num_added > self._limit:
+                suspects[number] = text
+        lengths = map(len, self._renderer.tokenize(list(suspects.values())))
+        too_long = {
+            n: length for n, length in zip(suspects, lengths, strict=True) if length > self._limit
+        }
+        if too_long:
+            first, length = next(iter(too_long.items()))
+            message = (
+                f"{len(too_long)} of {len(self._rows)} prompts of {self._where} are longer than "
+                f"{self._limit} tokens ({self._rule}), first that of row {first} (from 0) with "
+                f"{length}"
+            )
+            require(
+                self._config.skip_long_prompts,
+                f"{message}; raise that limit, or set data.skip_long_prompts=true.",
+            )
+            logger.warning("%s; they are left out.", message)
+        return np.array([n for n in range(len(self._rows)) if n not in too_long], dtype=np.int32)

@@ -1,0 +1,82 @@
+"""A row's prompt as text, and as tokens.
+
+In: the prompt column's value, a string or a list of chat messages. Out: the text that the model
+sees, plain or through the tokenizer's chat template; its token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlsys.config import DataConfig, require
+
+
+@dataclass(frozen=True)
+class PromptRenderer:
+    """Raises ValueError at once for a chat template that the tokenizer does not have."""
+
+    config: DataConfig
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        require(
+            not self.config.chat_template or bool(self.tokenizer.chat_template),
+            "data.chat_template is on, but the tokenizer has no chat template; turn it off, or use "
+            "a model that has one.",
+        )
+
+    @property
+    def num_added_tokens(self) -> int:
+        """Tokens, such as <bos>, that the tokenizer adds to a text."""
+        # A chat template writes them itself.
+        return 0 if self.config.chat_template else self.tokenizer.num_special_tokens_to_add()
+
+    def text(self, value: object, where: str) -> str:
+        """Raises ValueError, beginning with `where`, for what is no prompt."""
+        if self.config.chat_template:
+            return self._chat_text(value, where)
+        require(
+            not isinstance(value, Sequence) or isinstance(value, str | bytes),
+            f"{where} is a list of messages; set data.chat_template=true to render it.",
+        )
+        require(isinstance(value, str), f"{where}={value!r} is no text; make it a string.")
+        require(value != "", f"{where} is empty; leave the row out.")
+        return str(value)
+
+    def _chat_text(self, value: object, where: str) -> str:
+        from jinja2.exceptions import TemplateError
+
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        require(
+            isinstance(messages, Sequence)
+            and len(messages) > 0
+            and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages),
+            f"{where}={value!r} is no chat; make it a string, or a list of messages with role and "
+            "content.",
+        )
+        assert isinstance(messages, Sequence)
+        if self.config.system_prompt is not None:
+            require(
+                messages[0]["role"] != "system",
+                f"{where} begins with a system message of its own; unset data.system_prompt.",
+            )
+            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"{where} is refused by the model's chat template ({error}); change the messages."
+            ) from error
+        return text
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        add_special_tokens = not self.config.chat_template
+        encoded = self.tokenizer(list(texts), add_special_tokens=add_special_tokens)
+        token_ids: list[list[int]] = encoded["input_ids"]
+        return token_ids

@@ -1,0 +1,54 @@
+"""Dataset rows from the Hugging Face hub or from a local file.
+
+In: where they come from. Out: a `datasets.Dataset`, memory-mapped, with column names and length.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlsys.config import DataConfig, require
+
+# File name endings, and the loader of `datasets` for each.
+LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+def load_rows(config: DataConfig) -> Any:
+    """Load `data.source`.
+
+    Raises ValueError for a file that is missing, empty or unreadable, and for a hub dataset, subset
+    or split that is not there or cannot be reached.
+    """
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    source = config.source
+    require(source != "", "data.source is empty; give a hub dataset name or a local file.")
+    path = Path(source)
+    loader = LOADERS.get(path.suffix)
+    if loader is None:
+        require(
+            not path.is_file(),
+            f"data.source={source!r} is a file of unknown type; use one of {', '.join(LOADERS)}.",
+        )
+        arguments: dict[str, Any] = {"path": source, "name": config.subset, "split": config.split}
+    else:
+        require(
+            path.is_file(),
+            f"data.source={source!r} is no file (looked in {Path.cwd()}); give the path of one.",
+        )
+        require(path.stat().st_size > 0, f"data.source={source!r} is an empty file; fill it.")
+        datasets.disable_progress_bars()  # a local file loads in no time
+        arguments = {"path": loader, "data_files": source, "split": "train"}
+    try:
+        return datasets.load_dataset(**arguments)
+    # StopIteration: what the JSON loader raises for a file without a row.
+    except (DatasetsError, OSError, ValueError, StopIteration) as error:
+        reason = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
+        hint = (
+            "check the file: one JSON object per line for .jsonl, a list of them for .json"
+            if loader
+            else "check data.source, data.subset, data.split and the network, or give a local file"
+        )
+        raise ValueError(f"data.source={source!r} cannot be loaded ({reason}); {hint}.") from error

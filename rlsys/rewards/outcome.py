@@ -1,0 +1,126 @@
+"""What comes out of a reward function: named numbers, or a failure with its kind.
+
+Nothing that goes wrong ever becomes a number.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal
+
+import numpy as np
+
+from rlsys.rewards.reward import Reward
+from rlsys.types import Rollout
+
+FailureKind = Literal["exception", "timeout", "nan", "type"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardResult:
+    """A rollout's reward: `total` = Σ weight · value over the reward functions.
+
+    `components` holds each function's value before its weight, by name; those of a function that
+    returned a dict follow as "name/key".
+    """
+
+    total: float
+    components: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFailure:
+    """Why a rollout has no reward."""
+
+    kind: FailureKind  # "nan" stands for infinities too, "type" for what is no number
+    reward: str  # name of the function
+    message: str
+
+
+# A function's value at its own name, and those of its dict at "name/key"; or why there is none.
+Outcome = dict[str, float] | RewardFailure
+
+
+@dataclass(kw_only=True, eq=False)
+class Call:
+    """One reward function on one rollout."""
+
+    reward: Reward
+    rollout: Rollout
+    limit_s: float  # wall-clock time
+    outcome: Outcome | None = None  # None until it has ended
+
+
+def components_of(reward: Reward, returned: object) -> Outcome:
+    """What a function returned as named floats; the function's value is that at its own name."""
+    values: dict[str, object] = {reward.name: returned}
+    if is_dict := isinstance(returned, Mapping):
+        values = {f"{reward.name}/{key}": value for key, value in returned.items()}
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        # numpy registers its numbers as Real, but not its bool.
+        if not isinstance(value, Real | np.bool_):
+            return _type_failure(reward, returned)
+        try:
+            numbers[name] = float(value)
+        except OverflowError:
+            numbers[name] = math.inf
+        if not math.isfinite(numbers[name]):
+            return RewardFailure(
+                kind="nan",
+                reward=reward.name,
+                message=f"{reward.name} returned {reprlib.repr(returned)}; return finite numbers.",
+            )
+    if not is_dict:
+        return numbers
+    if not numbers:
+        return _type_failure(reward, returned)
+    parts = numbers.values()
+    return {reward.name: numbers.get(f"{reward.name}/reward", sum(parts)), **numbers}
+
+
+def _type_failure(reward: Reward, returned: object) -> RewardFailure:
+    return RewardFailure(
+        kind="type",
+        reward=reward.name,
+        message=f"{reward.name} returned {reprlib.repr(returned)} ({type(returned).__name__}); "
+        "return a float, or a dict of floats by name.",
+    )
+
+
+def failure_from(reward: Reward, error: BaseException) -> RewardFailure:
+    """The failure of a function that raised, with the last frames of its traceback."""
+    frames = error.__traceback__.tb_next if error.__traceback__ else None  # the first is the caller
+    lines = traceback.format_exception(type(error), error, frames, limit=-3, chain=False)
+    return RewardFailure(
+        # A verifier that keeps a limit of its own says so with TimeoutError.
+        kind="timeout" if isinstance(error, TimeoutError) else "exception",
+        reward=reward.name,
+        message=f"{reward.name} raised {lines[-1]}{''.join(lines[:-1])}".rstrip(),
+    )
+
+
+def timeout_failure(call: Call) -> RewardFailure:
+    return RewardFailure(
+        kind="timeout",
+        reward=call.reward.name,
+        message=f"{call.reward.name} took longer than {call.limit_s} s; find out why, or raise its "
+        "timeout_s (reward.timeout_s for all).",
+    )
+
+
+def combine(rewards: Sequence[Reward], outcomes: Sequence[Outcome]) -> RewardResult | RewardFailure:
+    """The outcomes of all rewards on one rollout as one; the first failure wins."""
+    total = 0.0
+    components: dict[str, float] = {}
+    for one, outcome in zip(rewards, outcomes, strict=True):
+        if isinstance(outcome, RewardFailure):
+            return outcome
+        total += one.weight * outcome[one.name]
+        components |= outcome
+    return RewardResult(total=total, components=components)

@@ -1,0 +1,119 @@
+"""Verifiable rewards: 1.0 for a completion that is right, 0.0 for one that is not.
+
+In: the completion's text and, where there is a reference, a column of the prompt's dataset row.
+A reference that cannot be read is an error (the dataset's fault), never a 0 for the model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+
+from rlsys.rewards.reward import Reward
+from rlsys.types import Rollout
+
+ANSWER_MARK = "####"  # stands before the final answer, as in GSM8K
+
+# 18, -5, 1,234.5, .5, 1e-3, -$20, 3/4, 1 1/2; of 50% the 50. A minus after a word or a number is a
+# hyphen, and digits inside a word (CO2, v1.2) are no number. Repetitions start at one place only or
+# are bounded, so that the time is linear in the text: nothing could stop a slow match.
+NUMBER = re.compile(
+    r"""
+    (?P<prefix> (?<![\w)\]]) [-+$€£\N{MINUS SIGN}]{1,3} )?
+    (?: (?<!\w) (?P<whole> \d+ ) [ ] (?= \d+ / \d ) )?
+    (?P<numerator>
+        (?<!\w) (?<!\d\.) (?: \d{1,3} (?: ,\d{3} )+ (?!\d) | \d+ ) (?: \.\d+ )? (?: [eE][-+]?\d+ )?
+        | (?<![\w.]) \.\d+ (?: [eE][-+]?\d+ )?
+    )
+    (?: [ ]? / [ ]? (?P<denominator> \d+ (?: \.\d+ )? ) )?
+    """,
+    re.VERBOSE | re.ASCII,
+)
+
+
+def final_number(text: str) -> float | None:
+    """The first number after the last "####", or the last number of a text without that mark.
+
+    A percent sign or a currency is a unit: "50%" is 50. None where there is no number.
+    """
+    _, mark, answer = text.rpartition(ANSWER_MARK)
+    values = [value for match in NUMBER.finditer(answer) if (value := _value(match)) is not None]
+    if not values:
+        return None
+    return values[0] if mark else values[-1]
+
+
+def _value(match: re.Match[str]) -> float | None:
+    # float, not int or Fraction: a model can write 1e999999999, which those would try to hold.
+    denominator = float(match["denominator"] or 1)
+    if denominator == 0:
+        return None
+    value = float(match["whole"] or 0) + float(match["numerator"].replace(",", "")) / denominator
+    return -value if set(match["prefix"] or "") & {"-", "\N{MINUS SIGN}"} else value
+
+
+def numeric_answer(column: str = "answer", *, tolerance: float = 1e-6) -> Reward:
+    """Whether the final number equals the reference's, up to `tolerance` (absolute).
+
+    Both are read by `final_number`, so the reference may be a whole worked solution.
+    """
+    return Reward(
+        function=partial(_numeric_answer, column=column, tolerance=tolerance),
+        name="numeric_answer",
+        required_columns=(column,),
+    )
+
+
+def _numeric_answer(rollout: Rollout, *, column: str, tolerance: float) -> float:
+    text = reference(rollout, column)
+    expected = final_number(text)
+    if expected is None or not math.isfinite(expected):
+        raise ValueError(
+            f"metadata[{column!r}]={text!r} holds no number; name the column with the answer, or "
+            "use exact_match."
+        )
+    found = final_number(rollout.completion_text)
+    return float(found is not None and abs(found - expected) <= tolerance)
+
+
+def exact_match(column: str = "answer", *, normalize: Callable[[str], str] = str.strip) -> Reward:
+    """Whether completion and reference are equal after `normalize`."""
+    return Reward(
+        function=partial(_exact_match, column=column, normalize=normalize),
+        name="exact_match",
+        required_columns=(column,),
+    )
+
+
+def _exact_match(rollout: Rollout, *, column: str, normalize: Callable[[str], str]) -> float:
+    return float(normalize(rollout.completion_text) == normalize(reference(rollout, column)))
+
+
+def format_reward(pattern: str, *, name: str = "format") -> Reward:
+    """Whether the regular expression is found anywhere in the completion; anchor it with ^ and $.
+
+    Raises ValueError for what is no regular expression. Avoid nested repetitions such as (a+)+: no
+    time limit stops one that backtracks.
+    """
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+    return Reward(function=partial(_format_reward, pattern=pattern), name=name)
+
+
+def _format_reward(rollout: Rollout, *, pattern: str) -> float:
+    return float(re.search(pattern, rollout.completion_text) is not None)
+
+
+def reference(rollout: Rollout, column: str) -> str:
+    """The row's value as text. Raises ValueError where it has none."""
+    value = rollout.metadata.get(column)
+    if value is None:
+        raise ValueError(
+            f"metadata[{column!r}] is missing from the row, which has {sorted(rollout.metadata)}; "
+            "name the column with the answer."
+        )
+    return str(value)

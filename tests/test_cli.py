@@ -1,0 +1,319 @@
+"""The command line over a recipe's configuration: precedence, types, errors, help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.cli import MAX_WIDTH, field_docs, help_text, parse
+from rlsys.config import DataConfig, RunConfig
+from rlsys.fields import leaves, to_toml
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyConfig(RunConfig):
+    """A recipe of these tests."""
+
+    clip: float = 0.2
+    """Clip range of the
+    policy ratio."""
+    kl: float | None = None
+    """Weight of the penalty."""
+    betas: tuple[float, ...] = (0.5, 0.75)
+    """Two averages."""
+    loss: Literal["ppo", "cispo"] = "ppo"
+    """Which loss."""
+    group_size: int = 4
+    data: DataConfig = field(default_factory=lambda: DataConfig(prompt_column="question"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group_size == 1:
+            raise ValueError("group_size=1 makes every advantage zero; use group_size >= 2.")
+
+
+def read(*argv: str) -> ToyConfig:
+    return parse(ToyConfig, argv).config
+
+
+def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse(ToyConfig, argv)
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    return err
+
+
+def test_no_arguments_give_the_defaults() -> None:
+    parsed = parse(ToyConfig, [])
+    assert parsed.config == ToyConfig()
+    assert not parsed.dry_run
+
+
+def test_every_type_is_read() -> None:
+    config = read(
+        *("--clip", "1e-3", "--kl=0.5", "--loss", "cispo", "--num-steps", "7"),
+        *("--trainer.learning-rate", "2", "--model.path", "a b", "--asynchrony.stream", "false"),
+        *("--data.subset", "main", "--betas", "1,2.5"),
+    )
+    assert (config.clip, config.kl, config.loss, config.num_steps) == (1e-3, 0.5, "cispo", 7)
+    assert config.trainer.learning_rate == 2.0
+    assert isinstance(config.trainer.learning_rate, float)
+    assert config.model.path == "a b"
+    assert config.asynchrony.stream is False
+    assert config.data.subset == "main"
+    assert config.betas == (1.0, 2.5)
+
+
+def test_dashes_and_underscores_are_the_same() -> None:
+    assert read("--trainer.learning_rate", "1e-3") == read("--trainer.learning-rate", "1e-3")
+
+
+@pytest.mark.parametrize(
+    ("argv", "resume", "num_steps"),
+    [
+        (("--resume",), True, 100),
+        (("--resume", "--num-steps", "3"), True, 3),
+        (("--resume", "true", "--num-steps", "3"), True, 3),
+        (("--resume", "False", "--num-steps", "3"), False, 3),
+        (("--resume=false",), False, 100),
+    ],
+)
+def test_a_bare_flag_is_true(argv: tuple[str, ...], resume: bool, num_steps: int) -> None:
+    config = read(*argv)
+    assert (config.resume, config.num_steps) == (resume, num_steps)
+
+
+def test_lists_come_in_one_piece_or_option_by_option_or_empty() -> None:
+    assert read("--sampling.stop", "a,b").sampling.stop == ("a", "b")
+    assert read("--sampling.stop", "a", "--sampling.stop", "b").sampling.stop == ("a", "b")
+    assert read("--betas=").betas == ()
+
+
+def test_none_unsets_an_optional_field_only() -> None:
+    assert read("--kl", "none").kl is None
+    assert read("--name", "none").name == "none"
+
+
+def test_of_an_option_given_twice_the_last_counts() -> None:
+    assert read("--num-steps", "3", "--num-steps", "4").num_steps == 4
+
+
+def test_setting_a_field_keeps_the_recipes_defaults_beside_it() -> None:
+    config = read("--data.source", "x.jsonl")
+    assert config.data.prompt_column == "question"
+    assert config.group_size == 4
+
+
+def test_dry_run_is_told_apart_from_the_configuration() -> None:
+    parsed = parse(ToyConfig, ["--dry-run", "--num-steps", "3"])
+    assert parsed.dry_run
+    assert parsed.config == ToyConfig(num_steps=3)
+
+
+def test_command_line_wins_over_file_and_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'num-steps = 5\nkl = "none"\nbetas = [1, 2]\n'
+        '[trainer]\nlearning_rate = 1\nnum-cpus = 2\n[sampling]\nstop = [","]\n'
+    )
+    config = read("--trainer.num-cpus", "3", "--config", str(file), "--sampling.top-k", "2")
+    assert config.num_steps == 5
+    assert config.kl is None
+    assert config.betas == (1.0, 2.0)
+    assert config.trainer.learning_rate == 1.0
+    assert config.trainer.num_cpus == 3.0
+    assert config.sampling.stop == (",",)
+    assert config.sampling.top_k == 2
+    assert config.clip == 0.2
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (("--trainer.learning-rat", "1"), ["--trainer.learning-rat ", "--trainer.learning-rate?"]),
+        (("--learning-rate", "1"), ["--learning-rate ", "--trainer.learning-rate?"]),
+        (("--num-cpus", "1"), ["--rollout.num-cpus or --trainer.num-cpus?"]),
+        (("--qqq", "1"), ["--qqq", "--help"]),
+        (("--num-steps", "1.5"), ["--num-steps", "'1.5'", "whole number"]),
+        (("--clip", "wide"), ["--clip", "'wide'", "a number"]),
+        (("--kl", "wide"), ["'wide'", "a number, or none"]),
+        (("--resume=maybe",), ["--resume", "'maybe'", "true or false"]),
+        (("--loss", "pp"), ["--loss", "'pp'", "one of ppo, cispo"]),
+        (("--betas", "1,x"), ["--betas", "'1,x'", "a list, each item a number"]),
+        (("--num-steps",), ["--num-steps", "no value"]),
+        (("--num-steps", "--resume"), ["--num-steps", "no value"]),
+        (("train.jsonl",), ["'train.jsonl'", "options"]),
+        (("--trainer", "1"), ["--trainer", "no option"]),
+        (("--group-size", "1"), ["group_size=1", "use group_size >= 2"]),
+        (("--prompts-per-step", "5", "--trainer.num-ranks", "2"), ["=5", "=2", "multiple"]),
+        (("--config", "/nowhere.toml"), ["/nowhere.toml", "No such file"]),
+    ],
+)
+def test_a_mistake_is_one_line_with_value_rule_and_fix(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], parts: list[str]
+) -> None:
+    message = error(capsys, *argv)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("num_step = 1", ["num_step ", "did you mean num_steps?"]),
+        ("[trainer]\nlr = 1\nlearning_ratio = 2", ["trainer.lr "]),
+        ("[trainers]\nnum_ranks = 1", ["trainers is no field; did you mean trainer?"]),
+        ("trainer = 3", ["trainer=3", "section", "trainer.num_ranks"]),
+        ("[num_steps]\nx = 1", ["num_steps={'x': 1}", "whole number"]),
+        ("num_steps = 1.5", ["num_steps=1.5", "whole number"]),
+        ("num_steps = true", ["num_steps=True", "whole number"]),
+        ('clip = "1e-3"', ["clip='1e-3'", "a number"]),
+        ("name = 3", ["name=3", "text"]),
+        ("resume = 1", ["resume=1", "true or false"]),
+        ('loss = "grpo"', ["loss='grpo'", "one of ppo, cispo"]),
+        ("betas = 1", ["betas=1", "a list"]),
+        ("betas = [true]", ["betas=True", "a number"]),
+        ("num_steps = ", ["run.toml", "at end of document"]),
+    ],
+)
+def test_a_mistake_in_the_file_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, parts: list[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    message = error(capsys, "--config", str(file))
+    for part in parts:
+        assert part in message
+
+
+def test_help_shows_every_field_with_its_docstring_within_the_width(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(ToyConfig, ["--num-steps", "x", "--help"], doc="What this recipe does.")
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("What this recipe does.\n")
+    assert max(map(len, text.splitlines())) <= MAX_WIDTH
+    words = " ".join(text.split())
+    for leaf in leaves(ToyConfig):
+        doc = field_docs(leaf.owner).get(leaf.name.rpartition(".")[2], "")
+        assert doc, f"{leaf.name} has no docstring"
+        assert f"--{leaf.name.replace('_', '-')} " in words
+        assert doc in words
+
+
+def test_help_begins_with_the_recipes_own_fields() -> None:
+    text = help_text(ToyConfig)
+    own, *_ = (block for block in text.split("\n\n") if "--clip" in block)
+    assert own.startswith(
+        "A recipe of these tests.\n  --group-size INT\n        Rollouts per prompt;"
+    )
+    assert "--clip FLOAT\n        Clip range of the policy ratio. [0.2]" in own
+    assert "--kl FLOAT|none\n        Weight of the penalty. [none]" in own
+    assert "--betas A,B,...\n        Two averages. [0.5,0.75]" in own
+    assert "--loss ppo|cispo\n" in own
+    assert text.index("--clip") < text.index("--num-steps")
+    assert "--data.prompt-column TEXT" in text
+    assert "[question]" in text
+    assert "--resume [true|false]" in text
+
+
+def test_a_recipe_script_as_users_run_it(tmp_path: Path) -> None:
+    script = tmp_path / "recipe.py"
+    script.write_text(
+        textwrap.dedent(
+            '''
+            """Counts sheep.
+
+            python recipe.py --sheep 3
+            """
+
+            from dataclasses import dataclass
+            from rlsys.cli import parse
+            from rlsys.config import RunConfig
+
+            @dataclass(frozen=True, kw_only=True)
+            class SheepConfig(RunConfig):
+                """Sheep."""
+
+                sheep: int = 1
+                """How many."""
+
+            if __name__ == "__main__":
+                print(parse(SheepConfig).config.sheep)
+            '''
+        ).lstrip()
+    )
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        root = str(Path(__file__).parents[1])
+        command = [sys.executable, str(script), *argv]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": root}
+        )
+
+    assert run("--sheep", "3").stdout == "3\n"
+    shown = run("--help")
+    assert shown.returncode == 0
+    assert shown.stdout.startswith("Counts sheep.\n\npython recipe.py --sheep 3\n")
+    assert "--sheep INT\n        How many. [1]" in shown.stdout
+    wrong = run("--sheep", "many")
+    assert wrong.returncode == 2
+    assert wrong.stderr == "recipe.py: error: --sheep 'many' does not fit; give a whole number.\n"
+
+
+# Any text; but on the command line a list's items have no comma, and "none" unsets an option.
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+PLAIN = TEXT.filter(lambda text: text.lower() != "none" and "\0" not in text)
+OVERRIDES = st.fixed_dictionaries(
+    {},
+    optional={
+        "clip": st.floats(allow_nan=False),
+        "kl": st.none() | st.floats(allow_nan=False),
+        "betas": st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
+        "loss": st.sampled_from(["ppo", "cispo"]),
+        "seed": st.integers(0, 2**62),
+        "resume": st.booleans(),
+        "model.path": TEXT,
+        "data.subset": st.none() | PLAIN,
+        "sampling.stop": st.lists(PLAIN.filter(lambda t: t and "," not in t), max_size=3).map(
+            tuple
+        ),
+    },
+)
+
+
+@given(OVERRIDES)
+def test_what_is_written_as_toml_or_as_options_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, overrides: dict[str, Any]
+) -> None:
+    def text(value: Any) -> str:
+        if isinstance(value, tuple):
+            return ",".join(map(str, value))
+        return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+    config = read(*(f"--{name}={text(value)}" for name, value in overrides.items()))
+    found = {leaf.name: value_at(config, leaf.name) for leaf in leaves(ToyConfig)}
+    assert overrides.items() <= found.items()
+    file = tmp_path_factory.getbasetemp() / "resolved.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    assert read("--config", str(file)) == config
+
+
+def value_at(config: object, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
