@@ -2,9 +2,9 @@
 
     query, key, value [B, heads, T, D] ──► attended values [B, T, heads, D]
 
-Without a cache the rows are whole sequences, right-padded, and attention is causal: no mask is ever
-built for padding, because no real token looks at what stands behind it. With a cache (the sampler's)
-the keys and values go there, and the cache answers.
+Without a cache the rows are whole sequences, right-padded, and attention is causal: padding needs
+no mask, because no real token looks at what stands behind it. With a cache (the sampler's) the keys
+and values go there, and the cache answers.
 
 transformers hands a model's keyword arguments through to its attention function; that is how the
 cache gets here. Sliding windows and soft caps arrive as arguments of each layer.
@@ -56,8 +56,8 @@ def causal_attention(
 ) -> torch.Tensor:
     """Attention within whole sequences that begin at position 0; differentiable.
 
-    query [B, H·G, T, D], key and value [B, H, T, D]; returns [B, T, H·G, D]. A token sees itself and
-    the sliding_window − 1 tokens before it.
+    query [B, H·G, T, D], key and value [B, H, T, D]; returns [B, T, H·G, D]. With a window a token
+    sees itself and the sliding_window − 1 tokens before it.
     """
     num_tokens = query.shape[2]
     windowed = sliding_window is not None and num_tokens > sliding_window

@@ -15,8 +15,6 @@ import torch
 
 from rlsys.engines.attention import ATTENTION, register_attention
 from rlsys.engines.onednn_linear import use_onednn
-from rlsys.layout.transport.shm import open_weights
-from rlsys.types import WeightManifest
 
 
 def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
@@ -68,30 +66,3 @@ def check_head(model: Any) -> None:
             "not know; use an architecture with causal attention (sliding windows and soft caps "
             "included) whose head is a linear layer, with or without a soft cap."
         )
-
-
-def copy_weights(model: Any, manifest: WeightManifest) -> None:
-    """Overwrite a model's parameters in place with a published version.
-
-    Raises ValueError if names or shapes do not fit or the bytes are not those that were published;
-    then the model is unchanged.
-    """
-    parameters = dict(model.named_parameters())  # tied ones appear once, under their first name
-    differing = sorted(parameters.keys() ^ manifest.entries.keys())
-    if differing:
-        raise ValueError(
-            f"weights version {manifest.version} does not fit {type(model).__name__}: parameter "
-            f"names {differing[:4]} stand on one side only ({len(differing)} in all); publish "
-            "from the same architecture."
-        )
-    for name, entry in manifest.entries.items():
-        if entry.shape != tuple(parameters[name].shape):
-            raise ValueError(
-                f"weights version {manifest.version} does not fit {type(model).__name__}: {name} "
-                f"has shape {entry.shape}, the model needs {tuple(parameters[name].shape)}; "
-                "publish from the same architecture."
-            )
-    tensors = open_weights(manifest)
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            parameters[name].copy_(tensor)

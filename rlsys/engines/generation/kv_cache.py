@@ -1,0 +1,173 @@
+"""Keys and values of the running sequences, one slot each, for every layer.
+
+    begin_prefill(first_slot, source) ─┐
+    begin_decode(positions) ───────────┴─► forward pass ─► attend(layer, ...), once a layer
+
+Slots lie side by side and the running ones come first, so that a decode step reads one block that
+is as long as its longest sequence, and finished sequences cost nothing.
+
+Shape legend: S slots, C capacity of a slot in tokens, N sequences of this pass, T tokens of a
+prompt, H key/value heads, G query heads per key/value head, D head width, L tokens looked at.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rlsys.engines.attention import causal_attention, soft_cap
+from rlsys.types import Int32Array
+
+# Rows and lengths of a pass are rounded up to these. Kernels then meet few different shapes (a new
+# one costs oneDNN half a millisecond), and a row's sums run in the same order whatever else is in
+# the batch: with a single row, matrix kernels give way to others that round differently.
+ROW_BLOCK = 8
+TOKEN_BLOCK = 16
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class SlotCache:
+    """A rlsys.engines.attention.KeyValueCache over slots.
+
+    Memory grows by doubling, in the number of slots up to `max_slots` and in their capacity, and
+    slots × capacity stays within `max_tokens`.
+    """
+
+    def __init__(self, *, max_slots: int, max_tokens: int, device: str = "cpu") -> None:
+        self.num_slots = 0
+        self.capacity = 0
+        self._max_slots = round_up(max_slots, ROW_BLOCK)
+        self._max_tokens = max_tokens
+        self._device = torch.device(device)
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # K, V: [S, H, C, D]
+        self._prefill: tuple[int, torch.Tensor] | None = None  # first slot, source [N]
+        self._positions = torch.empty(0, dtype=torch.long)  # [N]
+        self._num_seen = 0  # L
+        self._places: dict[int, torch.Tensor] = {}  # H -> [N·H] rows of K and V as [S·H·C, D]
+        self._masks: dict[int | None, torch.Tensor] = {}  # window -> [N, 1, L], 0 or −inf
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Over all layers; known after the first pass."""
+        num_bytes = sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
+        return num_bytes // (self.num_slots * self.capacity)
+
+    def padded(self, num_rows: int) -> int:
+        """Rows that a decode step over the first `num_rows` slots computes."""
+        return min(round_up(num_rows, ROW_BLOCK), self.num_slots)
+
+    def reserve(self, num_slots: int, num_tokens: int) -> None:
+        """Make room for `num_slots` sequences of `num_tokens` each; theirs is kept.
+
+        The caller sees to it that num_slots · num_tokens, in blocks, fits into max_tokens.
+        """
+        if num_slots <= self.num_slots and num_tokens <= self.capacity:
+            return
+        slots, capacity = self.num_slots, self.capacity
+        if num_tokens > capacity:
+            capacity = max(round_up(num_tokens, TOKEN_BLOCK), 2 * capacity)
+        if num_slots > slots:
+            slots = max(round_up(num_slots, ROW_BLOCK), min(2 * slots, self._max_slots))
+        if slots * capacity > self._max_tokens:
+            # Doubling would break the bound: what there is goes to the sequences at hand.
+            slots = num_slots
+            capacity = self._max_tokens // slots // TOKEN_BLOCK * TOKEN_BLOCK
+        assert num_tokens <= capacity
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = (
+                _resized(keys, slots, capacity),
+                _resized(values, slots, capacity),
+            )
+        self.num_slots, self.capacity = slots, capacity
+
+    def move(self, target: int, source: int, num_tokens: int) -> None:
+        """Copy a sequence of `num_tokens` into another slot."""
+        for keys, values in self._layers.values():
+            keys[target, :, :num_tokens] = keys[source, :, :num_tokens]
+            values[target, :, :num_tokens] = values[source, :, :num_tokens]
+
+    def begin_prefill(self, first_slot: int, source: torch.Tensor) -> None:
+        """The next pass runs whole prompts; slot first_slot + i takes its row source[i]."""
+        self._prefill = (first_slot, source)
+
+    def begin_decode(self, positions: Int32Array) -> None:
+        """The next pass runs one token of each of the first N slots, at `positions` [N]."""
+        self._prefill = None
+        self._positions = torch.from_numpy(positions.astype(np.int64)).to(self._device)
+        self._num_seen = round_up(int(positions.max()) + 1, TOKEN_BLOCK)
+        self._places = {}
+        self._masks = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        if layer not in self._layers:
+            self._layers[layer] = (self._allocate(key), self._allocate(value))
+        keys, values = self._layers[layer]
+        if self._prefill is not None:
+            first, source = self._prefill
+            place = (slice(first, first + len(source)), slice(None), slice(key.shape[2]))
+            keys[place] = key[source]
+            values[place] = value[source]
+            return causal_attention(
+                query,
+                key,
+                value,
+                scaling=scaling,
+                sliding_window=sliding_window,
+                softcap=softcap,
+            )
+        num_rows, num_heads = key.shape[:2]
+        places = self._decode_places(num_heads)
+        keys.flatten(0, 2).index_copy_(0, places, key.flatten(0, 2))
+        values.flatten(0, 2).index_copy_(0, places, value.flatten(0, 2))
+        seen = (slice(num_rows), slice(None), slice(self._num_seen))
+        grouped = (query * scaling).reshape(num_rows * num_heads, -1, query.shape[-1])
+        scores = torch.bmm(grouped, keys[seen].flatten(0, 1).mT)  # [N·H, G, L]
+        if softcap is not None:
+            scores = soft_cap(scores, softcap)
+        scores.view(num_rows, -1, self._num_seen).add_(self._mask(sliding_window, scores.dtype))
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        attended = torch.bmm(weights, values[seen].flatten(0, 1))  # [N·H, G, D]
+        return attended.view(num_rows, 1, -1, value.shape[-1])
+
+    def _allocate(self, state: torch.Tensor) -> torch.Tensor:
+        """Zeros, not garbage: what no sequence has written yet is read with weight 0."""
+        return state.new_zeros(self.num_slots, state.shape[1], self.capacity, state.shape[3])
+
+    def _decode_places(self, num_heads: int) -> torch.Tensor:
+        if num_heads not in self._places:
+            heads = torch.arange(len(self._positions) * num_heads, device=self._device)
+            self._places[num_heads] = heads * self.capacity + self._positions.repeat_interleave(
+                num_heads
+            )
+        return self._places[num_heads]
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        if window not in self._masks:
+            place = torch.arange(self._num_seen, device=self._device)
+            last = self._positions[:, None, None]
+            hidden = place > last if window is None else (place > last) | (place <= last - window)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
+            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))
+        return self._masks[window]
+
+
+def _resized(stored: torch.Tensor, num_slots: int, capacity: int) -> torch.Tensor:
+    _, num_heads, _, width = stored.shape
+    resized = stored.new_zeros(num_slots, num_heads, capacity, width)
+    kept = (slice(num_slots), slice(None), slice(capacity))
+    target = (slice(stored.shape[0]), slice(None), slice(stored.shape[2]))
+    resized[target][kept] = stored[kept]
+    return resized

@@ -1,0 +1,94 @@
+"""Drawing one token per row: a random stream for each request, and inverse-CDF sampling.
+
+    logits [N, V], uniforms [N] ──► tokens [N], log-probabilities [N]
+
+A request's stream is a function of its seed and the index of the completion's token, nothing else:
+a token does not depend on what shares its batch, and a continued request draws what an
+uninterrupted one would have drawn.
+
+Shape legend: N rows, V vocabulary, C rows whose distribution is cut by top-k or top-p.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rlsys.types import Float32Array
+
+UInt64Array = npt.NDArray[np.uint64]
+
+# SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+
+# Below this a temperature is as good as 0, and dividing by it would overflow float32.
+SMALLEST_TEMPERATURE = 1e-20
+
+
+def stream_key(seed: int) -> int:
+    """The key, in [0, 2^64), of the random stream of a request's seed (any integer)."""
+    return int(_mix(np.array([seed & _MASK], dtype=np.uint64))[0])
+
+
+def uniforms(keys: UInt64Array, indices: npt.NDArray[Any]) -> Float32Array:
+    """Number `indices[i]` of the stream `keys[i]`: [N] in [0, 1), multiples of 2^-24."""
+    counters = keys + indices.astype(np.uint64) * np.uint64(_GOLDEN_GAMMA)
+    return (_mix(counters) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def _mix(counters: UInt64Array) -> UInt64Array:
+    """One SplitMix64 output per counter."""
+    z = counters + np.uint64(_GOLDEN_GAMMA)
+    z = (z ^ (z >> np.uint64(30))) * _FIRST_FACTOR
+    z = (z ^ (z >> np.uint64(27))) * _SECOND_FACTOR
+    return z ^ (z >> np.uint64(31))
+
+
+def sample(
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    *,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw from softmax(logits / temperature), cut to top_k tokens (0: off), then top_p (1: off).
+
+    All but logits are [N]. Returns tokens [N] int64 and their float32 log-probabilities [N] before
+    the cuts: the ones that a trainer computes.
+    """
+    scaled = logits.float() / temperature.clamp(min=SMALLEST_TEMPERATURE)[:, None]
+    logprobs = scaled.log_softmax(-1)  # [N, V]
+    weights = logprobs.exp()  # [N, V]
+    cut = ((top_k > 0) | (top_p < 1)).nonzero().squeeze(1)  # [C]
+    if len(cut) > 0:
+        weights[cut] = cut_tail(weights[cut], top_k=top_k[cut], top_p=top_p[cut])
+    cumulative = weights.cumsum(-1)  # [N, V]
+    total = cumulative[:, -1]
+    # Rounding may lift uniforms · total to total, which no token's interval contains.
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(uniforms * total, below_total)[:, None]
+    tokens = torch.searchsorted(cumulative, target, right=True)  # first token with more than target
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+def cut_tail(weights: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Zero all but each row's top_k largest weights, then all but the fewest that hold top_p of
+    what is left. Tokens as likely as the last one kept are kept too, so no order among equals
+    matters. weights [C, V], the others [C]."""
+    num_tokens = weights.shape[1]
+    descending = weights.sort(-1, descending=True).values
+    last = torch.where(top_k > 0, top_k.clamp(max=num_tokens), num_tokens)[:, None] - 1
+    rank = torch.arange(num_tokens, device=weights.device)
+    descending = descending.masked_fill(rank > last, 0)
+    cumulative = descending.cumsum(-1)
+    wanted = top_p[:, None] * cumulative[:, -1:]
+    last_wanted = (cumulative < wanted).sum(-1, keepdim=True)
+    threshold = descending.gather(1, torch.minimum(last_wanted, last))
+    return weights.masked_fill(weights < threshold, 0)

@@ -1,0 +1,270 @@
+"""The embedded generation engine: in this process, starts at once, runs the trainer's arithmetic.
+
+    event loop                                engine thread
+    submit, pause, load, resume, abort ─────► commands, in order, between two steps
+                                              ContinuousBatch.step, while there is work
+    collect ◄─────── what a step has ended ── (or the error that ended the thread)
+
+The model and the requests belong to the thread. Nothing is shared, so nothing is locked, and the
+event loop never waits for a pass: a call into the thread is a future that the thread completes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from rlsys.config import RolloutConfig
+from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.generation.continuous_batch import ContinuousBatch
+from rlsys.engines.generation.protocol import EngineError, EngineStats
+from rlsys.types import Generation, GenerationRequest, WeightManifest
+
+# The thread leaves after the pass at hand: seconds for the largest prompts.
+CLOSE_TIMEOUT_S = 60.0
+
+
+class TorchEngine:
+    """A rlsys.engines.generation.protocol.GenerationEngine for one device.
+
+    `stop_token_ids`: by default those of the model's generation configuration. `num_threads`: by
+    default config.num_cpus.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: RolloutConfig,
+        *,
+        dtype: str,
+        stop_token_ids: Sequence[int] | None = None,
+        device: str = "cpu",
+        num_threads: int | None = None,
+    ) -> None:
+        self._model_path = model_path
+        self._config = config
+        self._dtype = dtype
+        self._stop_token_ids = stop_token_ids
+        self._device = device
+        self._num_threads = num_threads or max(1, int(config.num_cpus))
+
+        self._thread: threading.Thread | None = None
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # The thread's own, once it runs; the event loop reads counters and constants only.
+        self._batch: ContinuousBatch | None = None
+        self._paused = False
+        self._leaving = False
+
+        # The event loop's own.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._open_requests: set[str] = set()
+        self._ended: list[Generation] = []
+        self._something_ended = asyncio.Event()
+        self._failure: EngineError | None = None
+
+    async def start(self) -> None:
+        """Load the model. Raises ValueError if the path holds none, or one of an architecture that
+        this engine cannot run."""
+        assert self._thread is None, "started twice"
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self._thread.start()
+        await self._call(self._load_model)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        batch = self._require_batch()
+        for request in requests:
+            batch.check(request)
+        names = [request.request_id for request in requests]
+        known = [name for name in names if name in self._open_requests]
+        if known or len(set(names)) < len(names):
+            raise ValueError(
+                f"request ids {known[:4] or names[:4]} are not unique among the requests that have "
+                "not ended; give each request an id of its own."
+            )
+        self._open_requests.update(names)
+        self._commands.put(lambda: batch.submit(requests))
+
+    async def collect(self) -> list[Generation]:
+        while not self._ended or self._failure is not None:
+            self._require_alive()
+            self._something_ended.clear()
+            await self._something_ended.wait()
+        ended, self._ended = self._ended, []
+        return ended
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        batch = self._require_batch()
+        await self._call(lambda: self._post(self._deliver, batch.abort(request_ids)))
+
+    async def pause(self) -> None:
+        await self._call(lambda: self._set_paused(True))
+
+    async def load(self, manifest: WeightManifest) -> None:
+        batch = self._require_batch()
+
+        def load() -> None:
+            if not self._paused:
+                raise ValueError("weights can only be loaded while the engine is paused; pause it.")
+            batch.load(manifest)
+
+        await self._call(load)
+
+    async def resume(self) -> None:
+        await self._call(lambda: self._set_paused(False))
+
+    def stats(self) -> EngineStats:
+        batch = self._batch
+        if batch is None:
+            return EngineStats(
+                num_waiting=0, num_running=0, num_generated_tokens=0, policy_version=0
+            )
+        num_running = batch.num_running
+        return EngineStats(
+            num_waiting=max(0, len(self._open_requests) - num_running),
+            num_running=num_running,
+            num_generated_tokens=batch.num_generated_tokens,
+            policy_version=batch.policy_version,
+        )
+
+    async def close(self) -> None:
+        """Raises EngineError if the thread is still in a pass after CLOSE_TIMEOUT_S."""
+        if self._thread is None:
+            return
+        self._commands.put(self._leave)
+        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise EngineError(f"torch engine: a pass is still running after {CLOSE_TIMEOUT_S} s.")
+        self._fail(EngineError("torch engine: it is closed."))
+
+    # On the event loop.
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineError(str(self._failure)) from self._failure.__cause__
+        if self._thread is None:
+            raise EngineError("torch engine: it has not been started; await start() first.")
+
+    def _require_batch(self) -> ContinuousBatch:
+        self._require_alive()
+        assert self._batch is not None, "used while it starts"
+        return self._batch
+
+    async def _call(self, function: Callable[[], None]) -> None:
+        """Run a function on the thread, after all commands before it; raises what it raises."""
+        self._require_alive()
+        assert self._loop is not None
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._calls.add(done)
+        done.add_done_callback(self._calls.discard)
+
+        def command() -> None:
+            try:
+                function()
+            except (ValueError, OSError) as error:  # the caller's mistake: the engine goes on
+                self._post(_complete, done, error)
+            else:
+                self._post(_complete, done, None)
+
+        self._commands.put(command)
+        await done
+
+    def _deliver(self, generations: list[Generation]) -> None:
+        self._open_requests.difference_update(one.request_id for one in generations)
+        self._ended += generations
+        self._something_ended.set()
+
+    def _fail(self, failure: EngineError) -> None:
+        self._failure = self._failure or failure
+        self._something_ended.set()
+        for call in list(self._calls):
+            _complete(call, self._failure)
+
+    # On the thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._leaving:
+                self._run_commands()
+                if self._has_work:
+                    assert self._batch is not None
+                    ended = self._batch.step()
+                    if ended:
+                        self._post(self._deliver, ended)
+        except Exception as error:  # noqa: BLE001 - not swallowed: every waiting call raises it
+            failure = EngineError(f"torch engine: its thread died of {error!r}.")
+            failure.__cause__ = error
+            self._post(self._fail, failure)
+
+    @property
+    def _has_work(self) -> bool:
+        return self._batch is not None and self._batch.has_work and not self._paused
+
+    def _run_commands(self) -> None:
+        """All that are queued; waits for one where there is nothing else to do."""
+        with contextlib.suppress(Empty):
+            while not self._leaving:
+                self._commands.get(block=not self._has_work)()
+
+    def _load_model(self) -> None:
+        torch.set_num_threads(self._num_threads)  # OpenMP keeps this per thread
+        model = load_causal_lm(self._model_path, dtype=self._dtype, device=self._device)
+        self._batch = ContinuousBatch(
+            model,
+            max_running=self._config.max_running,
+            kv_cache_gib=self._config.kv_cache_gib,
+            stop_token_ids=self._stop_token_ids
+            if self._stop_token_ids is not None
+            else _end_of_sequence_ids(model),
+            decode_text=_text_decoder(self._model_path),
+        )
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _leave(self) -> None:
+        self._leaving = True
+
+    def _post(self, function: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+def _complete(call: asyncio.Future[None], error: Exception | None) -> None:
+    if call.done():  # its caller was cancelled
+        return
+    if error is None:
+        call.set_result(None)
+    else:
+        call.set_exception(error)
+
+
+def _end_of_sequence_ids(model: Any) -> list[int]:
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)
+
+
+def _text_decoder(model_path: str | Path) -> Callable[[list[int]], str]:
+    """The model's tokenizer, for stop strings."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+
+    def decode(token_ids: list[int]) -> str:
+        text: str = tokenizer.decode(token_ids)
+        return text
+
+    return decode
