@@ -80,8 +80,8 @@ def components_of(reward: Reward, returned: object) -> Outcome:
         return numbers
     if not numbers:
         return _type_failure(reward, returned)
-    parts = numbers.values()
-    return {reward.name: numbers.get(f"{reward.name}/reward", sum(parts)), **numbers}
+    total = sum(numbers.values())
+    return {reward.name: numbers.get(f"{reward.name}/reward", total), **numbers}
 
 
 def _type_failure(reward: Reward, returned: object) -> RewardFailure:
@@ -123,4 +123,7 @@ def combine(rewards: Sequence[Reward], outcomes: Sequence[Outcome]) -> RewardRes
             return outcome
         total += one.weight * outcome[one.name]
         components |= outcome
+    if not math.isfinite(total):
+        message = f"the weighted total of {components} is {total}; scale the rewards down."
+        return RewardFailure(kind="nan", reward=rewards[-1].name, message=message)
     return RewardResult(total=total, components=components)

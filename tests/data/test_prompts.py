@@ -1,0 +1,271 @@
+"""Prompts: their order, their text and tokens, and rows that are none."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.config import DataConfig
+from rlsys.data.prompts import PromptSource, epoch_order, load_tokenizer
+from rlsys.tiny_models import BOS, CHAT_TEMPLATE, build_tokenizer
+from rlsys.types import Prompt
+
+GSM8K = Path(__file__).parents[2] / "recipes" / "data" / "gsm8k" / "train.jsonl"
+
+TOKENIZER = build_tokenizer()  # a token a byte
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{n}+{n}=", "answer": 2 * n} for n in range(count)]
+
+
+def source(
+    data: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    seed: int = 0,
+    prompts_per_step: int = 1,
+    max_tokens: int = 10,
+    max_context: int = 2048,
+    tokenizer: Any = TOKENIZER,
+    **config: Any,
+) -> PromptSource:
+    return PromptSource(
+        DataConfig(**config),
+        tokenizer,
+        seed=seed,
+        prompts_per_step=prompts_per_step,
+        max_tokens=max_tokens,
+        max_context=max_context,
+        rows=data,
+    )
+
+
+def refused(data: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        source(data, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_prompt_is_its_row() -> None:
+    prompt = source(rows(3), shuffle=False).at(1)
+    assert prompt == Prompt(
+        index=1,
+        token_ids=tuple(TOKENIZER("1+1=")["input_ids"]),
+        text="1+1=",
+        metadata={"answer": 2},
+    )
+
+
+def test_indices_count_over_the_run_and_epochs_repeat_the_rows() -> None:
+    prompts = source(rows(3), shuffle=False)
+    found = [prompts.next() for _ in range(7)]
+    assert [prompt.index for prompt in found] == list(range(7))
+    assert [prompt.metadata["answer"] for prompt in found] == [0, 2, 4, 0, 2, 4, 0]
+
+
+def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
+    prompts = source(rows(50))
+    epochs = [tuple(prompts.next().text for _ in range(50)) for _ in range(3)]
+    for epoch in epochs:
+        assert Counter(epoch) == Counter(row["prompt"] for row in rows(50))
+    assert len(set(epochs)) == 3
+
+
+def test_the_order_is_the_seeds() -> None:
+    def texts(seed: int) -> list[str]:
+        prompts = source(rows(50), seed=seed)
+        return [prompts.next().text for _ in range(120)]
+
+    assert texts(1) == texts(1)
+    assert texts(1) != texts(2)
+
+
+@given(st.integers(0, 10), st.integers(0, 30), st.integers(1, 20))
+def test_any_prompt_is_had_without_the_ones_before(seed: int, index: int, num_rows: int) -> None:
+    replayed = source(rows(num_rows), seed=seed)
+    for _ in range(index):
+        replayed.next()
+    assert source(rows(num_rows), seed=seed).at(index) == replayed.next()
+
+
+def test_a_resumed_source_goes_on_where_it_was() -> None:
+    first = source(rows(20))
+    for _ in range(27):
+        first.next()
+    resumed = source(rows(20))
+    resumed.load_state_dict(first.state_dict())
+    assert [resumed.next() for _ in range(20)] == [first.next() for _ in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (source(rows(21)), r"num_prompts=20, but the recipe's data has num_prompts=21"),
+        (source(rows(20), seed=1), r"seed=0, but the recipe's data has seed=1"),
+    ],
+)
+def test_another_order_is_not_resumed(other: PromptSource, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(source(rows(20)).state_dict())
+
+
+def test_the_epochs_order_is_pinned() -> None:
+    # A checkpoint of today must be resumed in the same order by tomorrow's version.
+    assert epoch_order(0, 0, 8).tolist() == [2, 4, 3, 6, 5, 0, 1, 7]
+
+
+def test_a_chat_template_makes_a_string_the_users_message() -> None:
+    prompts = source([{"prompt": "Hi"}], chat_template=True, system_prompt="Be brief.")
+    assert prompts.at(0).text == "system: Be brief.\nuser: Hi\nassistant: "
+
+
+def test_messages_pass_through_the_chat_template() -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    prompts = source([{"prompt": messages}], chat_template=True)
+    assert prompts.at(0).text == "user: Hi\nassistant: Hello\nassistant: "
+
+
+def test_special_tokens_are_added_to_plain_text_and_not_twice_to_a_chat() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = build_tokenizer()
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, bos)]
+    )
+    tokenizer.chat_template = BOS + CHAT_TEMPLATE
+    plain = source([{"prompt": "Hi"}], tokenizer=tokenizer).at(0)
+    chat = source([{"prompt": "Hi"}], tokenizer=tokenizer, chat_template=True).at(0)
+    assert plain.token_ids.count(bos) == chat.token_ids.count(bos) == 1
+    assert plain.token_ids[0] == chat.token_ids[0] == bos
+    # The added token counts: "Hi" fits in two tokens, but not with it.
+    assert "with 3;" in refused([{"prompt": "Hi"}], tokenizer=tokenizer, max_prompt_tokens=2)
+
+
+BYTES_10 = {"prompt": "é" * 5}
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "parts"),
+    [
+        ([], {}, ["the recipe's data has no rows"]),
+        (rows(2), {"prompt_column": "question"}, ["'question'", "['prompt', 'answer']"]),
+        (rows(3), {"prompts_per_step": 4}, ["prompts_per_step=4", "only 3 prompts", "at most 3"]),
+        (
+            [{"prompt": "a"}, {"prompt": None}],
+            {},
+            ["'prompt' in row 1 (from 0)", "=None is no text"],
+        ),
+        ([{"prompt": "a"}, {"x": 1}], {}, ["row 1", "=None is no text"]),
+        ([{"prompt": 3}], {}, ["row 0", "=3 is no text"]),
+        ([{"prompt": ""}], {}, ["row 0", "is empty"]),
+        ([{"prompt": [{"role": "user", "content": "a"}]}], {}, ["chat_template=true"]),
+        ([{"prompt": 3}], {"chat_template": True}, ["=3 is no chat", "role and content"]),
+        ([{"prompt": []}], {"chat_template": True}, ["=[] is no chat"]),
+        ([{"prompt": [{"content": "a"}]}], {"chat_template": True}, ["is no chat"]),
+        (
+            [{"prompt": [{"role": "system", "content": "a"}]}],
+            {"chat_template": True, "system_prompt": "b"},
+            ["row 0", "unset data.system_prompt"],
+        ),
+        (
+            [{"prompt": "a"}, BYTES_10, BYTES_10],
+            {"max_prompt_tokens": 9},
+            ["2 of 3", "9 tokens (data.max_prompt_tokens)", "row 1 (from 0) with 10", "skip_long"],
+        ),
+        (
+            [BYTES_10],
+            {"max_tokens": 5, "max_context": 14},
+            ["1 of 1", "9 tokens (the model's context of 14 less sampling.max_tokens=5)"],
+        ),
+        (rows(2), {"max_tokens": 14, "max_context": 14}, ["max_tokens=14", "context of 14"]),
+        (
+            [{"prompt": "a"}, BYTES_10, BYTES_10],
+            {"max_prompt_tokens": 9, "skip_long_prompts": True, "prompts_per_step": 2},
+            ["prompts_per_step=2", "only 1 prompts"],
+        ),
+    ],
+)
+def test_rows_that_cannot_be_used_are_refused_at_the_start(
+    data: list[dict[str, Any]], options: dict[str, Any], parts: list[str]
+) -> None:
+    message = refused(data, **options)
+    for part in parts:
+        assert part in message
+
+
+def test_a_template_is_needed_to_render_with_one() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    assert "no chat template" in refused(rows(1), tokenizer=tokenizer, chat_template=True)
+
+
+def test_what_the_template_refuses_names_the_row() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no such role') }}"
+    message = refused(rows(1), tokenizer=tokenizer, chat_template=True)
+    assert "row 0" in message
+    assert "no such role" in message
+
+
+def test_a_prompt_that_the_tokenizer_knows_nothing_of_is_refused() -> None:
+    prompts = source([{"prompt": "abc"}], tokenizer=build_tokenizer("0123456789"))
+    with pytest.raises(ValueError, match=r"row 0 .*='abc' makes 0 tokens"):
+        prompts.at(0)
+
+
+def test_long_prompts_are_left_out_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    data = [{"prompt": "aaaa"}, {"prompt": "aaa"}, {"prompt": "aaaaa"}, {"prompt": "b"}]
+    with caplog.at_level(logging.WARNING):
+        prompts = source(data, max_prompt_tokens=3, skip_long_prompts=True, shuffle=False)
+    assert [prompts.next().text for _ in range(3)] == ["aaa", "b", "aaa"]
+    (warning,) = caplog.messages
+    assert "2 of 4 prompts" in warning
+    assert "row 0 (from 0) with 4; they are left out" in warning
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
+def test_the_admitted_are_exactly_those_whose_tokens_fit(texts: list[str]) -> None:
+    fitting = [text for text in texts if len(TOKENIZER(text)["input_ids"]) <= 4]
+    data = [{"prompt": text} for text in texts]
+    options = {"max_prompt_tokens": 4, "skip_long_prompts": True, "shuffle": False}
+    if not fitting:
+        assert "prompts_per_step=1" in refused(data, **options)
+        return
+    prompts = source(data, **options)
+    assert [prompts.next().text for _ in range(len(prompts))] == fitting
+
+
+def test_gsm8k_of_this_repository_with_its_chat_template() -> None:
+    prompts = source(
+        source=str(GSM8K), prompt_column="question", chat_template=True, prompts_per_step=400
+    )
+    assert len(prompts) == 400
+    assert prompts.metadata_columns == ("answer",)
+    prompt = prompts.next()
+    assert prompt.text.startswith("user: ")
+    assert "####" in prompt.metadata["answer"]
+    assert bytes(TOKENIZER.decode(prompt.token_ids), "utf-8") == bytes(prompt.text, "utf-8")
+
+
+def test_a_dataset_object_stands_for_rows_too() -> None:
+    import datasets
+
+    prompts = source(datasets.Dataset.from_list(rows(4)), shuffle=False)
+    assert prompts.metadata_columns == ("answer",)
+    assert prompts.at(3).metadata == {"answer": 6}
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.path=.* holds no tokenizer"):
+        load_tokenizer(str(tmp_path))
+    TOKENIZER.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path))("ab")["input_ids"] == TOKENIZER("ab")["input_ids"]

@@ -1,0 +1,107 @@
+"""The math-verify reward in its child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlsys.rewards import RewardFailure, RewardResult, RewardRunner, math_answer
+from rlsys.rewards.math_answer import _Children
+from rlsys.types import FinishReason, Rollout
+
+pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
+
+
+def rollout(completion: str, answer: Any) -> Rollout:
+    no_tokens = np.zeros(0, np.int32)
+    return Rollout(
+        group_id=0,
+        index=0,
+        prompt_text="",
+        completion_text=completion,
+        prompt_token_ids=no_tokens,
+        token_ids=no_tokens,
+        finish_reason=FinishReason.STOP,
+        metadata={"answer": answer},
+    )
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("\\boxed{0.5}", "\\frac{1}{2}", 1.0),
+        ("So it is $(x+1)^2$.", "x^2 + 2x + 1", 1.0),
+        ("So it is $(x+1)^2$.", "$x^2 + 2x + 2$", 0.0),
+        ("The answer is 18.", "9 * 2 = 18\n#### 18", 1.0),
+        ("The answer is 19.", "9 * 2 = 18\n#### 18", 0.0),
+        ("no idea", "18", 0.0),
+        ("\\boxed{", "18", 0.0),
+        ("line\nbreaks \u2028 and \N{GREEK SMALL LETTER PI} \\boxed{3}", 3, 1.0),
+    ],
+)
+def test_equivalence(completion: str, answer: Any, value: float) -> None:
+    assert math_answer()(rollout(completion, answer)) == value
+
+
+def test_a_reference_that_is_no_mathematics_is_the_datasets_fault() -> None:
+    with pytest.raises(ValueError, match=r"metadata\['answer'\]: reference .* holds no"):
+        math_answer()(rollout("1", "#### "))
+
+
+def test_what_cannot_be_computed_times_out_and_stops_nobody_else() -> None:
+    async def scenario() -> list[RewardResult | RewardFailure]:
+        runner = RewardRunner([math_answer(cpu_limit_s=0.5)], timeout_s=60)
+        batch = [rollout("\\boxed{2}", "2"), rollout("$10^{10^{10}}$", "2"), rollout("$2$", "2")]
+        scoring = asyncio.create_task(runner.score(batch))
+        longest_gap_s = 0.0
+        last = time.monotonic()
+        while not scoring.done():
+            await asyncio.wait({scoring}, timeout=0.01)
+            longest_gap_s, last = max(longest_gap_s, time.monotonic() - last), time.monotonic()
+        assert longest_gap_s < 2  # in this process, the power would hold everything for minutes
+        assert runner.num_stuck == 0
+        return scoring.result()
+
+    first, second, third = asyncio.run(asyncio.wait_for(scenario(), 120))
+    assert isinstance(first, RewardResult)
+    assert isinstance(third, RewardResult)
+    assert (first.total, third.total) == (1.0, 1.0)
+    assert isinstance(second, RewardFailure)
+    assert second.kind == "timeout"
+    assert "0.5 s of CPU time on '$10^{10^{10}}$'" in second.message
+
+
+def test_a_child_that_was_killed_is_replaced() -> None:
+    children = _Children()
+    assert children.ask("2", "$2$", cpu_limit_s=5) is True
+    (child,) = children._idle
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait(timeout=10)
+    assert children.ask("2", "$3$", cpu_limit_s=5) is False
+    (successor,) = children._idle
+    assert successor.pid != child.pid
+
+
+def test_the_child_ends_with_its_input() -> None:
+    children = _Children()
+    children.ask("2", "$2$", cpu_limit_s=5)
+    (child,) = children._idle
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.wait(timeout=10) == 0
+
+
+def test_without_the_library_the_error_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'math-verify"):
+        math_answer()

@@ -1,0 +1,166 @@
+"""What a reward function may be, and what its results mean."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rlsys
+from rlsys.rewards import RewardFailure, RewardResult, as_rewards, check_columns, exact_match
+from rlsys.rewards.outcome import combine, components_of
+from rlsys.rewards.reward import Reward, reward
+
+
+@reward
+def short(rollout: rlsys.Rollout) -> float:
+    return float(len(rollout.completion_text) < 3)
+
+
+def plain(rollout: rlsys.Rollout) -> float:
+    return 1.0
+
+
+async def slow(rollout: rlsys.Rollout) -> float:
+    return 1.0
+
+
+class Judge:
+    async def __call__(self, rollout: rlsys.Rollout) -> float:
+        return 1.0
+
+
+def test_the_decorator_keeps_the_function_and_its_name() -> None:
+    assert isinstance(short, Reward)
+    assert (short.name, short.weight, short.timeout_s) == ("short", 1.0, None)
+
+
+def test_the_decorator_takes_options() -> None:
+    decorated = rlsys.reward(name="s", weight=0.5, timeout_s=2.0, required_columns=["a"])(plain)
+    assert decorated.function is plain
+    assert (decorated.name, decorated.weight, decorated.timeout_s) == ("s", 0.5, 2.0)
+    assert decorated.required_columns == ("a",)
+
+
+def test_undecorated_functions_do_too() -> None:
+    first, second, third = as_rewards([short, plain, Judge()])
+    assert first is short
+    assert (second.name, third.name) == ("plain", "Judge")
+
+
+@pytest.mark.parametrize(
+    ("function", "is_async"), [(plain, False), (slow, True), (Judge(), True), (short, False)]
+)
+def test_async_functions_are_told_apart(function: Callable[..., Any], is_async: bool) -> None:
+    (only,) = as_rewards([function])
+    assert only.is_async == is_async
+
+
+def test_a_weight_can_be_changed_without_changing_the_reward() -> None:
+    assert short.weighted(0.25).weight == 0.25
+    assert short.weight == 1.0
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: as_rewards([]), "scores nothing"),
+        (lambda: as_rewards([plain, plain]), r"2 rewards are named 'plain'.*reward\(name="),
+        (lambda: reward(weight=math.nan)(plain), "weight=nan of reward 'plain'"),
+        (lambda: reward(timeout_s=0.0)(plain), "timeout_s=0.0 of reward 'plain'"),
+    ],
+)
+def test_what_cannot_work_is_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_a_column_that_the_dataset_lacks_is_refused_before_the_start() -> None:
+    check_columns([exact_match("solution"), plain], ["solution"])
+    with pytest.raises(ValueError, match=r"'exact_match' reads column 'solution'.*\['answer'\]"):
+        check_columns([exact_match("solution")], ["answer"])
+
+
+def test_rewards_travel_to_other_processes() -> None:
+    from ray import cloudpickle
+
+    decorated = pickle.loads(cloudpickle.dumps(short))
+    assert (decorated.name, decorated.is_async) == ("short", False)
+    built_in = exact_match("solution")
+    assert pickle.loads(pickle.dumps(built_in)).required_columns == ("solution",)
+
+
+@pytest.mark.parametrize(
+    ("returned", "components"),
+    [
+        (0.5, {"short": 0.5}),
+        (2, {"short": 2.0}),
+        (True, {"short": 1.0}),
+        (np.bool_(False), {"short": 0.0}),
+        (np.float32(0.25), {"short": 0.25}),
+        (np.int64(3), {"short": 3.0}),
+        (Fraction(1, 4), {"short": 0.25}),
+        ({"a": 1.0, "b": 0.5}, {"short": 1.5, "short/a": 1.0, "short/b": 0.5}),
+        ({"reward": 2.0, "b": 0.5}, {"short": 2.0, "short/reward": 2.0, "short/b": 0.5}),
+        ({"a": True}, {"short": 1.0, "short/a": 1.0}),
+    ],
+)
+def test_numbers_and_dicts_of_numbers_are_rewards(
+    returned: object, components: dict[str, float]
+) -> None:
+    found = components_of(short, returned)
+    assert found == components
+    assert isinstance(found, dict)
+    assert all(type(value) is float for value in found.values())
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind"),
+    [
+        (None, "type"),
+        ("1.0", "type"),
+        ([1.0], "type"),
+        (1j, "type"),
+        ({}, "type"),
+        ({"a": "1"}, "type"),
+        ({"a": {"b": 1.0}}, "type"),
+        (np.ones(1), "type"),
+        (math.nan, "nan"),
+        (-math.inf, "nan"),
+        (10**400, "nan"),
+        ({"a": 1.0, "b": math.nan}, "nan"),
+        (np.float32("nan"), "nan"),
+    ],
+)
+def test_everything_else_is_a_failure_that_shows_the_value(returned: object, kind: str) -> None:
+    failure = components_of(short, returned)
+    assert isinstance(failure, RewardFailure)
+    assert (failure.kind, failure.reward) == (kind, "short")
+    assert "short returned" in failure.message
+    assert "return " in failure.message
+
+
+def test_the_total_is_the_weighted_sum_and_components_are_unweighted() -> None:
+    rewards = [short.weighted(2.0), reward(name="b", weight=-0.5)(plain)]
+    result = combine(rewards, [{"short": 3.0, "short/x": 3.0}, {"b": 4.0}])
+    assert result == RewardResult(total=4.0, components={"short": 3.0, "short/x": 3.0, "b": 4.0})
+
+
+def test_one_failure_fails_the_rollout() -> None:
+    failure = RewardFailure(kind="nan", reward="b", message="")
+    rewards = [short, reward(name="b", weight=0.0)(plain)]
+    assert combine(rewards, [{"short": 3.0}, failure]) is failure
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=2))
+def test_a_total_is_always_finite(values: list[float]) -> None:
+    rewards = [short, reward(name="b", weight=3.0)(plain)]
+    result = combine(rewards, [{"short": values[0]}, {"b": values[1]}])
+    assert isinstance(result, RewardFailure) or math.isfinite(result.total)
