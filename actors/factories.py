@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from actors.cluster import Need
 from rlsys.config import RunConfig
-from rlsys.dataflow.graph import RewardFn
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.training.protocol import Aggregation, LossFn, TrainingEngine
-from rlsys.rewards import RewardRunner
+from rlsys.layout.transport.shm import shared_memory_dir
+from rlsys.rewards import Reward, RewardRunner
 
 
 def needs(config: RunConfig) -> tuple[list[Need], list[Need]]:
@@ -51,47 +51,49 @@ class TrainerFactory:
     weights_prefix: str  # of the files in shared memory
 
     def __call__(self, rank: int, host: str, port: int) -> TrainingEngine:
-        from rlsys.engines.training.fsdp_engine import FSDPEngine, init_process_group
+        import torch
+
+        from rlsys.engines.training.fsdp_engine import FSDPEngine
+        from rlsys.engines.training.ranks import init_process_group
 
         config = self.config
+        world_size = config.trainer.num_ranks
         device = "cuda" if config.trainer.num_gpus else "cpu"
-        init_process_group(
-            rank=rank,
-            world_size=config.trainer.num_ranks,
-            host=host,
-            port=port,
-            device=device,
-            timeout_s=config.cluster.call_timeout_s,
-        )
+        torch.set_num_threads(compute_threads(config.trainer.num_cpus))
+        if world_size > 1:
+            init_process_group(rank, world_size, host, port, device, config.cluster.call_timeout_s)
         return FSDPEngine(
-            model=config.model,
+            model_path=config.model.path,
             trainer=config.trainer,
+            model=config.model,
             loss=self.loss,
             aggregation=self.aggregation,
             temperature=config.sampling.temperature,
-            num_steps=config.num_steps,
+            num_total_steps=config.num_steps,
             seed=config.seed,
-            device=device,
+            weights_dir=shared_memory_dir(),
             weights_prefix=self.weights_prefix,
+            rank=rank,
+            world_size=world_size,
+            device=device,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFactory:
     config: RunConfig
+    replica: int
 
     def __call__(self) -> GenerationEngine:
         config = self.config
-        longest = config.data.max_prompt_tokens + config.sampling.max_tokens
         if config.rollout.engine == "vllm":
             from rlsys.engines.generation.vllm_engine import VLLMEngine
 
             return VLLMEngine(
-                config.model.path,
+                config.model,
                 config.rollout,
-                dtype=config.model.dtype,
-                max_context=longest,
-                seed=config.seed,
+                seed=config.seed + self.replica,
+                max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
             )
         from rlsys.engines.generation.torch_engine import TorchEngine
 
@@ -107,7 +109,7 @@ class RolloutFactory:
 @dataclass(frozen=True, kw_only=True)
 class RewardFactory:
     config: RunConfig
-    rewards: tuple[RewardFn, ...]
+    rewards: tuple[Reward, ...]
 
     def __call__(self) -> RewardRunner:
         return RewardRunner(

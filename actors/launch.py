@@ -10,48 +10,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from actors.calls import Worker, WorkerError
+from actors.calls import WorkerError
 from actors.cluster import connected, reserved
-from actors.factories import RewardFactory, RolloutFactory, TrainerFactory, needs
-from actors.reward import RayScorer, RewardActor
-from actors.rollout import RayReplica, RolloutActor
-from actors.store import StoreShards
-from actors.trainer import RayLearner, TrainerActor
-from rlsys import checkpoint
-from rlsys.config import RunConfig, require
+from actors.dry_run import describe
+from actors.factories import needs
+from actors.team import Team
+from rlsys.checkpoint import Checkpoints
+from rlsys.config import RunConfig
 from rlsys.controller import Controller, RewardsFailed, StallError
 from rlsys.data.prompts import PromptSource, load_tokenizer
-from rlsys.dataflow.graph import Dataflow, GenerateStage, ScoreStage, TrainStage
+from rlsys.dataflow.graph import Dataflow, GenerateStage, ScoreStage
 from rlsys.dataflow.ledger import Ledger, LedgerFile, read_events
-from rlsys.dataflow.store import StreamStore
+from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
-from rlsys.estimate import estimate_memory, model_shape
+from rlsys.estimate import ModelShape, estimate_memory, model_shape
 from rlsys.fields import to_dict
 from rlsys.observe.console import RunConsole
 from rlsys.observe.metrics import MetricsWriter, read_metrics
-from rlsys.observe.records import RolloutWriter
 from rlsys.observe.recorder import Recorder
+from rlsys.observe.records import RolloutWriter
 from rlsys.observe.wandb_sink import WandbSink
+from rlsys.rewards import check_columns
 from rlsys.run_directory import RunDirectory
 
-# A user's mistake or the world's: shown as one message. Anything else is a bug and keeps its trace.
-EXPECTED_ERRORS = (
-    ValueError,
-    OSError,
-    WorkerError,
-    EngineError,
-    StallError,
-    RewardsFailed,
-)
+# A user's mistake or the world's: told in one message. Anything else is a bug and keeps its trace.
+EXPECTED_ERRORS = (ValueError, OSError, WorkerError, EngineError, StallError, RewardsFailed)
 
-# For actors to end their processes and files in good order; then they are killed.
-CLOSE_TIMEOUT_S = 15.0
+# Metrics, rollouts and a trace of an average run, beside its checkpoints.
+RECORDS_BYTES = 64 * 2**20
+
+# The longest row has prompt, completion, log-probability and version of 4 bytes each, and padding.
+BYTES_PER_PROMPT_TOKEN, BYTES_PER_TOKEN, PADDING_BYTES = 4, 12, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +68,8 @@ def launch(
 ) -> None:
     """Run to the end. Ends the process with code 1 and one message for a mistake or a failure of
     the cluster, with code 130 for Ctrl-C."""
-    console = RunConsole(
-        num_steps=config.num_steps,
-        max_staleness=config.asynchrony.max_staleness,
-        print_every=config.observe.print_every,
-        print_samples=config.observe.print_samples,
-    )
     try:
-        if dry_run:
-            print(describe(config, flow))
-        else:
-            asyncio.run(_run(config, flow, warm_start, console))
+        asyncio.run(_run(config, flow, warm_start, dry_run))
     except EXPECTED_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -91,24 +78,35 @@ def launch(
 
 
 async def _run(
-    config: RunConfig, flow: Dataflow, warm_start: WarmStart | None, console: RunConsole
+    config: RunConfig, flow: Dataflow, warm_start: WarmStart | None, dry_run: bool
 ) -> None:
-    _cancel_on_sigterm()
+    if (task := asyncio.current_task()) is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    if dry_run:
+        print(describe(config, flow, model_shape(config.model.path)))
+        return
+    console = RunConsole(
+        num_steps=config.num_steps,
+        max_staleness=config.asynchrony.max_staleness,
+        print_every=config.observe.print_every,
+        print_samples=config.observe.print_samples,
+    )
     with console.phase("Reading model and prompts"):
         shape = model_shape(config.model.path)
         tokenizer = load_tokenizer(config.model.path)
-        prompts = load_prompts(config, flow, tokenizer, shape)
-    estimate = estimate_memory(config, shape)
+        prompts = _load_prompts(config, flow, tokenizer, shape)
+    checkpoint_bytes = estimate_memory(config, shape).checkpoint_bytes
     open_directory = RunDirectory.resume if config.resume else RunDirectory.create
     with open_directory(
         config.runs_dir,
         config.name,
         to_dict(config),
-        required_bytes=estimate.checkpoint_bytes * (config.keep_checkpoints + 2),
+        required_bytes=RECORDS_BYTES + (config.keep_checkpoints + 2) * checkpoint_bytes,
     ) as directory:
         outcome: Literal["finished", "interrupted", "failed"] = "failed"
         try:
-            await _run_in(directory, config, flow, prompts, tokenizer, warm_start, console)
+            job = _Job(config, flow, directory, prompts, tokenizer, console)
+            await job.run(warm_start)
             outcome = "finished"
         except asyncio.CancelledError:
             outcome = "interrupted"
@@ -120,3 +118,169 @@ async def _run(
                 directory=directory.path,
                 next_command=_next_command(directory, outcome),
             )
+
+
+def _load_prompts(
+    config: RunConfig, flow: Dataflow, tokenizer: Any, shape: ModelShape
+) -> PromptSource:
+    source = flow.stage(GenerateStage).prompts
+    prompts = PromptSource(
+        source.config,
+        tokenizer,
+        seed=config.seed,
+        prompts_per_step=config.prompts_per_step,
+        max_tokens=config.sampling.max_tokens,
+        max_context=shape.max_context,
+        rows=source.rows,
+    )
+    check_columns(flow.stage(ScoreStage).rewards, prompts.metadata_columns)
+    return prompts
+
+
+def _next_command(directory: RunDirectory, outcome: str) -> str:
+    if outcome == "finished":
+        return f"python scripts/plot_run.py {directory.path}"
+    if directory.has_checkpoint:
+        return "the same command with --resume"
+    return "the same command with another --name (this run has no checkpoint to resume from)"
+
+
+class _Job:
+    """One run inside its directory."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        flow: Dataflow,
+        directory: RunDirectory,
+        prompts: PromptSource,
+        tokenizer: Any,
+        console: RunConsole,
+    ) -> None:
+        self._config = config
+        self._flow = flow
+        self._directory = directory
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._console = console
+        self._checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints)
+        newest = self._checkpoints.newest() if config.resume else None
+        self._resume_from = newest
+        self._first_step = newest.step if newest else 0
+
+    async def run(self, warm_start: WarmStart | None) -> None:
+        config = self._config
+        ranks, replicas = needs(config)
+        with contextlib.ExitStack() as cluster:
+            with self._console.phase("Starting Ray"):
+                cluster.enter_context(connected(config.cluster))
+                places = cluster.enter_context(reserved([*ranks, *replicas], config.cluster))
+            team = Team(config, self._flow, self._tokenizer, self._directory.trace)
+            try:
+                await self._start(team, places, warm_start)
+                await self._train(team)
+                with self._console.phase("Exporting the model"):
+                    await team.learner.export(self._directory.hf)
+            finally:
+                await team.close()
+
+    async def _start(
+        self, team: Team, places: list[dict[str, Any]], warm_start: WarmStart | None
+    ) -> None:
+        """Actors start side by side; the trainer warms up as soon as it is there."""
+        await team.hire(places)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._start_learner(team, warm_start))
+            for replica in team.replicas:
+                tasks.create_task(self._start_replica(replica))
+            tasks.create_task(team.scorer.start())
+        if self._resume_from or warm_start:
+            manifest = await team.learner.publish()
+            await asyncio.gather(*(replica.update_weights(manifest) for replica in team.replicas))
+
+    async def _start_replica(self, replica: Any) -> None:
+        with self._console.phase(f"Starting {replica.name} ({self._config.rollout.engine})"):
+            await replica.start()
+
+    async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
+        with self._console.phase("Loading the model into the trainer"):
+            await team.learner.start()
+            if self._resume_from:
+                await team.learner.load(self._resume_from.trainer_dir)
+        if warm_start and not self._resume_from:
+            with self._console.phase("Warm start") as phase:
+                for done in range(1, warm_start.num_steps + 1):
+                    loss = await team.learner.sft_step(
+                        *self._encode(next(warm_start.batches)), warm_start.learning_rate
+                    )
+                    phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
+                await team.learner.reset_optimizer()
+
+    def _encode(self, examples: list[tuple[str, str]]) -> tuple[list[list[int]], list[int]]:
+        """Token ids of prompt, completion and end of sequence; and the prompts' lengths."""
+        encode = self._tokenizer
+        prompts = encode([prompt for prompt, _ in examples])["input_ids"]
+        completions = encode([text for _, text in examples], add_special_tokens=False)["input_ids"]
+        end = [self._tokenizer.eos_token_id]
+        return (
+            [[*prompt, *text, *end] for prompt, text in zip(prompts, completions, strict=True)],
+            [len(prompt) for prompt in prompts],
+        )
+
+    async def _train(self, team: Team) -> None:
+        config, directory = self._config, self._directory
+        longest_prompt, longest = config.data.max_prompt_tokens, config.sampling.max_tokens
+        store = self._flow.open_store(
+            max_bytes=int(config.cluster.store_gib * 2**30),
+            max_row_bytes=longest_prompt * BYTES_PER_PROMPT_TOKEN
+            + longest * BYTES_PER_TOKEN
+            + PADDING_BYTES,
+            on_free=team.shards.free,
+        )
+        ledger_file = LedgerFile(directory.ledger)
+        ledger = Ledger.replay(read_events(directory.ledger), ledger_file)
+        if self._resume_from:
+            ledger.resume(step=self._first_step)
+        stepped = Signal()
+        recorder = Recorder(
+            metrics_writer=MetricsWriter(directory.metrics, after_step=self._first_step),
+            rollout_writer=RolloutWriter(directory.rollouts, after_step=self._first_step),
+            wandb=WandbSink(
+                config.observe.wandb,
+                project=config.observe.wandb_project,
+                name=config.name,
+                directory=directory.path,
+                config=to_dict(config),
+            ),
+            console=self._console,
+            ledger=ledger,
+            group_size=config.group_size,
+            stepped=stepped,
+        )
+
+        async def checkpoint(step: int) -> None:
+            ledger_file.sync()
+            with self._checkpoints.writing(step) as unfinished:
+                await team.learner.save(unfinished.trainer_dir)
+                unfinished.controller_file.write_text(json.dumps({"step": step}))
+
+        controller = Controller(
+            flow=self._flow,
+            config=config,
+            prompts=self._prompts,
+            store=store,
+            ledger=ledger,
+            replicas=team.replicas,
+            scorer=team.scorer,
+            learner=team.learner,
+            observer=recorder,
+            checkpoint=checkpoint,
+            first_step=self._first_step,
+        )
+        failed = True
+        try:
+            await team.serve_while(controller.run(), stepped)
+            failed = False
+        finally:
+            recorder.close(failed=failed)
+            ledger_file.close()

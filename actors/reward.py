@@ -14,6 +14,7 @@ import ray
 
 from actors.calls import Worker
 from actors.store import StoreAddress, StoreClient
+from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardRunner
 from rlsys.types import Rollout
 from rlsys.workers import RolloutText, Scored, ScoreTask
@@ -24,14 +25,23 @@ SCORE_COLUMNS = ("prompt_token_ids", "token_ids", "policy_versions")
 @ray.remote
 class RewardActor:
     def __init__(
-        self, make_runner: Callable[[], RewardRunner], tokenizer: Any, store: StoreAddress
+        self,
+        make_runner: Callable[[], RewardRunner],
+        tokenizer: Any,
+        store: StoreAddress,
+        tracer: Tracer,
     ) -> None:
+        self._tracer = tracer
+        self._num_calls = 0
         self._runner = make_runner()
         self._tokenizer = tokenizer
         self._store = StoreClient(store)
 
     async def ping(self) -> None:
         """Answers when the actor is ready."""
+
+    async def drain_trace(self) -> TraceBatch:
+        return self._tracer.drain()
 
     async def score(self, tasks: list[ScoreTask]) -> tuple[list[Scored], int]:
         """The outcomes, and how many functions hang in this process."""
@@ -52,7 +62,10 @@ class RewardActor:
                 tasks, texts, columns["prompt_token_ids"], columns["token_ids"], strict=True
             )
         ]
+        self._num_calls = call = self._num_calls + 1
+        self._tracer.begin("score", call, rollouts=len(rollouts))  # calls overlap
         outcomes = await self._runner.score(rollouts)
+        self._tracer.end("score", call)
         scored = [
             Scored(
                 outcome=outcome,

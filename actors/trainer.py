@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import ray
 
 from actors.calls import Worker
 from actors.store import StoreAddress, StoreClient
 from rlsys.engines.training.protocol import StepResult, TrainingEngine
+from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, TrainRow, WeightManifest
 from rlsys.workers import TrainTask
 
@@ -23,29 +25,49 @@ TRAIN_COLUMNS = ("prompt_token_ids", "token_ids", "sampler_logprobs", "policy_ve
 EngineFactory = Callable[[int, str, int], TrainingEngine]
 
 
-@ray.remote
+@ray.remote(concurrency_groups={"beside": 1})
 class TrainerActor:
-    """Calls run one at a time, in the order in which they were made."""
+    """Calls run one at a time, in the order in which they were made; but what is `beside` the
+    training waits for none of it."""
 
-    def __init__(self, rank: int, make_engine: EngineFactory, store: StoreAddress) -> None:
+    def __init__(
+        self, rank: int, make_engine: EngineFactory, store: StoreAddress, tracer: Tracer
+    ) -> None:
+        self._tracer = tracer
         self._rank = rank
         self._make_engine = make_engine
         self._store = StoreClient(store)
+        self._engine: Any = None  # a TrainingEngine, from `start` on
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Host and a free port of this rank, for the others to meet it at."""
+    def rendezvous(self) -> tuple[str, str, int]:
+        """Id and address of this rank's node, and a free port there for the others to meet at."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+            return ray.get_runtime_context().get_node_id(), host, probe.getsockname()[1]
 
     def start(self, host: str, port: int) -> None:
         self._engine = self._make_engine(self._rank, host, port)
 
-    def sft_step(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> float:
-        return self._engine.sft_step(token_ids, prompt_lengths)
+    @ray.method(concurrency_group="beside")
+    def drain_trace(self) -> TraceBatch:
+        return self._tracer.drain()
 
-    def end_warm_start(self) -> None:
+    @ray.method(concurrency_group="beside")
+    def read_weights(self, manifest: WeightManifest) -> npt.NDArray[np.uint8]:
+        """The bytes of a published version, for replicas on other nodes."""
+        return np.fromfile(manifest.path, np.uint8)
+
+    def sft_step(
+        self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
+    ) -> float:
+        with self._tracer.span("trainer", "sft_step"):
+            loss: float = self._engine.sft_step(
+                token_ids, prompt_lengths, learning_rate=learning_rate
+            )
+            return loss
+
+    def reset_optimizer(self) -> None:
         self._engine.reset_optimizer()
 
     def accumulate(self, tasks: list[TrainTask]) -> None:
@@ -61,13 +83,19 @@ class TrainerActor:
             )
             for i, task in enumerate(tasks)
         ]
-        self._engine.accumulate(MicroBatch(rows=rows))
+        with self._tracer.span("trainer", "accumulate", rows=len(rows)):
+            self._engine.accumulate(MicroBatch(rows=rows))
 
     def optimizer_step(self) -> StepResult:
-        return self._engine.optimizer_step()
+        with self._tracer.span("trainer", "optimizer_step"):
+            result: StepResult = self._engine.optimizer_step()
+            return result
 
     def publish(self) -> WeightManifest | None:
-        return self._engine.publish()
+        """A manifest on rank 0."""
+        with self._tracer.span("trainer", "publish"):
+            manifest: WeightManifest | None = self._engine.publish()
+            return manifest
 
     def save(self, directory: Path) -> None:
         self._engine.save(directory)
@@ -79,31 +107,42 @@ class TrainerActor:
         self._engine.export(directory)
 
     def close(self) -> None:
-        self._engine.close()
+        if self._engine is not None:
+            self._engine.close()
 
 
 class RayLearner:
     """All ranks; every call goes to each of them, and the answer of rank 0 is the answer."""
 
     def __init__(self, ranks: Sequence[Worker]) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
+        self.node_id = ""  # of rank 0, from `start` on
+        self._content: tuple[str, Any] = ("", None)  # path of a version, reference to its bytes
 
     async def start(self) -> None:
-        host, port = await self._ranks[0].call("rendezvous")
+        self.node_id, host, port = await self.ranks[0].call("rendezvous")
         await self._all("start", host, port)
 
-    async def sft_step(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> float:
-        loss: float = await self._all("sft_step", token_ids, prompt_lengths)
+    def weights_content(self, manifest: WeightManifest) -> Any:
+        """A reference to the bytes of a version; Ray brings them to each node once."""
+        if self._content[0] != manifest.path:
+            self._content = (manifest.path, self.ranks[0].handle.read_weights.remote(manifest))
+        return self._content[1]
+
+    async def sft_step(
+        self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
+    ) -> float:
+        loss: float = await self._all("sft_step", token_ids, prompt_lengths, learning_rate)
         return loss
 
-    async def end_warm_start(self) -> None:
-        await self._all("end_warm_start")
+    async def reset_optimizer(self) -> None:
+        await self._all("reset_optimizer")
 
     async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
         await asyncio.gather(
             *(
                 rank.call("accumulate", list(share))
-                for rank, share in zip(self._ranks, shares, strict=True)
+                for rank, share in zip(self.ranks, shares, strict=True)
             )
         )
 
@@ -124,9 +163,6 @@ class RayLearner:
     async def export(self, directory: Path) -> None:
         await self._all("export", directory)
 
-    async def close(self) -> None:
-        await self._all("close")
-
     async def _all(self, method: str, *args: Any) -> Any:
-        answers = await asyncio.gather(*(rank.call(method, *args) for rank in self._ranks))
+        answers = await asyncio.gather(*(rank.call(method, *args) for rank in self.ranks))
         return answers[0]

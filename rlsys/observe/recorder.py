@@ -8,10 +8,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rlsys.controller import Group, TrainedStep
 from rlsys.dataflow.ledger import Ledger
+from rlsys.dataflow.signal import Signal
 from rlsys.observe import metrics
 from rlsys.observe.console import RunConsole
 from rlsys.observe.metrics import MetricsWriter
@@ -22,7 +23,7 @@ from rlsys.types import FinishReason, WeightManifest
 
 
 class Recorder:
-    """`clock` tells seconds; `queue_depths` asks the store how many rows wait before each stage."""
+    """`clock` tells seconds; `stepped` is notified after each optimizer step."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class Recorder:
         console: RunConsole,
         ledger: Ledger,
         group_size: int,
-        queue_depths: Callable[[], Mapping[str, int]],
+        stepped: Signal,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._metrics = metrics_writer
@@ -42,7 +43,7 @@ class Recorder:
         self._console = console
         self._ledger = ledger
         self._group_size = group_size
-        self._queue_depths = queue_depths
+        self._stepped = stepped
         self._clock = clock
         self._step_started = clock()
         self._num_generated_tokens = 0
@@ -86,7 +87,6 @@ class Recorder:
             },
             metrics.REWARDS_FAILED: self._num_failed.total(),
             **{metrics.rewards_failed(kind): n for kind, n in self._num_failed.items()},
-            **{metrics.queue_depth(stage): n for stage, n in self._queue_depths().items()},
             **self._sync,
             metrics.TIME_STEP_S: step_s,
             metrics.TIME_TRAIN_S: trained.result.train_s,
@@ -106,6 +106,7 @@ class Recorder:
         self._rollouts.write(records)
         self._wandb.log(line)
         self._console.step(line, records)
+        self._stepped.notify()
 
     def close(self, *, failed: bool) -> None:
         self._metrics.close()

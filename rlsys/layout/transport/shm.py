@@ -9,13 +9,18 @@ versions, which leaves readers that have mapped them unharmed.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
+import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rlsys.types import TensorEntry, WeightManifest
@@ -36,35 +41,77 @@ def write_weights(
 ) -> WeightManifest:
     """Write named tensors (any device) to a new file at `path`.
 
-    Raises FileExistsError if the file exists: published weights are never changed.
+    Raises FileExistsError if the file exists: published weights are never changed. Raises OSError,
+    and leaves no file, where memory is short.
     """
     named = [(name, tensor.detach()) for name, tensor in tensors]
-    entries: dict[str, TensorEntry] = {}
-    offset = 0
+    file = WeightFile(path, {name: (tensor.dtype, tensor.shape) for name, tensor in named})
     for name, tensor in named:
-        entries[name] = TensorEntry(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(tensor.shape),
-            offset=offset,
+        file.put(name, tensor)
+    return file.manifest(version)
+
+
+class WeightFile:
+    """A new file with room for tensors that come one at a time, each exactly once.
+
+    For models that are gathered piece by piece: no second copy of all weights ever exists.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]
+    ) -> None:
+        self.path = path
+        self._entries: dict[str, TensorEntry] = {}
+        self._num_bytes = 0
+        for name, (dtype, shape) in tensors.items():
+            self._entries[name] = TensorEntry(
+                dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), offset=self._num_bytes
+            )
+            num_bytes = math.prod(shape) * dtype.itemsize
+            self._num_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        self._buffer = _create(path, max(self._num_bytes, 1))
+        self._flat = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        self._missing = set(self._entries)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor of any device, converted to the file's dtype."""
+        self._missing.remove(name)
+        _view(self._flat, self._entries[name]).copy_(tensor)
+
+    def manifest(self, version: int) -> WeightManifest:
+        assert not self._missing, f"{self.path} lacks {sorted(self._missing)[:4]}"
+        return WeightManifest(
+            version=version,
+            path=str(self.path),
+            num_bytes=self._num_bytes,
+            entries=self._entries,
+            checksum=zlib.crc32(self._buffer),
         )
-        num_bytes = tensor.numel() * tensor.element_size()
-        offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _create(path: Path, num_bytes: int) -> mmap.mmap:
+    """A mapped new file whose memory is reserved: a write to it can no longer fail."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.ftruncate(descriptor, max(offset, 1))
-        buffer = mmap.mmap(descriptor, max(offset, 1))
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        else:
+            os.ftruncate(descriptor, num_bytes)
+        return mmap.mmap(descriptor, num_bytes)
+    except OSError as error:
+        path.unlink()
+        raise OSError(
+            error.errno,
+            f"cannot publish {num_bytes / 2**30:.2f} GiB of weights to {path.parent} "
+            f"({error.strerror}), where {_free_gib(path.parent):.2f} GiB are free; enlarge it "
+            "(Docker: --shm-size) or delete what lies there",
+        ) from error
     finally:
         os.close(descriptor)
-    flat = torch.frombuffer(buffer, dtype=torch.uint8)
-    for (_, tensor), entry in zip(named, entries.values(), strict=True):
-        _view(flat, entry).copy_(tensor)
-    return WeightManifest(
-        version=version,
-        path=str(path),
-        num_bytes=offset,
-        entries=entries,
-        checksum=zlib.crc32(buffer),
-    )
+
+
+def _free_gib(directory: Path) -> float:
+    return shutil.disk_usage(directory).free / 2**30
 
 
 def open_weights(manifest: WeightManifest, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
@@ -94,3 +141,16 @@ def _view(flat: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, entry.dtype)
     num_bytes = math.prod(entry.shape) * dtype.itemsize
     return flat[entry.offset : entry.offset + num_bytes].view(dtype).view(entry.shape)
+
+
+@contextlib.contextmanager
+def local_copy(
+    manifest: WeightManifest, content: npt.NDArray[np.uint8]
+) -> Iterator[WeightManifest]:
+    """A version's bytes, brought from another node, as a file of this one while the block runs."""
+    path = shared_memory_dir() / f"{Path(manifest.path).name}-copy-{os.getpid()}"
+    try:
+        content.tofile(path)
+        yield replace(manifest, path=str(path))
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,138 @@
+"""All actors of one run: placed, started, served and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.calls import Worker, WorkerError
+from actors.factories import RewardFactory, RolloutFactory, TrainerFactory
+from actors.reward import RayScorer, RewardActor
+from actors.rollout import RayReplica, RolloutActor
+from actors.store import ShardLost
+from actors.store_shards import StoreShards
+from actors.tracing import TraceCollector
+from actors.trainer import RayLearner, TrainerActor
+from rlsys.config import RunConfig
+from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
+from rlsys.dataflow.signal import Signal
+from rlsys.observe.trace import Tracer
+from rlsys.observe.trace_file import TraceFile
+from rlsys.rewards import as_rewards
+
+# For actors to end their processes and files in good order; then they are killed.
+CLOSE_TIMEOUT_S = 15.0
+
+
+class Team:
+    def __init__(self, config: RunConfig, flow: Dataflow, tokenizer: Any, trace: Path) -> None:
+        self._config = config
+        self._flow = flow
+        self._tokenizer = tokenizer
+        self._run_id = uuid.uuid4().hex[:12]
+        self._max_pending = 100_000 if config.observe.trace else 0
+        self._trace = TraceFile(trace) if config.observe.trace else None
+        self.learner = RayLearner([])
+        self.replicas: list[RayReplica] = []
+        self.shards = StoreShards(
+            capacity_bytes=int(config.cluster.store_gib * 2**30),
+            timeout_s=config.cluster.call_timeout_s,
+            on_lost=self._shard_lost,
+        )
+
+    async def hire(self, places: list[dict[str, Any]]) -> None:
+        """Create every actor; they build their engines when they are started. `places` holds the
+        options of the trainer's ranks, then of the replicas."""
+        config = self._config
+        for node in ray.nodes():
+            if node["Alive"]:
+                await self.shards.add(node["NodeID"])
+        num_ranks = config.trainer.num_ranks
+        train = self._flow.stage(TrainStage)
+        make_trainer = TrainerFactory(
+            config=config,
+            loss=train.loss,
+            aggregation=train.aggregation,
+            weights_prefix=f"rlsys-{self._run_id}",
+        )
+        ranks = [
+            self._hire(f"trainer-{rank}", TrainerActor, options, rank, make_trainer)
+            for rank, options in enumerate(places[:num_ranks])
+        ]
+        self.learner = RayLearner(ranks)
+        self.replicas = [
+            RayReplica(
+                self._hire(
+                    f"rollout-{number}",
+                    RolloutActor,
+                    options,
+                    RolloutFactory(config=config, replica=number),
+                ),
+                self.learner,
+            )
+            for number, options in enumerate(places[num_ranks:])
+        ]
+        self.scorer = RayScorer(self._hire_reward, num_workers=config.reward.num_workers)
+
+    def _hire_reward(self, number: int) -> Worker:
+        rewards = as_rewards(self._flow.stage(ScoreStage).rewards)
+        runner = RewardFactory(config=self._config, rewards=rewards)
+        return self._hire(f"reward-{number}", RewardActor, {"num_cpus": 0}, runner, self._tokenizer)
+
+    def _hire(self, name: str, actor: Any, options: dict[str, Any], *args: Any) -> Worker:
+        tracer = Tracer(name, max_pending=self._max_pending)
+        handle = actor.options(**options).remote(*args, self.shards.address, tracer)
+        return Worker(name, handle, timeout_s=self._config.cluster.call_timeout_s)
+
+    async def serve_while(self, work: Awaitable[None], stepped: Signal) -> None:
+        """Run `work`, and beside it what it needs: freed rows go back, traces come in."""
+        services = [asyncio.create_task(self.shards.run())]
+        if self._trace is not None:
+            traces = TraceCollector(self._trace, lambda: self.workers)
+            services.append(asyncio.create_task(traces.run(stepped)))
+        main = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([main, *services], return_when=asyncio.FIRST_COMPLETED)
+            for task in (main, *services):
+                if task.done():
+                    task.result()
+            await main
+            if self._trace is not None:
+                await traces.collect()
+        finally:
+            for task in (main, *services):
+                task.cancel()
+            await asyncio.gather(main, *services, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End every actor; those with processes and files of their own are asked first."""
+        engines = [*self.learner.ranks, *(replica.worker for replica in self.replicas)]
+        await asyncio.gather(*(_close(worker) for worker in engines))
+        with contextlib.suppress(WorkerError):
+            await self.shards.close()
+        for worker in self.workers:
+            worker.kill()
+        if self._trace is not None:
+            self._trace.close()
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [
+            *self.learner.ranks,
+            *(replica.worker for replica in self.replicas),
+            *self.scorer.workers,
+        ]
+
+    def _shard_lost(self, shard: str) -> None:
+        raise ShardLost(f"shard {shard} of the store died, and with it the rollouts that it held.")
+
+
+async def _close(worker: Worker) -> None:
+    with contextlib.suppress(WorkerError):  # it has died, or hangs: it will be killed
+        await worker.call("close", timeout_s=CLOSE_TIMEOUT_S)
