@@ -21,15 +21,19 @@ from rlsys.types import Float32Array, MicroBatch, WeightManifest
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """Flat tensors over the N completion tokens of a micro-batch whose loss mask is 1."""
+    """Flat tensors over the N completion tokens, with loss mask 1, of one forward pass.
+
+    All tokens of a rollout lie in the same pass. N may be 0: a rank without rows takes part in the
+    collectives of the others.
+    """
 
     trainer_logprobs: torch.Tensor  # [N] float32, carries the gradient
     proximal_logprobs: torch.Tensor  # [N] the trainer's policy at the start of the step, detached
     sampler_logprobs: torch.Tensor  # [N]
     advantages: torch.Tensor  # [N]
-    entropy: torch.Tensor  # [N] exact entropy of the trainer's distribution, in nats
+    entropy: torch.Tensor  # [N] exact, of the trainer's distribution, in nats; carries its gradient
     staleness: torch.Tensor  # [N] int64: policy_version of the trainer less that of the token
-    row_index: torch.Tensor  # [N] int64: which rollout of the micro-batch a token belongs to
+    row_index: torch.Tensor  # [N] int64, 0 <= row_index < N: which rollout a token belongs to
 
 
 # Per-token loss [N] and named per-token metrics [N]; metrics are averaged over the global batch.
@@ -51,26 +55,55 @@ class StepResult:
 
 
 class TrainingEngine(Protocol):
-    def sft_step(self, token_ids: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> float:
-        """One supervised optimizer step on completion tokens; returns the mean loss. Does not
-        count as a policy_version."""
+    def sft_step(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        *,
+        learning_rate: float | None = None,
+    ) -> float:
+        """One supervised AdamW step on the tokens after each prompt, at temperature 1; returns
+        their mean loss in nats. `learning_rate` defaults to the trainer's peak.
+
+        Every rank receives the whole batch and takes its share. Not a policy_version.
+        """
+
+    def reset_optimizer(self) -> None:
+        """Forget the optimizer's state: after a warm start the RL optimizer begins afresh."""
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch; an empty one takes part in collectives only."""
 
-    def optimizer_step(self) -> StepResult: ...
+    def optimizer_step(self) -> StepResult:
+        """One AdamW step on what was accumulated since the last one.
+
+        Raises FloatingPointError, and leaves the weights as they are, if the loss or the gradient
+        is not finite; ValueError if no token was accumulated on any rank.
+        """
 
     def logprobs(self, micro_batch: MicroBatch) -> list[Float32Array]:
         """trainer_logprobs of every completion token, per row, without gradient."""
 
-    def publish(self) -> WeightManifest:
-        """Write the weights for the generation engines; a file in shared memory, by rank 0."""
+    def publish(self) -> WeightManifest | None:
+        """Write the weights for the generation engines: a file in shared memory on rank 0's node.
+
+        Returns its manifest on rank 0 and None on the others. A file stays until two more were
+        published.
+        """
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer, schedule and RNG, all ranks together."""
+        """Write model, optimizer, policy_version (which sets the schedule) and RNG to a new
+        directory, all ranks together."""
 
     def load(self, directory: Path) -> None:
-        """Inverse of save; the number of ranks may differ."""
+        """Inverse of save; the number of ranks may differ.
+
+        Raises ValueError if the directory does not hold this model.
+        """
 
     def export(self, directory: Path) -> None:
-        """A Hugging Face checkpoint that AutoModelForCausalLM.from_pretrained loads."""
+        """A Hugging Face checkpoint with its tokenizer, which AutoModelForCausalLM and
+        AutoTokenizer load."""
+
+    def close(self) -> None:
+        """Unlink what was published. Idempotent."""

@@ -1,0 +1,315 @@
+"""The training engine: one rank of a data-parallel trainer over any Hugging Face causal LM.
+
+    rows ─► passes ─► TokenPolicy ─► loss ─► backward ─┐ (summed, unnormalised)
+                                                       ├─► one reduction ─► clip ─► AdamW ─► publish
+    denominators, counts, metrics (summed) ────────────┘
+
+FSDP2 shards parameters, gradients and optimizer over the ranks. Nothing is divided before the
+optimizer step, where one reduction brings the sums of all micro-batches and ranks together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlsys.algorithms import kl
+from rlsys.algorithms.aggregation import token_mean
+from rlsys.config import ModelConfig, TrainerConfig
+from rlsys.engines.causal_lm import check_head, load_causal_lm
+from rlsys.engines.training.collate import Batch, collate, split_passes
+from rlsys.engines.training.export import export_model
+from rlsys.engines.training.optimizer import (
+    build_adamw,
+    learning_rate,
+    scale_gradients,
+    set_learning_rate,
+    squared_norm,
+)
+from rlsys.engines.training.protocol import Aggregation, LossFn, LossInputs, StepResult
+from rlsys.engines.training.publisher import Publisher
+from rlsys.engines.training.ranks import Ranks
+from rlsys.engines.training.sharding import recompute_activations, shard, whole
+from rlsys.engines.training.statistics import StepStatistics, StepSums
+from rlsys.engines.training.token_policy import TokenPolicy
+from rlsys.engines.training.trainer_state import load_state, save_state
+from rlsys.observe import metrics
+from rlsys.types import Float32Array, MicroBatch, TrainRow, WeightManifest
+
+
+class FSDPEngine:
+    """A rlsys.engines.training.protocol.TrainingEngine.
+
+    With several ranks every one of them makes its own, after `init_process_group`. `weights_prefix`
+    names this run's files in `weights_dir`; no other run may use it.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str | Path,
+        trainer: TrainerConfig,
+        model: ModelConfig,
+        loss: LossFn,
+        aggregation: Aggregation,
+        temperature: float,
+        num_total_steps: int,
+        seed: int,
+        weights_dir: Path,
+        weights_prefix: str,
+        rank: int = 0,
+        world_size: int = 1,
+        device: str = "cpu",
+    ) -> None:
+        self.policy_version = 0
+        self._model_path = model_path
+        self._config = trainer
+        self._dtype: torch.dtype = getattr(torch, model.dtype)
+        self._loss = loss
+        self._aggregation = aggregation
+        self._temperature = temperature
+        self._num_total_steps = num_total_steps
+        self._ranks = Ranks(rank, world_size)
+        self._device = torch.device(device)
+        torch.manual_seed(seed)
+        # Masters are float32 whatever the precision of the forward pass. The model stays in
+        # evaluation mode: dropout would make trainer and sampler two different policies.
+        causal_lm = load_causal_lm(model_path, dtype="float32")
+        check_head(causal_lm)
+        self._policy = TokenPolicy(causal_lm)
+        if model.gradient_checkpointing:
+            recompute_activations(self._policy)
+        shard(self._policy, world_size=world_size, dtype=model.dtype, device=device)
+        self._parameters = dict(self._policy.model.named_parameters())  # tied ones stand once
+        self.reset_optimizer()
+        self._publisher = Publisher(weights_dir, weights_prefix) if rank == 0 else None
+        self._train_s = 0.0
+        self._begin_step()
+
+    def reset_optimizer(self) -> None:
+        self._optimizer = build_adamw(list(self._parameters.values()), self._config)
+
+    def accumulate(self, micro_batch: MicroBatch) -> None:
+        start_s = time.perf_counter()
+        self._accumulate(micro_batch.rows, self._loss, self._aggregation, self._temperature)
+        self._train_s += time.perf_counter() - start_s
+
+    def optimizer_step(self) -> StepResult:
+        start_s = time.perf_counter()
+        rate = learning_rate(self._config, self.policy_version, self._num_total_steps)
+        sums = self._apply_gradients(rate, f"optimizer step {self.policy_version + 1}")
+        self.policy_version += 1
+        train_s, self._train_s = self._train_s + time.perf_counter() - start_s, 0.0
+        return StepResult(
+            policy_version=self.policy_version,
+            metrics={
+                metrics.LOSS: sums.loss,
+                metrics.GRAD_NORM: sums.grad_norm,
+                metrics.LEARNING_RATE: rate,
+                metrics.STALENESS_MEAN: sums.staleness_mean,
+                metrics.STALENESS_MAX: float(sums.staleness_max),
+                **sums.token_means,
+            },
+            num_tokens=sums.num_tokens,
+            train_s=train_s,
+        )
+
+    def sft_step(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        *,
+        learning_rate: float | None = None,
+    ) -> float:
+        if not self._statistics.is_empty:
+            raise ValueError(
+                "sft_step between accumulate and optimizer_step would mix their gradients; call "
+                "optimizer_step first."
+            )
+        examples = list(zip(token_ids, prompt_lengths, strict=True))
+        share = examples[self._ranks.rank :: self._ranks.world_size]
+        rows = [supervised_row(tokens, length) for tokens, length in share]
+        self._accumulate(rows, supervised_loss, token_mean, temperature=1.0)
+        rate = self._config.learning_rate if learning_rate is None else learning_rate
+        return self._apply_gradients(rate, "a supervised step").loss
+
+    def logprobs(self, micro_batch: MicroBatch) -> list[Float32Array]:
+        rows = [
+            replace(row, loss_mask=np.ones(len(row.token_ids), np.bool_))
+            for row in micro_batch.rows
+        ]
+        found = [np.zeros(len(row.token_ids), np.float32) for row in rows]
+        indices = [index for index, row in enumerate(rows) if len(row.token_ids)]
+        passes = split_passes([rows[index] for index in indices], self._config.micro_batch_tokens)
+        with torch.no_grad():
+            for number in range(self._ranks.max(len(passes))):
+                chosen = [indices[i] for i in passes[number]] if number < len(passes) else []
+                batch = collate([rows[index] for index in chosen], self._device)
+                logprobs, _ = self._forward(batch, self._temperature)
+                lengths = [len(rows[index].token_ids) for index in chosen]
+                for index, part in zip(chosen, logprobs.cpu().split(lengths), strict=True):
+                    found[index] = part.numpy()
+        return found
+
+    def publish(self) -> WeightManifest | None:
+        file, error = None, None
+        if self._publisher is not None:
+            shapes = {name: (self._dtype, p.shape) for name, p in self._parameters.items()}
+            try:
+                file = self._publisher.create(self.policy_version, shapes)
+            except OSError as failure:
+                error = failure
+        self._ranks.raise_together(error)
+        for name, parameter in self._parameters.items():
+            tensor = whole(parameter)
+            if file is not None:
+                file.put(name, tensor)
+        if file is None or self._publisher is None:
+            return None
+        return self._publisher.commit(file, self.policy_version)
+
+    def save(self, directory: Path) -> None:
+        save_state(
+            directory, self._parameters, self._optimizer, self.policy_version, sharded=self._sharded
+        )
+
+    def load(self, directory: Path) -> None:
+        self.policy_version = load_state(
+            directory, self._parameters, self._optimizer, sharded=self._sharded
+        )
+        self._begin_step()
+
+    def export(self, directory: Path) -> None:
+        error = None
+        tensors = {}
+        for name, parameter in self._parameters.items():
+            tensor = whole(parameter)
+            if self._ranks.rank == 0:
+                tensors[name] = tensor.to("cpu", self._dtype)
+        if self._ranks.rank == 0:
+            try:
+                export_model(self._policy.model, tensors, self._model_path, directory)
+            except OSError as failure:
+                error = failure
+        self._ranks.raise_together(error)
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+    @property
+    def _sharded(self) -> bool:
+        return self._ranks.world_size > 1
+
+    def _begin_step(self) -> None:
+        self._statistics = StepStatistics()
+        self._optimizer.zero_grad()
+
+    def _accumulate(
+        self, rows: Sequence[TrainRow], loss: LossFn, aggregation: Aggregation, temperature: float
+    ) -> None:
+        weights = [self._count(row, aggregation) for row in rows]
+        trained = [index for index, row in enumerate(rows) if row.loss_mask.any()]
+        passes = split_passes([rows[index] for index in trained], self._config.micro_batch_tokens)
+        # FSDP2 gathers and reduces in every pass, so all ranks run equally many.
+        for number in range(self._ranks.max(len(passes))):
+            chosen = [trained[i] for i in passes[number]] if number < len(passes) else []
+            batch = collate([rows[index] for index in chosen], self._device)
+            row_weights = torch.tensor([weights[index] for index in chosen])
+            self._backward(batch, row_weights.to(self._device)[batch.row_index], loss, temperature)
+
+    def _count(self, row: TrainRow, aggregation: Aggregation) -> float:
+        """Add a rollout to the sums; returns the weight of each of its tokens."""
+        num_tokens = int(row.loss_mask.sum())
+        weight, denominator = aggregation(row.group_size, row.group_num_tokens, num_tokens)
+        versions = row.policy_versions[row.loss_mask]
+        self._statistics.add_rollout(
+            denominator=denominator,
+            num_tokens=num_tokens,
+            staleness=self.policy_version - int(versions.min(initial=self.policy_version)),
+        )
+        return weight
+
+    def _backward(
+        self, batch: Batch, weights: torch.Tensor, loss: LossFn, temperature: float
+    ) -> None:
+        logprobs, entropy = self._forward(batch, temperature)
+        # One optimizer step per batch: the policy at its start is the policy now.
+        proximal = logprobs.detach()
+        inputs = LossInputs(
+            trainer_logprobs=logprobs,
+            proximal_logprobs=proximal,
+            sampler_logprobs=batch.sampler_logprobs,
+            advantages=batch.advantages,
+            entropy=entropy,
+            staleness=self.policy_version - batch.policy_versions,
+            row_index=batch.row_index,
+        )
+        token_loss, token_metrics = loss(inputs)
+        total = (weights * token_loss).sum()
+        total.backward()
+        gap = (batch.sampler_logprobs, proximal)
+        own = {
+            metrics.ENTROPY: entropy,
+            metrics.KL_SAMPLER_TRAINER: kl.k1(*gap),
+            metrics.KL_SAMPLER_TRAINER_K3: kl.k3(*gap),
+        }
+        self._statistics.add_pass(total, {**token_metrics, **own})
+
+    def _forward(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        result: tuple[torch.Tensor, torch.Tensor] = self._policy(
+            batch.input_ids, batch.positions, batch.targets, temperature
+        )
+        return result
+
+    def _apply_gradients(self, rate: float, what: str) -> StepSums:
+        """Normalise, clip and step, then begin the next step; the weights change only if all is
+        finite."""
+        parameters = list(self._parameters.values())
+        sums = self._statistics.reduce(self._ranks, squared_norm(parameters))
+        if not (np.isfinite(sums.loss) and np.isfinite(sums.grad_norm)):
+            self._begin_step()
+            raise FloatingPointError(
+                f"loss {sums.loss} and gradient norm {sums.grad_norm} at {what}: not a number that "
+                "can be trained on; lower trainer.learning_rate, or look for infinite "
+                "advantages or sampler_logprobs."
+            )
+        if sums.denominator <= 0:
+            self._begin_step()
+            raise ValueError(
+                f"{what} has no trained token on any rank; accumulate rows with loss_mask tokens."
+            )
+        clip = min(1.0, self._config.max_grad_norm / (sums.grad_norm + 1e-6))
+        scale_gradients(parameters, clip / sums.denominator)
+        set_learning_rate(self._optimizer, rate)
+        self._optimizer.step()
+        self._begin_step()
+        return sums
+
+
+def supervised_row(token_ids: Sequence[int], prompt_length: int) -> TrainRow:
+    """An example of a supervised step; what it has no use for is 0."""
+    tokens = np.asarray(token_ids, np.int32)
+    completion = tokens[prompt_length:]
+    zeros = np.zeros(len(completion), np.float32)
+    return TrainRow(
+        prompt_token_ids=tokens[:prompt_length],
+        token_ids=completion,
+        sampler_logprobs=zeros,
+        policy_versions=zeros.astype(np.int32),
+        advantages=zeros,
+        loss_mask=np.ones(len(completion), np.bool_),
+        group_id=0,
+        group_size=1,
+        group_num_tokens=len(completion),
+    )
+
+
+def supervised_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Any]]:
+    return -inputs.trainer_logprobs, {}

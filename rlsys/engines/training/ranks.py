@@ -1,0 +1,78 @@
+"""The ranks of one trainer: how they meet, and the few small things that they agree on.
+
+Gradients and parameters travel inside FSDP2. What is left, counts and sums of one step, goes
+through the methods of `Ranks`, on the CPU. One rank sends nothing and needs no process group.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+def init_process_group(
+    rank: int, world_size: int, master_address: str, port: int, device: str, timeout_s: float
+) -> None:
+    """Meet the other ranks at rank 0's address; gloo on the CPU, NCCL beside it for "cuda:...".
+
+    `timeout_s` also limits every later collective. Raises TimeoutError if they do not all come.
+    """
+    cuda = torch.device(device).type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    host = f"[{master_address}]" if ":" in master_address else master_address
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            init_method=f"tcp://{host}:{port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise TimeoutError(
+            f"trainer rank {rank} of {world_size} did not meet the others at "
+            f"{master_address}:{port} within {timeout_s:g} s ({error}); see whether every rank "
+            "started and reaches that address, or allow more time."
+        ) from error
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank} lies outside 0 .. {self.world_size - 1}.")
+        if self.world_size > 1 and not dist.is_initialized():
+            raise ValueError(
+                f"world_size={self.world_size} needs a process group; call init_process_group "
+                "on every rank first."
+            )
+
+    def max(self, value: int) -> int:
+        if self.world_size == 1:
+            return value
+        tensor = torch.tensor(value)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor)
+
+    def gather(self, vector: torch.Tensor) -> torch.Tensor:
+        """Every rank's vector [K], by rank: [world_size, K], the same on all of them."""
+        if self.world_size == 1:
+            return vector[None]
+        gathered = vector.new_empty(self.world_size, *vector.shape)
+        dist.all_gather_into_tensor(gathered, vector)
+        return gathered
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on every rank if any of them has an error: none waits for one that gave up."""
+        if not self.max(error is not None):
+            return
+        raise error or RuntimeError(
+            f"trainer rank {self.rank} stopped because another rank failed; see its error."
+        )

@@ -1,0 +1,104 @@
+"""The policy as the trainer needs it: log-probability and entropy of chosen tokens.
+
+    input_ids [B, L] ──► backbone ──► hidden [N, D] at `positions` ──► head ──► logits [N, V]
+                                                                          └──► [N], [N]
+
+One module holds backbone and head, so that FSDP2 sees a single forward pass. Logits of a large
+vocabulary are the largest tensor of training: they are computed for completion tokens only, a chunk
+at a time, and a second time in the backward pass instead of being kept.
+
+Shape legend: B rows, L tokens, N chosen tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from rlsys.engines.causal_lm import head_logits
+
+MAX_LOGITS = 1 << 26  # of one chunk: 256 MiB in float32
+
+
+class TokenPolicy(nn.Module):
+    def __init__(self, model: Any, *, max_logits: int = MAX_LOGITS) -> None:
+        super().__init__()
+        self.model = model
+        self.chunk_tokens = max(1, max_logits // model.config.get_text_config().vocab_size)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of `targets` [N] int64 under the distribution at `temperature`, predicted
+        at `positions` [N] int64 of the flattened rows, and that distribution's entropy in nats.
+
+        Both are [N] float32 and carry gradients.
+        """
+        hidden = self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden = hidden.flatten(0, 1).index_select(0, positions)  # [N, D]
+        if len(targets) <= self.chunk_tokens:
+            return self._score(hidden, targets, temperature)
+        chunks = [
+            checkpoint(self._score, *chunk, temperature, use_reentrant=False)
+            for chunk in zip(
+                hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True
+            )
+        ]
+        logprobs, entropy = zip(*chunks, strict=True)
+        return torch.cat(logprobs), torch.cat(entropy)
+
+    def _score(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = head_logits(self.model, hidden).float()
+        if temperature != 1:
+            logits = logits / temperature
+        return token_logprobs(logits, targets)
+
+
+def token_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p [N] of `targets` [N] and entropy [N] of the distributions with `logits` [N, V]."""
+    logprobs, entropy = _TokenLogprobs.apply(logits, targets)
+    return logprobs, entropy
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """One log-softmax for both results, and one pass over [N, V] for both gradients.
+
+    ∂ log p_t / ∂z = 1_t − p        ∂H / ∂z = −p (log p + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = torch.log_softmax(logits, dim=-1)  # [N, V]
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        ctx.save_for_backward(logprobs, targets, entropy)
+        # A loss without an entropy term sends None, and its part of the gradient costs nothing.
+        ctx.set_materialize_grads(False)
+        return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None]:
+        logprobs, targets, entropy = ctx.saved_tensors
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(entropy)
+        factor = -grad_logprob[:, None]
+        if grad_entropy is not None:
+            factor = factor - grad_entropy[:, None] * (logprobs + entropy[:, None])
+        grad = logprobs.exp().mul_(factor)
+        return grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None]), None

@@ -1,0 +1,101 @@
+"""The trainer's state on disk, readable with any number of ranks.
+
+    parameters, Adam moments (sharded) + step, policy_version, RNG ──► torch.distributed.checkpoint
+
+Every rank writes its own shards; a reader with other shards takes the pieces that it needs. Names
+are the Hugging Face parameter names; tied parameters stand once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+
+def save_state(
+    directory: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.AdamW,
+    policy_version: int,
+    *,
+    sharded: bool,
+) -> None:
+    """A collective if `sharded`. `directory` must not hold a state yet.
+
+    Raises OSError for an unwritable directory or a full disk.
+    """
+    state = _tensors(parameters, optimizer)
+    state["policy_version"] = torch.tensor(policy_version)
+    state["rng"] = torch.get_rng_state()
+    try:
+        save(state, checkpoint_id=directory, no_dist=not sharded)
+    except CheckpointException as error:
+        raise _cause(error) from error
+
+
+def load_state(
+    directory: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.AdamW,
+    *,
+    sharded: bool,
+) -> int:
+    """Fill parameters and optimizer in place; returns the policy_version.
+
+    Raises ValueError if the directory holds no state, or one of another model.
+    """
+    if not (directory / ".metadata").is_file():
+        raise ValueError(f"{directory} holds no trainer state; name a directory that save() wrote.")
+    state = _tensors(parameters, optimizer)
+    _check_names(directory, state)
+    state["policy_version"] = torch.tensor(0)
+    state["rng"] = torch.get_rng_state()
+    try:
+        load(state, checkpoint_id=directory, no_dist=not sharded)
+    except CheckpointException as error:
+        raise _cause(error) from error
+    torch.set_rng_state(state["rng"])
+    return int(state["policy_version"])
+
+
+def _tensors(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW
+) -> dict[str, Any]:
+    """Views of all state; moments that the optimizer has not made yet are made here, as zeros."""
+    state: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        moments = optimizer.state[parameter]
+        if not moments:
+            moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            moments["exp_avg"] = torch.zeros_like(parameter)
+            moments["exp_avg_sq"] = torch.zeros_like(parameter)
+        state[f"parameter.{name}"] = parameter.detach()
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            state[f"{key}.{name}"] = moments[key].detach()
+    return state
+
+
+def _check_names(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
+    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    for name, tensor in state.items():
+        size = getattr(stored.get(name), "size", None)
+        if size != tensor.shape:
+            raise ValueError(
+                f"{directory} does not fit this model: {name} is {size and tuple(size)} there and "
+                f"{tuple(tensor.shape)} here; load it with the model.path that it was saved with."
+            )
+
+
+def _cause(error: CheckpointException) -> Exception:
+    """What went wrong on the first rank that failed, an OSError for instance."""
+    first = next(iter(error.failures.values()))
+    cause: object = first[0] if isinstance(first, tuple) else first
+    return cause if isinstance(cause, Exception) else RuntimeError(str(error))
