@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from rlsys.engines.causal_lm import hide_progress_bars
+
 Family = Literal["qwen3", "llama", "gemma2", "gemma3"]
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -61,6 +63,7 @@ def build_tiny_model(
     """Write a randomly initialised model and its tokenizer to `directory`; returns it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    hide_progress_bars()
     tokenizer = build_tokenizer(characters)
     config = AutoConfig.for_model(
         {"gemma3": "gemma3_text"}.get(family, family),

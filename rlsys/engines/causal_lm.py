@@ -17,6 +17,13 @@ from rlsys.engines.attention import ATTENTION, register_attention
 from rlsys.engines.onednn_linear import use_onednn
 
 
+def hide_progress_bars() -> None:
+    """Those of transformers: small models are read in no time, and actors share one terminal."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
     """Load a model for inference or training, with the attention and linear layers of both engines.
 
