@@ -56,7 +56,11 @@ class WarmStart:
 
     num_steps: int
     batches: Iterator[list[tuple[str, str]]]  # prompts and the completions to learn
-    learning_rate: float
+    learning_rate: float  # peak, reached linearly over the first tenth of the steps
+
+    def rate(self, step: int) -> float:
+        """Learning rate of the step; steps count from 1."""
+        return self.learning_rate * min(1.0, step / max(1, self.num_steps // 10))
 
 
 def launch(
@@ -164,9 +168,13 @@ class _Job:
         self._tokenizer = tokenizer
         self._console = console
         self._checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints)
-        newest = self._checkpoints.newest() if config.resume else None
-        self._resume_from = newest
-        self._first_step = newest.step if newest else 0
+        self._resume_from = self._checkpoints.newest() if config.resume else None
+        self._first_step = 0
+        if self._resume_from:
+            self._first_step = self._resume_from.step
+            prompts.check_order(
+                json.loads(self._resume_from.controller_file.read_text())["prompts"]
+            )
 
     async def run(self, warm_start: WarmStart | None) -> None:
         config = self._config
@@ -211,7 +219,7 @@ class _Job:
             with self._console.phase("Warm start") as phase:
                 for done in range(1, warm_start.num_steps + 1):
                     loss = await team.learner.sft_step(
-                        *self._encode(next(warm_start.batches)), warm_start.learning_rate
+                        *self._encode(next(warm_start.batches)), warm_start.rate(done)
                     )
                     phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
                 await team.learner.reset_optimizer()
@@ -262,7 +270,8 @@ class _Job:
             ledger_file.sync()
             with self._checkpoints.writing(step) as unfinished:
                 await team.learner.save(unfinished.trainer_dir)
-                unfinished.controller_file.write_text(json.dumps({"step": step}))
+                state = {"step": step, "prompts": self._prompts.order}
+                unfinished.controller_file.write_text(json.dumps(state))
 
         controller = Controller(
             flow=self._flow,

@@ -35,7 +35,7 @@ NUM_PROBLEMS = 8192
 class QuickstartConfig(GRPOConfig):
     """Sizes that fit two CPU cores."""
 
-    warm_start_steps: int = 200
+    warm_start_steps: int = 130
     """Supervised steps before GRPO starts."""
     warm_start_batch: int = 128
     """Examples in one of them."""
@@ -48,7 +48,7 @@ class QuickstartConfig(GRPOConfig):
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=6))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=512))
     trainer: TrainerConfig = field(
-        default_factory=lambda: TrainerConfig(learning_rate=1e-3, micro_batch_tokens=4096)
+        default_factory=lambda: TrainerConfig(learning_rate=3e-4, micro_batch_tokens=4096)
     )
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class QuickstartConfig(GRPOConfig):
 
 
 def problem(rng: random.Random) -> dict[str, Any]:
-    a, b = rng.randint(0, 99), rng.randint(0, 99)
+    a, b = rng.randint(0, 49), rng.randint(0, 49)
     return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
 
 
@@ -90,7 +90,7 @@ def main() -> None:
         cfg,
         grpo(cfg, [correct], rows=[problem(rng) for _ in range(NUM_PROBLEMS)]),
         warm_start=WarmStart(
-            num_steps=cfg.warm_start_steps, batches=solved_problems(cfg), learning_rate=2e-3
+            num_steps=cfg.warm_start_steps, batches=solved_problems(cfg), learning_rate=1e-3
         ),
         dry_run=parsed.dry_run,
     )

@@ -66,7 +66,6 @@ class PromptSource:
         self._config = config
         self._renderer = PromptRenderer(config, tokenizer)
         self._seed = seed
-        self._next_index = 0
         self._rows: Any = load_rows(config) if rows is None else rows
         self._where = f"data.source={config.source!r}" if rows is None else "the recipe's data"
         self._columns = self._check_columns()
@@ -113,24 +112,19 @@ class PromptSource:
         )
         return Prompt(index=index, token_ids=tuple(token_ids), text=text, metadata=row)
 
-    def next(self) -> Prompt:
-        prompt = self.at(self._next_index)
-        self._next_index += 1
-        return prompt
+    @property
+    def order(self) -> dict[str, int]:
+        """What decides which prompt has which index; a checkpoint keeps it for `check_order`."""
+        return {"seed": self._seed, "num_prompts": len(self)}
 
-    def state_dict(self) -> dict[str, int]:
-        """What `load_state_dict` needs to go on with the same prompts in the same order."""
-        return {"next_index": self._next_index, "seed": self._seed, "num_prompts": len(self)}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def check_order(self, order: Mapping[str, int]) -> None:
         """Raises ValueError if the order was another: other data, or another seed."""
-        for key, value in {"seed": self._seed, "num_prompts": len(self)}.items():
+        for key, value in self.order.items():
             require(
-                state[key] == value,
-                f"the checkpoint's order of prompts has {key}={state[key]}, but {self._where} has "
+                order[key] == value,
+                f"the checkpoint's order of prompts has {key}={order[key]}, but {self._where} has "
                 f"{key}={value}; resume with the same data and seed.",
             )
-        self._next_index = state["next_index"]
 
     def _name(self, number: int) -> str:
         return f"{self._config.prompt_column!r} in row {number} (from 0) of {self._where}"

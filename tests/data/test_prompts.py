@@ -66,14 +66,14 @@ def test_a_prompt_is_its_row() -> None:
 
 def test_indices_count_over_the_run_and_epochs_repeat_the_rows() -> None:
     prompts = source(rows(3), shuffle=False)
-    found = [prompts.next() for _ in range(7)]
+    found = [prompts.at(index) for index in range(7)]
     assert [prompt.index for prompt in found] == list(range(7))
     assert [prompt.metadata["answer"] for prompt in found] == [0, 2, 4, 0, 2, 4, 0]
 
 
 def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
     prompts = source(rows(50))
-    epochs = [tuple(prompts.next().text for _ in range(50)) for _ in range(3)]
+    epochs = [tuple(prompts.at(50 * epoch + i).text for i in range(50)) for epoch in range(3)]
     for epoch in epochs:
         assert Counter(epoch) == Counter(row["prompt"] for row in rows(50))
     assert len(set(epochs)) == 3
@@ -82,7 +82,7 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
 def test_the_order_is_the_seeds() -> None:
     def texts(seed: int) -> list[str]:
         prompts = source(rows(50), seed=seed)
-        return [prompts.next().text for _ in range(120)]
+        return [prompts.at(index).text for index in range(120)]
 
     assert texts(1) == texts(1)
     assert texts(1) != texts(2)
@@ -91,18 +91,8 @@ def test_the_order_is_the_seeds() -> None:
 @given(st.integers(0, 10), st.integers(0, 30), st.integers(1, 20))
 def test_any_prompt_is_had_without_the_ones_before(seed: int, index: int, num_rows: int) -> None:
     replayed = source(rows(num_rows), seed=seed)
-    for _ in range(index):
-        replayed.next()
-    assert source(rows(num_rows), seed=seed).at(index) == replayed.next()
-
-
-def test_a_resumed_source_goes_on_where_it_was() -> None:
-    first = source(rows(20))
-    for _ in range(27):
-        first.next()
-    resumed = source(rows(20))
-    resumed.load_state_dict(first.state_dict())
-    assert [resumed.next() for _ in range(20)] == [first.next() for _ in range(20)]
+    texts = [replayed.at(earlier).text for earlier in range(index + 1)]
+    assert source(rows(num_rows), seed=seed).at(index).text == texts[-1]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +104,7 @@ def test_a_resumed_source_goes_on_where_it_was() -> None:
 )
 def test_another_order_is_not_resumed(other: PromptSource, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        other.load_state_dict(source(rows(20)).state_dict())
+        other.check_order(source(rows(20)).order)
 
 
 def test_the_epochs_order_is_pinned() -> None:
@@ -226,7 +216,7 @@ def test_long_prompts_are_left_out_with_one_warning(caplog: pytest.LogCaptureFix
     data = [{"prompt": "aaaa"}, {"prompt": "aaa"}, {"prompt": "aaaaa"}, {"prompt": "b"}]
     with caplog.at_level(logging.WARNING):
         prompts = source(data, max_prompt_tokens=3, skip_long_prompts=True, shuffle=False)
-    assert [prompts.next().text for _ in range(3)] == ["aaa", "b", "aaa"]
+    assert [prompts.at(index).text for index in range(3)] == ["aaa", "b", "aaa"]
     (warning,) = caplog.messages
     assert "2 of 4 prompts" in warning
     assert "row 0 (from 0) with 4; they are left out" in warning
@@ -241,7 +231,7 @@ def test_the_admitted_are_exactly_those_whose_tokens_fit(texts: list[str]) -> No
         assert "prompts_per_step=1" in refused(data, **options)
         return
     prompts = source(data, **options)
-    assert [prompts.next().text for _ in range(len(prompts))] == fitting
+    assert [prompts.at(index).text for index in range(len(prompts))] == fitting
 
 
 def test_gsm8k_of_this_repository_with_its_chat_template() -> None:
@@ -250,7 +240,7 @@ def test_gsm8k_of_this_repository_with_its_chat_template() -> None:
     )
     assert len(prompts) == 400
     assert prompts.metadata_columns == ("answer",)
-    prompt = prompts.next()
+    prompt = prompts.at(0)
     assert prompt.text.startswith("user: ")
     assert "####" in prompt.metadata["answer"]
     assert bytes(TOKENIZER.decode(prompt.token_ids), "utf-8") == bytes(prompt.text, "utf-8")
