@@ -5,6 +5,7 @@ A generation engine may still be reading the previous version when the next one 
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,8 +27,10 @@ class Publisher:
         self._serial = 0  # a version can be published twice: before and after a warm start
         self._published: deque[Path] = deque()
         # A trainer that was killed left its files behind, and shared memory outlives it.
-        for leftover in directory.glob(f"{prefix}-*-v*"):
-            leftover.unlink(missing_ok=True)
+        ours = re.compile(re.escape(prefix) + r"-\d{6}-v\d+")
+        for path in directory.iterdir():
+            if ours.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
     def create(
         self, version: int, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]

@@ -20,13 +20,10 @@ def init_process_group(
 
     `timeout_s` also limits every later collective. Raises TimeoutError if they do not all come.
     """
-    cuda = torch.device(device).type == "cuda"
-    if cuda:
-        torch.cuda.set_device(device)
     host = f"[{master_address}]" if ":" in master_address else master_address
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            _backend(device),
             init_method=f"tcp://{host}:{port}",
             rank=rank,
             world_size=world_size,
@@ -38,6 +35,19 @@ def init_process_group(
             f"{master_address}:{port} within {timeout_s:g} s ({error}); see whether every rank "
             "started and reaches that address, or allow more time."
         ) from error
+
+
+def init_single_process_group(device: str) -> None:
+    """A group of one rank, for what cannot do without: nobody to meet, nothing to wait for."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
+
+
+def _backend(device: str) -> str:
+    if torch.device(device).type != "cuda":
+        return "gloo"
+    torch.cuda.set_device(torch.device(device).index or 0)
+    return "cpu:gloo,cuda:nccl"
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,9 @@ class Ranks:
         """Every rank's vector [K], by rank: [world_size, K], the same on all of them."""
         if self.world_size == 1:
             return vector[None]
-        gathered = vector.new_empty(self.world_size, *vector.shape)
-        dist.all_gather_into_tensor(gathered, vector)
-        return gathered
+        gathered = vector.new_empty(self.world_size * len(vector))
+        dist.all_gather_single(gathered, vector)
+        return gathered.view(self.world_size, -1)
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise on every rank if any of them has an error: none waits for one that gave up."""

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from rlsys.engines.training.ranks import init_single_process_group
 from rlsys.engines.training.token_policy import TokenPolicy
 
 
@@ -33,8 +34,7 @@ def shard(policy: TokenPolicy, *, world_size: int, dtype: str, device: str) -> N
         policy.to(device)
         return
     if not dist.is_initialized():
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        init_single_process_group(device)
     mesh = init_device_mesh(torch.device(device).type, (world_size,), mesh_dim_names=("data",))
     precision = (
         MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
@@ -46,6 +46,8 @@ def shard(policy: TokenPolicy, *, world_size: int, dtype: str, device: str) -> N
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            # A factor otherwise becomes part of the reduction, which gloo cannot do.
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def recompute_activations(policy: TokenPolicy) -> None:

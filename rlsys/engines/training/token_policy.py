@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rlsys.engines.causal_lm import head_logits
@@ -87,7 +88,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(logprobs, targets, entropy)
         # A loss without an entropy term sends None, and its part of the gradient costs nothing.
         ctx.set_materialize_grads(False)
-        return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
+        return -F.nll_loss(logprobs, targets, reduction="none"), entropy
 
     @staticmethod
     @once_differentiable

@@ -8,7 +8,9 @@ are the Hugging Face parameter names; tied parameters stand once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,8 @@ def save_state(
     state = _tensors(parameters, optimizer)
     state["policy_version"] = torch.tensor(policy_version)
     state["rng"] = torch.get_rng_state()
-    try:
+    with _plain_errors(sharded):
         save(state, checkpoint_id=directory, no_dist=not sharded)
-    except CheckpointException as error:
-        raise _cause(error) from error
 
 
 def load_state(
@@ -58,10 +58,8 @@ def load_state(
     _check_names(directory, state)
     state["policy_version"] = torch.tensor(0)
     state["rng"] = torch.get_rng_state()
-    try:
+    with _plain_errors(sharded):
         load(state, checkpoint_id=directory, no_dist=not sharded)
-    except CheckpointException as error:
-        raise _cause(error) from error
     torch.set_rng_state(state["rng"])
     return int(state["policy_version"])
 
@@ -94,8 +92,15 @@ def _check_names(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _cause(error: CheckpointException) -> Exception:
-    """What went wrong on the first rank that failed, an OSError for instance."""
-    first = next(iter(error.failures.values()))
-    cause: object = first[0] if isinstance(first, tuple) else first
-    return cause if isinstance(cause, Exception) else RuntimeError(str(error))
+@contextmanager
+def _plain_errors(sharded: bool) -> Iterator[None]:
+    """What went wrong on the first rank that failed, an OSError for instance, in place of torch's
+    exception, which derives from BaseException and passes every handler of errors."""
+    try:
+        with warnings.catch_warnings():
+            if not sharded:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise first from error

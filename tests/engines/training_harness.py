@@ -1,0 +1,165 @@
+"""What the training engine's tests share: rows, engines, and ranks as real processes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from rlsys.algorithms.aggregation import token_mean
+from rlsys.algorithms.losses import clipped_surrogate
+from rlsys.config import ModelConfig, TrainerConfig
+from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.engines.training.protocol import Aggregation, LossFn
+from rlsys.engines.training.ranks import init_process_group
+from rlsys.engines.training.sharding import whole
+from rlsys.layout.transport.shm import open_weights
+from rlsys.tiny_models import Family, build_tiny_model
+from rlsys.types import MicroBatch, TrainRow
+
+VOCABULARY = 20
+
+_serial = itertools.count()
+
+Weights = dict[str, torch.Tensor]
+Scenario = Callable[[int, int, Path], Any]
+
+
+def tiny_model(directory: Path, family: Family = "qwen3") -> Path:
+    """Two layers, width 32, 20 tokens."""
+    return build_tiny_model(
+        directory,
+        family=family,
+        characters="0123456789+-*/=. #",
+        width=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        mlp_width=48,
+        max_context=128,
+    )
+
+
+def make_engine(model_path: Path, **options: Any) -> FSDPEngine:
+    """`options`: fields of the trainer and of the model, and arguments of the engine."""
+    trainer = {
+        name: options.pop(name)
+        for name in list(options)
+        if name in TrainerConfig.__dataclass_fields__
+    }
+    model = {
+        name: options.pop(name)
+        for name in list(options)
+        if name in ModelConfig.__dataclass_fields__
+    }
+    loss: LossFn = clipped_surrogate(0.2, 0.28)
+    aggregation: Aggregation = token_mean
+    arguments: dict[str, Any] = {
+        "model_path": model_path,
+        "trainer": TrainerConfig(**{"learning_rate": 1e-2, **trainer}),
+        "model": ModelConfig(**model),
+        "loss": loss,
+        "aggregation": aggregation,
+        "temperature": 0.8,
+        "num_total_steps": 10,
+        "seed": 0,
+        "weights_dir": model_path.parent,
+        "weights_prefix": f"weights-{os.getpid()}-{next(_serial)}",
+    }
+    return FSDPEngine(**(arguments | options))
+
+
+def make_row(
+    rng: np.random.Generator, *, num_prompt: int, num_tokens: int, group_id: int = 0
+) -> TrainRow:
+    """A rollout whose sampler gave every token the same small probability, with some tokens masked
+    and the versions −1 and 0."""
+    tokens = rng.integers(0, VOCABULARY, num_prompt + num_tokens).astype(np.int32)
+    mask = rng.random(num_tokens) < 0.8
+    return TrainRow(
+        prompt_token_ids=tokens[:num_prompt],
+        token_ids=tokens[num_prompt:],
+        sampler_logprobs=np.full(num_tokens, -3.0, np.float32),
+        policy_versions=np.sort(rng.integers(-1, 1, num_tokens)).astype(np.int32),
+        advantages=np.full(num_tokens, rng.normal(), np.float32),
+        loss_mask=mask,
+        group_id=group_id,
+        group_size=4,
+        group_num_tokens=40,
+    )
+
+
+def make_rows(count: int, seed: int = 0) -> list[TrainRow]:
+    """Rollouts of very different lengths."""
+    rng = np.random.default_rng(seed)
+    return [
+        make_row(
+            rng,
+            num_prompt=int(rng.integers(1, 9)),
+            num_tokens=int(rng.integers(1, 20)),
+            group_id=index // 4,
+        )
+        for index in range(count)
+    ]
+
+
+def accumulate(engine: FSDPEngine, parts: Sequence[Sequence[TrainRow]]) -> None:
+    for rows in parts:
+        engine.accumulate(MicroBatch(rows=rows))
+
+
+def gradients(engine: FSDPEngine) -> Weights:
+    """Summed over all ranks, not normalised. A collective."""
+    return {
+        name: whole(parameter.grad).clone()
+        for name, parameter in engine._parameters.items()
+        if parameter.grad is not None
+    }
+
+
+def weights(engine: FSDPEngine) -> Weights:
+    """As they are published. A collective; empty on other ranks than the first."""
+    manifest = engine.publish()
+    if manifest is None:
+        return {}
+    return {name: tensor.clone() for name, tensor in open_weights(manifest).items()}
+
+
+def assert_same(found: Weights, expected: Weights, *, rtol: float, atol: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        difference = (tensor - expected[name]).abs()
+        assert bool((difference <= atol + rtol * expected[name].abs()).all()), (
+            f"{name} differs by up to {float(difference.max())}"
+        )
+
+
+def run_ranks(world_size: int, scenario: Scenario, directory: Path) -> list[Any]:
+    """`scenario(rank, world_size, directory)` in a process a rank; returns what each returned."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spawn(
+        _rank_main, (world_size, port, scenario, directory), nprocs=world_size
+    )
+    return [pickle.loads((directory / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _rank_main(rank: int, world_size: int, port: int, scenario: Scenario, directory: Path) -> None:
+    torch.set_num_threads(1)
+    init_process_group(rank, world_size, "127.0.0.1", port, "cpu", 60.0)
+    try:
+        result = scenario(rank, world_size, directory)
+    finally:
+        dist.destroy_process_group()
+    (directory / f"result-{rank}").write_bytes(pickle.dumps(result))
