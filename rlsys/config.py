@@ -283,15 +283,31 @@ class AsyncConfig:
     on-policy training."""
     stream: bool = True
     """Train on micro-batches as their groups complete; off: wait for the whole batch."""
-    weight_update: Literal["in_flight", "drain"] = "in_flight"
-    """in_flight: replicas take new weights in the middle of generation, KV cache kept.
-    drain: running completions end under the weights that began them."""
+    order: Literal["issued", "complete"] = "issued"
+    """issued: groups are trained in the order of issue; none is dropped for its length, and
+    on-policy runs repeat exactly. complete: whichever group is complete first; stragglers that can
+    no longer be trained within the bound are cancelled and replaced."""
+    over_issue: int = 0
+    """Groups in flight beyond what the bound asks for, so that a step never waits for the longest
+    ones; needs order=complete."""
+    weight_update: Literal["in_flight", "delayed"] = "in_flight"
+    """in_flight: all replicas take new weights at once, in the middle of generation, KV cache kept.
+    delayed: one replica after the other, when what it runs has ended."""
 
     def __post_init__(self) -> None:
         require(
             self.max_staleness >= 0,
             f"asynchrony.max_staleness={self.max_staleness} is negative; "
             "use 0 for on-policy training.",
+        )
+        require(
+            self.over_issue >= 0,
+            f"asynchrony.over_issue={self.over_issue} is negative; use 0 for none.",
+        )
+        require(
+            self.over_issue == 0 or self.order == "complete",
+            f"asynchrony.over_issue={self.over_issue} would never be cancelled in the order of "
+            'issue; set asynchrony.order="complete", or over_issue=0.',
         )
 
 

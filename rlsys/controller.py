@@ -30,7 +30,7 @@ from rlsys.dataflow.blocks import BlockRef, Cell
 from rlsys.dataflow.graph import Dataflow, PerGroupStage
 from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.router import Router
-from rlsys.dataflow.selection import FIRST_COMPLETE, FIRST_ISSUED, IN_ORDER, whole_groups
+from rlsys.dataflow.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
 from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.store import RowBatch, StreamStore
 from rlsys.engines.training.protocol import StepResult
@@ -90,6 +90,8 @@ class Group:
     prompt: Prompt
     rows: Sequence[int]  # ids in the store
     rollouts: list[RolloutNote]
+    version: int = 0  # the oldest that its samplers may have had when it was issued
+    attempt: int = 0  # counts issues of the same group: what an earlier one sampled is not used
     replica: str = ""
 
     @property
@@ -166,6 +168,7 @@ class Controller:
             groups_per_step=config.prompts_per_step,
             max_staleness=config.asynchrony.max_staleness,
             num_steps=config.num_steps,
+            over_issue=config.asynchrony.over_issue,
         )
         self._gate.restore(
             num_issued=ledger.num_issued, num_dropped=ledger.num_dropped, version=first_step
@@ -184,10 +187,8 @@ class Controller:
         self._to_advantage = store.subscribe(
             self._advantage.name, at_most=step_rows, selection=whole_groups(FIRST_COMPLETE)
         )
-        on_policy = config.asynchrony.max_staleness == 0
-        self._to_train = store.subscribe(
-            "train", at_most=size, selection=whole_groups(IN_ORDER if on_policy else FIRST_ISSUED)
-        )
+        order = IN_ORDER if config.asynchrony.order == "issued" else FIRST_COMPLETE
+        self._to_train = store.subscribe("train", at_most=size, selection=whole_groups(order))
         self._num_failed_in_a_row = 0
         self._dropped: asyncio.Queue[Group] = asyncio.Queue()
         self._cells: dict[int, Cell] = {}  # of rows that wait for their micro-batch
@@ -403,9 +404,8 @@ class Controller:
     # Train: store -> micro-batches -> optimizer step -> weights
 
     async def _train(self) -> None:
-        """Consumes groups with advantages, oldest first. Waits for the next group of the step; a
-        group's last reward unblocks it. On-policy runs take groups strictly in order of issue, so
-        that they can be repeated exactly."""
+        """Consumes groups with advantages, in the order of asynchrony.order. Waits for the next
+        group of the step; a group's last reward unblocks it."""
         while self._step < self._config.num_steps:
             in_flight: deque[asyncio.Task[None]] = deque()
             while not self._assembler.is_finished:
@@ -467,6 +467,8 @@ class Controller:
         group_ids = self._assembler.group_ids
         self._assembler.finish()
         self._ledger.train(group_ids, step=self._step)
+        trained = [self._groups.pop(group_id) for group_id in sorted(group_ids)]
+        self._cancel_what_comes_too_late()
         start = self._clock()
         self._published = await self._learner.publish()
         self._weights_published.notify()
@@ -474,7 +476,7 @@ class Controller:
             TrainedStep(
                 step=self._step,
                 result=result,
-                groups=[self._groups.pop(group_id) for group_id in sorted(group_ids)],
+                groups=trained,
                 publish_s=self._clock() - start,
             )
         )
@@ -482,6 +484,17 @@ class Controller:
         if self._step == self._config.num_steps or (every and self._step % every == 0):
             await self._checkpoint(self._step)
         self._progress.notify()
+
+    def _cancel_what_comes_too_late(self) -> None:
+        """Groups whose first tokens may be older than the next step may train on; after the last
+        step, whatever is left of what was issued beyond it."""
+        is_last = self._step == self._config.num_steps
+        oldest_allowed = self._step - self._config.asynchrony.max_staleness
+        for group in list(self._groups.values()):
+            if is_last:
+                self._drop(group.group_id, "surplus")
+            elif group.version < oldest_allowed:
+                self._drop(group.group_id, "stale")
 
     # Sync: weights -> replicas -> gate
 

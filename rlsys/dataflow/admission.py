@@ -11,6 +11,9 @@ Counting in groups is the same, as groups of a run have one size. `policy_versio
 version that any sampler may still sample with, not the trainer's: the k-th batch is trained at
 version k, so tokens of a group admitted into it are at most η steps old if their sampler had at
 least version k − η when the group was issued.
+
+`over_issue` groups more are in flight, so that the slowest need not be waited for. The bound then
+rests on the controller, which cancels a group as soon as it could only be trained too late.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ from rlsys.config import require
 
 
 class AdmissionGate:
-    def __init__(self, *, groups_per_step: int, max_staleness: int, num_steps: int) -> None:
+    def __init__(
+        self, *, groups_per_step: int, max_staleness: int, num_steps: int, over_issue: int = 0
+    ) -> None:
         require(groups_per_step >= 1, f"groups_per_step={groups_per_step} must be at least 1.")
         require(max_staleness >= 0, f"max_staleness={max_staleness} must be at least 0.")
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._num_groups = groups_per_step * num_steps
+        self._over_issue = over_issue
         self._num_issued = 0
         self._num_dropped = 0
         self._sampler_version = 0
@@ -38,7 +44,8 @@ class AdmissionGate:
     def num_open(self) -> int:
         """Groups that may be issued now."""
         bound = (self._sampler_version + self._max_staleness + 1) * self._groups_per_step
-        return max(0, min(bound, self._num_groups) - (self._num_issued - self._num_dropped))
+        allowed = min(bound, self._num_groups) + self._over_issue
+        return max(0, allowed - (self._num_issued - self._num_dropped))
 
     def issue(self, num_groups: int = 1) -> None:
         assert num_groups <= self.num_open, "issued past the gate"

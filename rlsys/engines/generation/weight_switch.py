@@ -1,0 +1,57 @@
+"""When an engine takes new weights: in the middle of generation, or when what it runs has ended.
+
+    submit ─► [held while it waits for the end of what runs] ─► engine ─► collect
+    switch(in_flight):  pause, load, resume             running requests go on under new weights
+    switch(delayed):    hold, wait, load, let go        every completion has one version
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rlsys.dataflow.signal import Signal
+from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.types import Generation, GenerationRequest, WeightManifest
+
+
+class WeightSwitch:
+    """Stands before an engine; every request must be submitted and collected through it."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+        self._running: set[str] = set()
+        self._held: list[list[GenerationRequest]] = []  # batches, kept whole
+        self._is_waiting = False
+        self._ended = Signal()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        if self._is_waiting:
+            self._held.append(list(requests))
+            return
+        self._engine.submit(requests)
+        self._running.update(request.request_id for request in requests)
+
+    async def collect(self) -> list[Generation]:
+        generations = await self._engine.collect()
+        self._running.difference_update(g.request_id for g in generations)
+        self._ended.notify()
+        return generations
+
+    async def switch(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        """Load; returns the seconds in which nothing was sampled. On an error the old weights stay
+        and generation goes on."""
+        if delayed:
+            self._is_waiting = True
+            await self._ended.until(lambda: not self._running)
+        start = time.perf_counter()
+        await self._engine.pause()
+        try:
+            await self._engine.load(manifest)
+        finally:
+            await self._engine.resume()
+            self._is_waiting = False
+            held, self._held = self._held, []
+            for requests in held:
+                self.submit(requests)
+        return time.perf_counter() - start
