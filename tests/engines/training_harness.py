@@ -26,7 +26,7 @@ from rlsys.layout.transport.shm import open_weights
 from rlsys.tiny_models import Family, build_tiny_model
 from rlsys.types import MicroBatch, TrainRow
 
-VOCABULARY = 20
+VOCABULARY = 21  # 18 characters and three special tokens
 
 _serial = itertools.count()
 
@@ -35,7 +35,7 @@ Scenario = Callable[[int, int, Path], Any]
 
 
 def tiny_model(directory: Path, family: Family = "qwen3") -> Path:
-    """Two layers, width 32, 20 tokens."""
+    """Two layers, width 32, VOCABULARY tokens."""
     return build_tiny_model(
         directory,
         family=family,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,10 @@ def export_model(
     """
     from transformers import AutoTokenizer
 
-    dtype = next(iter(tensors.values())).dtype
     with new_directory(directory) as unfinished:
-        before = model.config.dtype
-        model.config.dtype = dtype
-        try:
-            model.save_pretrained(unfinished, state_dict=dict(tensors))
-        finally:
-            model.config.dtype = before
+        model.save_pretrained(unfinished, state_dict=dict(tensors))
+        # What was written there is the dtype of `model`, whose parameters are float32 masters.
+        config = copy.deepcopy(model.config)
+        config.dtype = next(iter(tensors.values())).dtype
+        config.save_pretrained(unfinished)
         AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(unfinished)

@@ -58,10 +58,11 @@ class Ranks:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank={self.rank} lies outside 0 .. {self.world_size - 1}.")
-        if self.world_size > 1 and not dist.is_initialized():
+        met = dist.get_world_size() if dist.is_initialized() else 1
+        if met != self.world_size:
             raise ValueError(
-                f"world_size={self.world_size} needs a process group; call init_process_group "
-                "on every rank first."
+                f"world_size={self.world_size}, but {met} ranks have met; call init_process_group "
+                "with the same world_size first."
             )
 
     def max(self, value: int) -> int:

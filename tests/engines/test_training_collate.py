@@ -1,0 +1,85 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.engines.training.collate import collate, input_length, split_passes
+from rlsys.types import TrainRow
+
+
+def make_row(prompt: list[int], tokens: list[int], mask: list[bool] | None = None) -> TrainRow:
+    """Log-probabilities, advantages and versions that tell tokens apart."""
+    return TrainRow(
+        prompt_token_ids=np.array(prompt, np.int32),
+        token_ids=np.array(tokens, np.int32),
+        sampler_logprobs=-np.array(tokens, np.float32),
+        policy_versions=np.arange(len(tokens), dtype=np.int32),
+        advantages=np.array([token / 2 for token in tokens], np.float32),
+        loss_mask=np.array([True] * len(tokens) if mask is None else mask, np.bool_),
+        group_id=7,
+        group_size=2,
+        group_num_tokens=9,
+    )
+
+
+def test_two_rollouts_by_hand() -> None:
+    rows = [make_row([1, 2], [3, 4, 5], [True, False, True]), make_row([6], [8])]
+    batch = collate(rows)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4], [6, 0, 0, 0]]
+    # Token 3 is predicted where 2 stands, 5 where 4 stands, 8 where 6 stands.
+    assert batch.positions.tolist() == [1, 3, 4]
+    assert batch.targets.tolist() == [3, 5, 8]
+    assert batch.sampler_logprobs.tolist() == [-3, -5, -8]
+    assert batch.advantages.tolist() == [1.5, 2.5, 4.0]
+    assert batch.policy_versions.tolist() == [0, 2, 0]
+    assert batch.row_index.tolist() == [0, 0, 1]
+
+
+def test_no_rows_are_one_input_that_predicts_nothing() -> None:
+    batch = collate([])
+    assert batch.input_ids.shape == (1, 1)
+    assert len(batch.targets) == len(batch.row_index) == 0
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="group 7 has an empty prompt"):
+        collate([make_row([1], [2]), make_row([], [3])])
+
+
+rows = st.builds(
+    lambda num_prompt, num_tokens: make_row([1] * num_prompt, [2] * num_tokens),
+    st.integers(1, 6),
+    st.integers(0, 30),
+)
+
+
+@given(rows=st.lists(rows, max_size=20), max_tokens=st.integers(1, 100))
+def test_passes_hold_each_row_once_and_stay_within_the_limit(
+    rows: list[TrainRow], max_tokens: int
+) -> None:
+    passes = split_passes(rows, max_tokens)
+    assert sorted(index for chosen in passes for index in chosen) == list(range(len(rows)))
+    for chosen in passes:
+        padded = len(chosen) * max(input_length(rows[index]) for index in chosen)
+        assert padded <= max_tokens or len(chosen) == 1
+
+
+@given(rows=st.lists(rows, min_size=1, max_size=20))
+def test_rows_of_a_pass_are_neighbours_in_length(rows: list[TrainRow]) -> None:
+    lengths = [input_length(rows[i]) for chosen in split_passes(rows, 40) for i in chosen]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@given(rows=st.lists(rows, min_size=1, max_size=8))
+def test_each_target_is_the_input_after_its_position(rows: list[TrainRow]) -> None:
+    batch = collate(rows)
+    flat = batch.input_ids.flatten()
+    longest = batch.input_ids.shape[1]
+    last_of_row = [
+        place % longest == input_length(rows[place // longest]) - 1
+        for place in batch.positions.tolist()
+    ]
+    for place, target, last in zip(
+        batch.positions.tolist(), batch.targets.tolist(), last_of_row, strict=True
+    ):
+        assert last or flat[place + 1] == target

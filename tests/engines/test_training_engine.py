@@ -1,0 +1,351 @@
+"""One rank: numbers, versions, what is published, saved and exported, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.algorithms.aggregation import constant_length, prompt_mean, sequence_mean, token_mean
+from rlsys.algorithms.losses import reinforce
+from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.training.fsdp_engine import supervised_row
+from rlsys.engines.training.protocol import Aggregation, LossInputs
+from rlsys.layout.transport.shm import open_weights
+from rlsys.tiny_models import Family
+from rlsys.types import MicroBatch, TrainRow
+from tests.engines.training_harness import (
+    VOCABULARY,
+    accumulate,
+    assert_same,
+    gradients,
+    make_engine,
+    make_row,
+    make_rows,
+    tiny_model,
+    weights,
+)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_model(tmp_path_factory.mktemp("engine") / "qwen3")
+
+
+def reference_logprobs(model_path: Path, row: TrainRow, temperature: float) -> torch.Tensor:
+    """By transformers alone, one rollout at a time and without padding."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager")
+    tokens = torch.from_numpy(
+        np.concatenate([row.prompt_token_ids, row.token_ids]).astype(np.int64)
+    )
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None]).logits[0] / temperature
+    first = len(row.prompt_token_ids)
+    places = torch.arange(first - 1, len(tokens) - 1)
+    result: torch.Tensor = torch.log_softmax(logits, -1)[places, tokens[first:]]
+    return result
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "gemma3"])
+def test_logprobs_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / family, family)
+    rows = make_rows(5)
+    found = make_engine(path, micro_batch_tokens=50).logprobs(MicroBatch(rows=rows))
+    for row, logprobs in zip(rows, found, strict=True):
+        expected = reference_logprobs(path, row, temperature=0.8)
+        torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "aggregation", [token_mean, sequence_mean, prompt_mean, constant_length(7)]
+)
+def test_one_step_by_the_definition(model_path: Path, aggregation: Aggregation) -> None:
+    """Loss and gradient of REINFORCE, computed by hand from a plain model."""
+    rows = make_rows(6)
+    engine = make_engine(model_path, loss=reinforce(), aggregation=aggregation, max_grad_norm=1e9)
+    accumulate(engine, [rows])
+    found = gradients(engine)
+    result = engine.optimizer_step()
+
+    model = load_causal_lm(model_path, dtype="float32")
+    total, denominator = torch.zeros(()), 0.0
+    for row in rows:
+        tokens = torch.from_numpy(np.concatenate([row.prompt_token_ids, row.token_ids])).long()
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1] / 0.8
+        logprobs = torch.log_softmax(logits, -1).gather(-1, tokens[1:, None])[:, 0]
+        logprobs = logprobs[len(row.prompt_token_ids) - 1 :]
+        weight, share = aggregation(row.group_size, row.group_num_tokens, int(row.loss_mask.sum()))
+        mask, advantages = torch.from_numpy(row.loss_mask), torch.from_numpy(row.advantages)
+        total = total - weight * (logprobs * advantages)[mask].sum()
+        denominator += share
+    loss = total / denominator
+    loss.backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    assert result.metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    found = {name: gradient / denominator for name, gradient in found.items()}
+    assert_same(found, expected, rtol=1e-3, atol=1e-5)
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert result.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 30, 10_000])
+@pytest.mark.parametrize("split", [[12], [1, 0, 11], [4, 4, 4]])
+def test_micro_batches_change_nothing(
+    model_path: Path, micro_batch_tokens: int, split: list[int]
+) -> None:
+    rows = make_rows(12)
+    whole, parts = (
+        make_engine(model_path),
+        make_engine(model_path, micro_batch_tokens=micro_batch_tokens),
+    )
+    accumulate(whole, [rows])
+    bounds = np.cumsum([0, *split])
+    accumulate(parts, [rows[a:b] for a, b in pairwise(bounds)])
+    assert_same(gradients(parts), gradients(whole), rtol=1e-4, atol=1e-5)
+    expected = whole.optimizer_step().metrics
+    assert parts.optimizer_step().metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_the_order_of_rows_changes_nothing(model_path: Path) -> None:
+    rows = make_rows(9)
+    forward, backward = make_engine(model_path), make_engine(model_path)
+    accumulate(forward, [rows])
+    accumulate(backward, [rows[::-1]])
+    assert_same(gradients(forward), gradients(backward), rtol=1e-4, atol=1e-5)
+
+
+def test_two_runs_are_bitwise_equal(model_path: Path) -> None:
+    def run() -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+        engine = make_engine(model_path)
+        results = []
+        for seed in range(3):
+            accumulate(engine, [make_rows(8, seed=seed)])
+            results.append(engine.optimizer_step().metrics)
+        return results, weights(engine)
+
+    (first, first_weights), (again, again_weights) = run(), run()
+    assert first == again
+    assert_same(first_weights, again_weights, rtol=0, atol=0)
+
+
+def test_metrics_by_hand(model_path: Path) -> None:
+    rows = make_rows(4)
+    scored = make_engine(model_path).logprobs(MicroBatch(rows=rows))
+    engine = make_engine(model_path)
+    engine.policy_version = 3
+    accumulate(engine, [rows])
+    result = engine.optimizer_step()
+
+    mask = np.concatenate([row.loss_mask for row in rows])
+    gap = (
+        np.concatenate([row.sampler_logprobs for row in rows])[mask] - np.concatenate(scored)[mask]
+    )
+    ages = [3 - row.policy_versions[row.loss_mask].min() for row in rows if row.loss_mask.any()]
+    assert result.policy_version == engine.policy_version == 4
+    assert result.num_tokens == mask.sum()
+    assert result.train_s > 0
+    assert result.metrics["kl/sampler_trainer"] == pytest.approx(gap.mean(), rel=1e-4)
+    k3 = np.exp(-gap) - 1 + gap
+    assert result.metrics["kl/sampler_trainer_k3"] == pytest.approx(k3.mean(), rel=1e-4)
+    assert result.metrics["staleness/max"] == max(ages)
+    assert result.metrics["staleness/mean"] == pytest.approx(np.mean(ages))
+    assert 0 < result.metrics["entropy"] < np.log(VOCABULARY)
+    assert result.metrics["learning_rate"] == 1e-2
+
+
+def test_the_loss_sees_one_forward_pass(model_path: Path) -> None:
+    seen: list[LossInputs] = []
+
+    def spy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        seen.append(inputs)
+        return reinforce()(inputs)
+
+    rng = np.random.default_rng(0)
+    row = make_row(rng, num_prompt=2, num_tokens=6)
+    make_engine(model_path, loss=spy).accumulate(MicroBatch(rows=[row, row]))
+    (inputs,) = seen
+    count = int(row.loss_mask.sum())
+    assert inputs.row_index.tolist() == [0] * count + [1] * count
+    assert inputs.staleness.tolist() == (-row.policy_versions[row.loss_mask]).tolist() * 2
+    assert inputs.trainer_logprobs.requires_grad
+    assert not inputs.proximal_logprobs.requires_grad
+    assert torch.equal(inputs.proximal_logprobs, inputs.trainer_logprobs)
+
+
+def test_training_raises_the_probability_of_good_tokens(model_path: Path) -> None:
+    engine = make_engine(model_path, loss=reinforce())
+    row = make_row(np.random.default_rng(0), num_prompt=3, num_tokens=8)
+    row = replace(row, advantages=np.ones(8, np.float32), loss_mask=np.ones(8, np.bool_))
+    before = engine.logprobs(MicroBatch(rows=[row]))[0].mean()
+    for _ in range(5):
+        accumulate(engine, [[row]])
+        engine.optimizer_step()
+    assert engine.logprobs(MicroBatch(rows=[row]))[0].mean() > before + 0.5
+
+
+def test_gradients_are_clipped_to_their_norm(model_path: Path) -> None:
+    steps = []
+    for max_grad_norm in (1e-4, 1e9):
+        engine = make_engine(model_path, max_grad_norm=max_grad_norm)
+        accumulate(engine, [make_rows(4)])
+        steps.append(engine.optimizer_step().metrics["grad_norm"])
+        moments = torch.cat([s["exp_avg"].flatten() for s in engine._optimizer.state.values()])
+        norm = float(moments.norm()) / 0.1  # Adam's first moment after one step is (1 − β₁) g
+        assert norm == pytest.approx(min(max_grad_norm, steps[-1]), rel=1e-2)
+    assert steps[0] == pytest.approx(steps[1])
+
+
+def test_rows_without_trained_tokens_are_counted_and_not_run(model_path: Path) -> None:
+    rows = make_rows(3)
+    silent = replace(rows[0], loss_mask=np.zeros(len(rows[0].token_ids), np.bool_))
+    with_silent = make_engine(model_path, aggregation=sequence_mean)
+    without = make_engine(model_path, aggregation=sequence_mean)
+    accumulate(with_silent, [[*rows, silent]])
+    accumulate(without, [rows])
+    found, expected = with_silent.optimizer_step(), without.optimizer_step()
+    assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"] * 3 / 4)
+    assert found.num_tokens == expected.num_tokens
+
+
+def test_warm_start_fits_examples_and_leaves_no_trace_in_the_optimizer(model_path: Path) -> None:
+    engine = make_engine(model_path)
+    examples = [[3, 4, 5, 6, 7], [8, 9, 10]]
+    losses = [engine.sft_step(examples, [2, 1], learning_rate=1e-2) for _ in range(20)]
+    rows = [supervised_row(tokens, length) for tokens, length in zip(examples, [2, 1], strict=True)]
+    logprobs = make_engine(model_path, temperature=1.0).logprobs(MicroBatch(rows=rows))
+    by_hand = [-float(row.sum()) for row in logprobs]
+    assert losses[0] == pytest.approx(sum(by_hand) / 5, rel=1e-4)
+    assert losses[-1] < losses[0] / 2
+    assert engine.policy_version == 0
+    assert engine._optimizer.state
+    engine.reset_optimizer()
+    assert not engine._optimizer.state
+
+
+def test_published_weights_are_the_models_own(model_path: Path) -> None:
+    engine = make_engine(model_path)
+    manifest = engine.publish()
+    assert manifest is not None
+    assert manifest.version == 0
+    parameters = dict(load_causal_lm(model_path, dtype="float32").named_parameters())
+    assert manifest.entries.keys() == parameters.keys()
+    assert "lm_head.weight" not in manifest.entries  # tied to the embedding
+    for name, tensor in open_weights(manifest).items():
+        assert torch.equal(tensor, parameters[name])
+    engine.close()
+
+
+def test_three_versions_are_kept_and_none_after_close(model_path: Path, tmp_path: Path) -> None:
+    engine = make_engine(model_path, weights_dir=tmp_path, weights_prefix="run")
+    manifests = []
+    for seed in range(5):
+        manifests.append(engine.publish())
+        accumulate(engine, [make_rows(2, seed=seed)])
+        engine.optimizer_step()
+    kept = [manifest for manifest in manifests if manifest and Path(manifest.path).exists()]
+    assert [manifest.version for manifest in kept] == [2, 3, 4]
+    engine.close()
+    engine.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_of_a_killed_trainer_go_and_those_of_other_runs_stay(
+    model_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run-000007-v3").touch()
+    (tmp_path / "run-2-000007-v3").touch()
+    make_engine(model_path, weights_dir=tmp_path, weights_prefix="run").close()
+    assert [path.name for path in tmp_path.iterdir()] == ["run-2-000007-v3"]
+
+
+def test_a_resumed_run_goes_on_with_the_same_numbers(model_path: Path, tmp_path: Path) -> None:
+    def step(engine_index: int, seed: int) -> dict[str, float]:
+        accumulate(engines[engine_index], [make_rows(4, seed=seed)])
+        return engines[engine_index].optimizer_step().metrics
+
+    options = {"schedule": "cosine", "weight_decay": 0.1}
+    engines = [make_engine(model_path, **options), make_engine(model_path, **options)]
+    step(0, seed=0)
+    engines[0].save(tmp_path / "saved")
+    drawn = torch.rand(3)
+    engines[1].load(tmp_path / "saved")
+    assert torch.equal(torch.rand(3), drawn)
+    assert engines[1].policy_version == 1
+    assert step(0, seed=1) == step(1, seed=1)
+    assert_same(weights(engines[0]), weights(engines[1]), rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_another_model_is_refused(model_path: Path, tmp_path: Path) -> None:
+    make_engine(model_path).save(tmp_path / "saved")
+    other = make_engine(tiny_model(tmp_path / "llama", "llama"))
+    before = weights(other)
+    (tmp_path / "saved" / "kept").touch()
+    with pytest.raises(ValueError, match="holds no trainer state"):
+        other.load(tmp_path)
+    assert_same(weights(other), before, rtol=0, atol=0)
+    gemma = make_engine(tiny_model(tmp_path / "gemma3", "gemma3"))
+    with pytest.raises(ValueError, match="does not fit this model"):
+        gemma.load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_is_a_hugging_face_checkpoint(
+    model_path: Path, tmp_path: Path, dtype: str
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    engine = make_engine(model_path, dtype=dtype)
+    accumulate(engine, [make_rows(4)])
+    engine.optimizer_step()
+    for _ in range(2):  # the second replaces the first
+        engine.export(tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert model.dtype == getattr(torch, dtype)
+    exported = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert_same(exported, weights(engine), rtol=0, atol=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.encode("1+2=") == AutoTokenizer.from_pretrained(model_path).encode("1+2=")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(model_path: Path) -> None:
+    engine = make_engine(model_path)
+    before = weights(engine)
+    rows = make_rows(2)
+    rows[0].advantages[:] = np.inf
+    accumulate(engine, [rows])
+    with pytest.raises(FloatingPointError, match="at optimizer step 1"):
+        engine.optimizer_step()
+    assert engine.policy_version == 0
+    assert_same(weights(engine), before, rtol=0, atol=0)
+    accumulate(engine, [make_rows(2, seed=1)])
+    assert np.isfinite(engine.optimizer_step().metrics["loss"])
+
+
+def test_a_step_on_nothing_is_refused(model_path: Path) -> None:
+    engine = make_engine(model_path)
+    with pytest.raises(ValueError, match="no trained token"):
+        engine.optimizer_step()
+    accumulate(engine, [[]])
+    with pytest.raises(ValueError, match="no trained token"):
+        engine.optimizer_step()
+
+
+def test_a_supervised_step_does_not_mix_with_a_begun_one(model_path: Path) -> None:
+    engine = make_engine(model_path)
+    accumulate(engine, [make_rows(1)])
+    with pytest.raises(ValueError, match="call optimizer_step first"):
+        engine.sft_step([[1, 2]], [1])
+
+
+def test_several_ranks_need_a_process_group(model_path: Path) -> None:
+    with pytest.raises(ValueError, match="call init_process_group"):
+        make_engine(model_path, world_size=2)
