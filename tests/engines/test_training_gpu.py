@@ -1,0 +1,56 @@
+"""The training engine on one GPU, against the same engine on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlsys.types import MicroBatch
+from tests.engines.training_harness import (
+    accumulate,
+    assert_same,
+    gradients,
+    make_engine,
+    make_rows,
+    tiny_model,
+    weights,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("gpu") / "qwen3")
+
+
+def test_float32_trains_as_on_the_cpu(model_path: Path) -> None:
+    engines = [make_engine(model_path, device=device) for device in ("cpu", "cuda")]
+    for engine in engines:
+        accumulate(engine, [make_rows(12), []])
+    expected, found = (gradients(engine) for engine in engines)
+    assert_same({n: g.cpu() for n, g in found.items()}, expected, rtol=1e-3, atol=1e-4)
+    cpu, gpu = (engine.optimizer_step() for engine in engines)
+    assert gpu.metrics == pytest.approx(cpu.metrics, rel=1e-3, abs=1e-5)
+    assert_same(weights(engines[1]), weights(engines[0]), rtol=1e-2, atol=1e-3)
+
+
+def test_bfloat16_trains_close_to_float32(model_path: Path, tmp_path: Path) -> None:
+    exact = make_engine(model_path)
+    engine = make_engine(model_path, device="cuda", dtype="bfloat16", gradient_checkpointing=True)
+    for each in (exact, engine):
+        accumulate(each, [make_rows(12)])
+    loss = exact.optimizer_step().metrics["loss"]
+    assert engine.optimizer_step().metrics["loss"] == pytest.approx(loss, rel=0.05)
+    assert {tensor.dtype for tensor in weights(engine).values()} == {torch.bfloat16}
+
+    engine.save(tmp_path / "saved")
+    again = make_engine(model_path, device="cuda", dtype="bfloat16")
+    again.load(tmp_path / "saved")
+    rows = MicroBatch(rows=make_rows(3))
+    for one, other in zip(engine.logprobs(rows), again.logprobs(rows), strict=True):
+        assert one == pytest.approx(other, abs=1e-6)
+    engine.export(tmp_path / "hf")
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
