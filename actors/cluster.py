@@ -22,6 +22,9 @@ from rlsys.config import ClusterConfig
 # Ray's own objects are metadata here; rollouts and weights have shared memory of their own.
 OBJECT_STORE_BYTES = 128 * 2**20
 
+# Ray sets it for the entrypoint of a submitted job.
+SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
 
 class ClusterTooSmall(ValueError):
     """The cluster can never hold the run, or did not have the room in time."""
@@ -66,6 +69,16 @@ def connected(config: ClusterConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def check_runs_dir(runs_dir: str) -> None:
+    """Raise ValueError for a relative directory in a submitted job: it would lie in Ray's copy of
+    the upload, and Ray deletes that."""
+    if SUBMITTED in os.environ and not os.path.isabs(runs_dir):
+        raise ValueError(
+            f"runs_dir={runs_dir!r} is relative to this job's copy of the upload, which Ray "
+            "deletes; use an absolute path that every node sees, such as --runs-dir /shared/runs."
+        )
 
 
 def check_capacity(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) -> None:

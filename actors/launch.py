@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actors.calls import WorkerError
-from actors.cluster import connected, reserved
+from actors.cluster import check_runs_dir, connected, reserved
 from actors.dry_run import describe
 from actors.factories import needs
+from actors.store import ShardLost
 from actors.team import Team
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig
@@ -30,6 +31,7 @@ from rlsys.dataflow.graph import Dataflow, GenerateStage, ScoreStage
 from rlsys.dataflow.ledger import Ledger, LedgerFile, read_events
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
+from rlsys.errors import first_error
 from rlsys.estimate import ModelShape, estimate_memory, model_shape
 from rlsys.fields import to_dict
 from rlsys.observe.console import RunConsole
@@ -41,7 +43,15 @@ from rlsys.rewards import check_columns
 from rlsys.run_directory import RunDirectory
 
 # A user's mistake or the world's: told in one message. Anything else is a bug and keeps its trace.
-EXPECTED_ERRORS = (ValueError, OSError, WorkerError, EngineError, StallError, RewardsFailed)
+EXPECTED_ERRORS = (
+    ValueError,
+    OSError,
+    WorkerError,
+    ShardLost,
+    EngineError,
+    StallError,
+    RewardsFailed,
+)
 
 # Metrics, rollouts and a trace of an average run, beside its checkpoints.
 RECORDS_BYTES = 64 * 2**20
@@ -89,6 +99,7 @@ async def _run(
     if dry_run:
         print(describe(config, flow, model_shape(config.model.path)))
         return
+    check_runs_dir(config.runs_dir)
     console = RunConsole(
         num_steps=config.num_steps,
         max_staleness=config.asynchrony.max_staleness,
@@ -197,11 +208,14 @@ class _Job:
     ) -> None:
         """Actors start side by side; the trainer warms up as soon as it is there."""
         await team.hire(places)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._start_learner(team, warm_start))
-            for replica in team.replicas:
-                tasks.create_task(self._start_replica(replica))
-            tasks.create_task(team.scorer.start())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._start_learner(team, warm_start))
+                for replica in team.replicas:
+                    tasks.create_task(self._start_replica(replica))
+                tasks.create_task(team.scorer.start())
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
         if self._resume_from or warm_start:
             manifest = await team.learner.publish()
             await asyncio.gather(*(replica.update_weights(manifest) for replica in team.replicas))

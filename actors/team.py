@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from actors.trainer import RayLearner, TrainerActor
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
+from rlsys.errors import first_error
 from rlsys.observe.trace import Tracer
 from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import as_rewards
@@ -32,7 +34,7 @@ CLOSE_TIMEOUT_S = 15.0
 
 class Team:
     def __init__(self, config: RunConfig, flow: Dataflow, tokenizer: Any, trace: Path) -> None:
-        self._config = config
+        self._config = _for_other_directories(config)
         self._flow = flow
         self._tokenizer = tokenizer
         self._run_id = uuid.uuid4().hex[:12]
@@ -105,6 +107,8 @@ class Team:
             await main
             if self._trace is not None:
                 await traces.collect()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
         finally:
             for task in (main, *services):
                 task.cancel()
@@ -131,6 +135,14 @@ class Team:
 
     def _shard_lost(self, shard: str) -> None:
         raise ShardLost(f"shard {shard} of the store died, and with it the rollouts that it held.")
+
+
+def _for_other_directories(config: RunConfig) -> RunConfig:
+    """With the model's path as it holds in actors, whose working directory is another."""
+    path = Path(config.model.path)
+    if not path.is_dir():  # a hub name
+        return config
+    return replace(config, model=replace(config.model, path=str(path.absolute())))
 
 
 async def _close(worker: Worker) -> None:

@@ -155,14 +155,19 @@ class RayLearner:
         return manifest
 
     async def save(self, directory: Path) -> None:
-        await self._all("save", directory)
+        await self._all("save", _absolute(directory))
 
     async def load(self, directory: Path) -> None:
-        await self._all("load", directory)
+        await self._all("load", _absolute(directory))
 
     async def export(self, directory: Path) -> None:
-        await self._all("export", directory)
+        await self._all("export", _absolute(directory))
 
     async def _all(self, method: str, *args: Any) -> Any:
         answers = await asyncio.gather(*(rank.call(method, *args) for rank in self.ranks))
         return answers[0]
+
+
+def _absolute(directory: Path) -> Path:
+    """As it holds in the ranks, whose working directory is another."""
+    return directory.absolute()
