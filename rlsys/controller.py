@@ -15,8 +15,9 @@ error in any loop ends all of them and is raised from `run`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,19 +29,22 @@ from rlsys.dataflow.admission import AdmissionGate
 from rlsys.dataflow.batching import ReadyGroup, StepAssembler
 from rlsys.dataflow.blocks import BlockRef, Cell
 from rlsys.dataflow.graph import Dataflow, PerGroupStage
-from rlsys.dataflow.ledger import Ledger
+from rlsys.dataflow.ledger import Ledger, OpenGroup
 from rlsys.dataflow.router import Router
 from rlsys.dataflow.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
 from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.store import RowBatch, StreamStore
 from rlsys.engines.training.protocol import StepResult
+from rlsys.errors import first_error
 from rlsys.rewards import RewardFailure, RewardResult
-from rlsys.types import FinishReason, GenerationRequest, Prompt, WeightManifest
+from rlsys.types import FinishReason, Generation, GenerationRequest, Prompt, WeightManifest
 from rlsys.workers import (
     FinishedRollout,
     Learner,
     Replica,
+    ReplicaDied,
     RolloutText,
+    RowsLost,
     Scorer,
     ScoreTask,
     TrainTask,
@@ -126,6 +130,8 @@ class Observer(Protocol):
 
     def reward_failed(self, failure: RewardFailure) -> None: ...
 
+    def replica_died(self, name: str, reason: str, *, num_requests: int) -> None: ...
+
 
 class Controller:
     """Runs a dataflow to its last optimizer step.
@@ -191,6 +197,10 @@ class Controller:
         self._to_train = store.subscribe("train", at_most=size, selection=whole_groups(order))
         self._num_failed_in_a_row = 0
         self._dropped: asyncio.Queue[Group] = asyncio.Queue()
+        self._partial: dict[
+            str, Generation
+        ] = {}  # what unfinished requests had, when last heard of
+        self._attempts: Counter[int] = Counter()  # issues of each group
         self._cells: dict[int, Cell] = {}  # of rows that wait for their micro-batch
         self._gate_moved = Signal()
         self._weights_published = Signal()
@@ -216,7 +226,7 @@ class Controller:
                 for loop in loops:
                     loop.cancel()
         except BaseExceptionGroup as group:
-            raise _first_error(group) from None
+            raise first_error(group) from None
 
     # Issue: prompts -> replicas
 
@@ -227,18 +237,10 @@ class Controller:
         while True:
             await self._gate_moved.until(lambda: self._num_to_issue > 0)
             await self._store.wait_for_room(timeout_s=self._config.cluster.call_timeout_s)
-            by_replica: defaultdict[str, list[GenerationRequest]] = defaultdict(list)
+            requests: list[GenerationRequest] = []
             while self._num_to_issue and self._store.has_room():
-                group = self._next_group()
-                requests = self._requests(group)
-                group.replica = self._router.route(
-                    [request.request_id for request in requests],
-                    num_tokens=len(group.prompt.token_ids) + self._sampling.max_tokens,
-                )
-                by_replica[group.replica] += requests
-            await asyncio.gather(
-                *(self._replicas[name].submit(requests) for name, requests in by_replica.items())
-            )
+                requests += self._requests(self._next_group())
+            await self._submit(requests)
             self._progress.notify()
 
     @property
@@ -259,9 +261,37 @@ class Controller:
             prompt=prompt,
             rows=self._store.add_group(group_id),
             rollouts=[RolloutNote() for _ in range(self._config.group_size)],
+            version=self._gate.version,
+            attempt=self._attempts[group_id],
         )
+        self._attempts[group_id] += 1
         self._groups[group_id] = group
         return group
+
+    async def _submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Send requests, whole groups each, to the replicas that have the least to do."""
+        by_group: defaultdict[int, list[GenerationRequest]] = defaultdict(list)
+        for request in requests:
+            by_group[_parse_request_id(request.request_id)[0]].append(request)
+        by_replica: defaultdict[str, list[GenerationRequest]] = defaultdict(list)
+        for group_id, members in by_group.items():
+            group = self._groups[group_id]
+            group.replica = self._router.route(
+                [request.request_id for request in members],
+                num_tokens=len(group.prompt.token_ids) + self._sampling.max_tokens,
+            )
+            by_replica[group.replica] += members
+        await asyncio.gather(*(self._send(*item) for item in by_replica.items()))
+
+    async def _send(self, name: str, requests: Sequence[GenerationRequest]) -> None:
+        priors = {
+            request.request_id: self._partial[request.request_id]
+            for request in requests
+            if request.request_id in self._partial
+        }
+        # Whoever collects from a dead replica sends on what it had.
+        with contextlib.suppress(ReplicaDied):
+            await self._replicas[name].submit(requests, priors)
 
     def _requests(self, group: Group) -> list[GenerationRequest]:
         return [
@@ -277,15 +307,48 @@ class Controller:
     # Collect: replicas -> store
 
     async def _collect(self, replica: Replica) -> None:
-        """Consumes rollouts of one replica as they end; a long poll, answered when one has."""
+        """Consumes rollouts of one replica as they end; a long poll, answered when one has. When
+        the replica dies, what it had goes on elsewhere."""
         while True:
-            finished = await replica.collect()
-            for rollout in finished:
+            try:
+                collected = await replica.collect()
+            except ReplicaDied as death:
+                await self._replace(replica, death)
+                return
+            for generation in collected.partial:
+                if self._group_of(generation.request_id) is not None:
+                    self._partial[generation.request_id] = generation
+            for rollout in collected.finished:
                 self._router.finished(replica.name, rollout.request_id)
-            if finished:
-                self._observer.tokens_generated(sum(rollout.num_tokens for rollout in finished))
-                self._write_rollouts(finished)
+                self._partial.pop(rollout.request_id, None)
+            if collected.finished:
+                self._observer.tokens_generated(sum(r.num_tokens for r in collected.finished))
+                self._write_rollouts(collected.finished)
                 self._progress.notify()
+
+    async def _replace(self, replica: Replica, death: ReplicaDied) -> None:
+        """Send the requests of a dead replica to the others, with what had been sampled of them."""
+        request_ids = self._router.remove(replica.name)
+        if not self._router.replicas:
+            raise death
+        self._observer.replica_died(replica.name, str(death), num_requests=len(request_ids))
+        wanted = set(request_ids)
+        groups = {_parse_request_id(request_id)[0] for request_id in request_ids}
+        requests = [
+            request
+            for group_id in sorted(groups)
+            if (group := self._groups.get(group_id)) is not None
+            for request in self._requests(group)
+            if request.request_id in wanted
+        ]
+        await self._submit(requests)
+        await replica.bury(self._store.live_rows)
+
+    def _group_of(self, request_id: str) -> Group | None:
+        """The group that a request belongs to, if it is still wanted."""
+        group_id, _, attempt = _parse_request_id(request_id)
+        group = self._groups.get(group_id)
+        return group if group is not None and group.attempt == attempt else None
 
     def _write_rollouts(self, finished: Sequence[FinishedRollout]) -> None:
         by_block: defaultdict[BlockRef, list[FinishedRollout]] = defaultdict(list)
@@ -295,11 +358,11 @@ class Controller:
             live: list[FinishedRollout] = []
             rows: list[int] = []
             for rollout in rollouts:
-                group_id, index = _parse_request_id(rollout.request_id)
-                group = self._groups.get(group_id)
-                if group is None:  # dropped in the meantime
+                group = self._group_of(rollout.request_id)
+                if group is None:  # dropped, or issued again, in the meantime
                     self._store.discard(block, [rollout.cell[1]])
                     continue
+                index = _parse_request_id(rollout.request_id)[1]
                 note = group.rollouts[index]
                 note.num_prompt_tokens = rollout.num_prompt_tokens
                 note.num_tokens = rollout.num_tokens
@@ -332,15 +395,20 @@ class Controller:
                 call.add_done_callback(lambda _: slots.release())
 
     async def _score_batch(self, rows: Sequence[int], tasks: Sequence[ScoreTask]) -> None:
-        scored = await self._scorer.score(tasks)
-        for task, result in zip(tasks, scored, strict=True):
+        try:
+            scored = await self._scorer.score(tasks)
+        except RowsLost:  # shard_lost issues their groups again
+            self._store.release("score", rows)
+            return
+        for row, task, result in zip(rows, tasks, scored, strict=True):
             if isinstance(result.outcome, RewardFailure):
-                self._reward_failed(task.group_id, result.outcome)
+                self._reward_failed(row, task.group_id, result.outcome)
         live_rows: list[int] = []
         rewards: list[float] = []
         for row, task, result in zip(rows, tasks, scored, strict=True):
             group = self._groups.get(task.group_id)
-            if group is not None and isinstance(result.outcome, RewardResult):
+            # Issued again in the meantime, the group has other rows.
+            if group and row in group.rows and isinstance(result.outcome, RewardResult):
                 note = group.rollouts[task.index]
                 note.reward = result.outcome.total
                 note.components = result.outcome.components
@@ -365,10 +433,10 @@ class Controller:
             < self._config.observe.record_groups,
         )
 
-    def _reward_failed(self, group_id: int, failure: RewardFailure) -> None:
+    def _reward_failed(self, row: int, group_id: int, failure: RewardFailure) -> None:
         """One failed rollout drops its group, whose baseline would be wrong without it."""
         self._observer.reward_failed(failure)
-        if group_id not in self._groups:
+        if group_id not in self._groups or row not in self._groups[group_id].rows:
             return
         self._num_failed_in_a_row += 1
         if self._num_failed_in_a_row >= MAX_FAILED_STEPS * self._config.prompts_per_step:
@@ -506,15 +574,45 @@ class Controller:
             manifest, self._published = self._published, None
             assert manifest is not None
             start = self._clock()
-            pauses = await asyncio.gather(
-                *(replica.update_weights(manifest) for replica in self._replicas.values())
-            )
+            pauses = await self._load(manifest)
             self._gate.samplers_at(manifest.version)
             self._observer.weights_loaded(manifest, sync_s=self._clock() - start, pauses_s=pauses)
             self._gate_moved.notify()
             self._progress.notify()
 
+    async def _load(self, manifest: WeightManifest) -> list[float]:
+        """Into every replica, all at once or one after the other; the pause of each, in seconds."""
+        delayed = self._config.asynchrony.weight_update == "delayed"
+        pauses: list[float] = []
+
+        async def load(replica: Replica) -> None:
+            with contextlib.suppress(ReplicaDied):
+                pauses.append(await replica.update_weights(manifest, delayed=delayed))
+
+        alive = [self._replicas[name] for name in self._router.replicas]
+        if delayed:
+            for replica in alive:
+                await load(replica)
+        else:
+            await asyncio.gather(*(load(replica) for replica in alive))
+        return pauses
+
     # Ends and failures
+
+    def shard_lost(self, shard: str) -> None:
+        """A shard of the store died: issue the groups again whose rows it held. Raises RowsLost if
+        the step under way has taken some of them."""
+        for group_id in self._store.lost(shard):
+            if group_id in self._assembler.group_ids:
+                raise RowsLost(
+                    f"shard {shard} of the store died with rows of group {group_id}, which the "
+                    f"trainer was about to read for step {self._step + 1}; resume from the newest "
+                    "checkpoint."
+                )
+            group = self._groups.pop(group_id)
+            self._dropped.put_nowait(group)
+            self._to_reissue.append(OpenGroup(group_id=group_id, prompt_index=group.prompt.index))
+        self._gate_moved.notify()
 
     def _drop(self, group_id: int, reason: str) -> None:
         """End a group without training it; others are issued in its stead."""
@@ -545,22 +643,18 @@ class Controller:
         """Consumes dropped groups; cancels what still runs of them."""
         while True:
             group = await self._dropped.get()
-            replica = self._replicas[group.replica]
-            await replica.abort([_request_id(group, i) for i in range(len(group.rollouts))])
+            request_ids = [_request_id(group, i) for i in range(len(group.rollouts))]
+            for request_id in request_ids:
+                self._partial.pop(request_id, None)
+            with contextlib.suppress(ReplicaDied):
+                await self._replicas[group.replica].abort(request_ids)
 
 
 def _request_id(group: Group, index: int) -> str:
-    return f"{group.group_id}.{index}"
+    return f"{group.group_id}.{index}.{group.attempt}"
 
 
-def _parse_request_id(request_id: str) -> tuple[int, int]:
-    group_id, index = request_id.split(".")
-    return int(group_id), int(index)
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended the others."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def _parse_request_id(request_id: str) -> tuple[int, int, int]:
+    """Group, index within it, attempt."""
+    group_id, index, attempt = request_id.split(".")
+    return int(group_id), int(index), int(attempt)

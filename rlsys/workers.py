@@ -6,14 +6,14 @@ a `Cell` says where.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlsys.dataflow.blocks import Cell
 from rlsys.engines.training.protocol import StepResult
 from rlsys.rewards import RewardFailure, RewardResult
-from rlsys.types import FinishReason, GenerationRequest, WeightManifest
+from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,26 +67,50 @@ class TrainTask:
     group_num_tokens: int  # completion tokens of the whole group
 
 
+class ReplicaDied(RuntimeError):
+    """A replica's process is gone; the message names it and says why. Others can take over."""
+
+
+class RowsLost(RuntimeError):
+    """Rows could not be read: the shard of the store that held them is gone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collected:
+    """What a replica has to tell."""
+
+    finished: Sequence[FinishedRollout]
+    partial: Sequence[Generation] = ()  # what long running requests have so far, now and then
+
+
 class Replica(Protocol):
-    """One generation engine."""
+    """One generation engine. Every method but `bury` raises ReplicaDied if the process is gone."""
 
     @property
     def name(self) -> str: ...
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
+    async def submit(
+        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Generation]
+    ) -> None:
+        """Sample; `priors` holds, by request id, what another replica had sampled already."""
 
-    async def collect(self) -> list[FinishedRollout]:
-        """Rollouts that have ended since the last call; waits a bounded time for the first, and
-        returns an empty list if none has ended."""
+    async def collect(self) -> Collected:
+        """What has ended since the last call; waits a bounded time for the first."""
 
     async def abort(self, request_ids: Sequence[str]) -> None: ...
 
-    async def update_weights(self, manifest: WeightManifest) -> float:
-        """Load a new version in the middle of generation; returns the pause in seconds."""
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        """Load a new version: in the middle of generation, or delayed until what runs has ended.
+        Returns the pause in seconds."""
+
+    async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+        """The replica has died: take back the store's memory that it held, less the rows that are
+        still needed (StreamStore.live_rows)."""
 
 
 class Scorer(Protocol):
-    async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]: ...
+    async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
+        """Raises RowsLost."""
 
 
 class Learner(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,8 @@ from rlsys.controller import Group, TrainedStep
 from rlsys.dataflow.blocks import BlockRef, layout_of
 from rlsys.engines.training.protocol import StepResult
 from rlsys.rewards import RewardFailure, RewardResult
-from rlsys.types import FinishReason, GenerationRequest, Prompt, WeightManifest
-from rlsys.workers import FinishedRollout, Scored, ScoreTask, TrainTask
+from rlsys.types import FinishReason, Generation, GenerationRequest, Prompt, WeightManifest
+from rlsys.workers import Collected, FinishedRollout, ReplicaDied, Scored, ScoreTask, TrainTask
 
 NUM_PROMPT_TOKENS = 4
 
@@ -34,10 +34,23 @@ class FakeReplica:
     load_s: float = 0.0
     version: int = 0
     num_submitted: int = 0
+    num_collected: int = 0
+    buried: bool = False
+    dies_after: int | None = None  # rollouts
+    dead: bool = False
+    continued: list[str] = field(default_factory=list)  # requests that came with prior tokens
     _finished: asyncio.Queue[FinishedRollout] = field(default_factory=asyncio.Queue)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    def _require_alive(self) -> None:
+        if self.dead:
+            raise ReplicaDied(f"{self.name} died")
+
+    async def submit(
+        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Generation]
+    ) -> None:
+        self._require_alive()
+        self.continued += priors
         for request in requests:
             self.num_submitted += 1
             self._running[request.request_id] = asyncio.create_task(self._sample(request))
@@ -71,18 +84,39 @@ class FakeReplica:
             )
         )
 
-    async def collect(self) -> list[FinishedRollout]:
-        return [await self._finished.get()]
+    async def collect(self) -> Collected:
+        self._require_alive()
+        finished = [await self._finished.get()]
+        self.num_collected += 1
+        if self.dies_after is not None and self.num_collected > self.dies_after:
+            self.dead = True
+            self._require_alive()
+        partial = [
+            Generation(
+                request_id=request_id,
+                token_ids=np.zeros(1, np.int32),
+                sampler_logprobs=np.zeros(1, np.float32),
+                policy_versions=np.zeros(1, np.int32),
+                finish_reason=FinishReason.ABORTED,
+            )
+            for request_id in self._running
+        ]
+        return Collected(finished=finished, partial=partial)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        self._require_alive()
         for request_id in request_ids:
             if request_id in self._running:
                 self._running[request_id].cancel()
 
-    async def update_weights(self, manifest: WeightManifest) -> float:
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        self._require_alive()
         await asyncio.sleep(self.load_s)
         self.version = manifest.version
         return self.load_s
+
+    async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+        self.buried = True
 
 
 @dataclass(kw_only=True)
@@ -123,6 +157,7 @@ class FakeObserver:
     steps: list[TrainedStep] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     failures: list[RewardFailure] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
 
     def step_trained(self, trained: TrainedStep) -> None:
         self.steps.append(trained)
@@ -137,6 +172,9 @@ class FakeObserver:
 
     def reward_failed(self, failure: RewardFailure) -> None:
         self.failures.append(failure)
+
+    def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
+        self.deaths.append(name)
 
 
 def _staleness(trained: TrainedStep, group: Group) -> int:
