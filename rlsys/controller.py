@@ -355,6 +355,9 @@ class Controller:
         for rollout in finished:
             by_block[rollout.cell[0]].append(rollout)
         for block, rollouts in by_block.items():
+            if self._store.is_lost(block.shard):
+                self._lost_in_transit(rollouts)
+                continue
             live: list[FinishedRollout] = []
             rows: list[int] = []
             for rollout in rollouts:
@@ -379,6 +382,13 @@ class Controller:
                     versions=[(rollout.min_version, rollout.max_version) for rollout in live],
                     num_tokens=[r.num_prompt_tokens + r.num_tokens for r in live],
                 )
+
+    def _lost_in_transit(self, rollouts: Sequence[FinishedRollout]) -> None:
+        """Their shard died before the store knew of them."""
+        for rollout in rollouts:
+            if (group := self._group_of(rollout.request_id)) is not None:
+                self._store.drop_group(group.group_id)
+                self._issue_again(group)
 
     # Score: store -> reward workers -> store
 
@@ -609,10 +619,7 @@ class Controller:
                     f"trainer was about to read for step {self._step + 1}; resume from the newest "
                     "checkpoint."
                 )
-            group = self._groups.pop(group_id)
-            self._dropped.put_nowait(group)
-            self._to_reissue.append(OpenGroup(group_id=group_id, prompt_index=group.prompt.index))
-        self._gate_moved.notify()
+            self._issue_again(self._groups[group_id])
 
     def _drop(self, group_id: int, reason: str) -> None:
         """End a group without training it; others are issued in its stead."""
@@ -638,6 +645,13 @@ class Controller:
                     f"{ {name: self._router.load(name) for name in self._replicas} }. Raise the "
                     "limit if rollouts take longer than that."
                 ) from None
+
+    def _issue_again(self, group: Group) -> None:
+        """From the beginning, under its own id; the store has dropped its rows."""
+        del self._groups[group.group_id]
+        self._dropped.put_nowait(group)
+        self._to_reissue.append(OpenGroup(group_id=group.group_id, prompt_index=group.prompt.index))
+        self._gate_moved.notify()
 
     async def _abort(self) -> None:
         """Consumes dropped groups; cancels what still runs of them."""

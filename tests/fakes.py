@@ -37,6 +37,7 @@ class FakeReplica:
     num_collected: int = 0
     buried: bool = False
     dies_after: int | None = None  # rollouts
+    shard: str = "shard"
     dead: bool = False
     continued: list[str] = field(default_factory=list)  # requests that came with prior tokens
     _finished: asyncio.Queue[FinishedRollout] = field(default_factory=asyncio.Queue)
@@ -75,7 +76,7 @@ class FakeReplica:
         self._finished.put_nowait(
             FinishedRollout(
                 request_id=request.request_id,
-                cell=(BlockRef("shard", 0, 0, layout), 0),
+                cell=(BlockRef(self.shard, 0, 0, layout), 0),
                 num_prompt_tokens=NUM_PROMPT_TOKENS,
                 num_tokens=len(tokens),
                 min_version=first_version,

@@ -235,6 +235,7 @@ def test_groups_of_a_lost_shard_are_issued_again() -> None:
 
     async def lose_a_shard() -> None:
         await asyncio.sleep(1.5)
+        w.replicas[0].shard = "shard-2"
         w.controller.shard_lost("shard")
 
     async def run() -> None:
