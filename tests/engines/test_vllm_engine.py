@@ -77,6 +77,15 @@ def running(paths: list[Path], run: Run) -> Iterator[VLLMEngine]:
     assert gone(processes, within_s=0)
 
 
+@pytest.fixture(scope="module")
+def fresh(paths: list[Path], run: Run) -> Iterator[VLLMEngine]:
+    """Loaded with the weights of version 1. The last test kills it."""
+    engine = make_engine(paths[1], max_context=1000)
+    run(engine.start())
+    yield engine
+    run(engine.close())
+
+
 @pytest.fixture
 def engine(running: VLLMEngine, manifests: list[WeightManifest], run: Run) -> VLLMEngine:
     """The module's engine, at version 0."""
@@ -124,16 +133,13 @@ def test_requests_in_flight_continue_with_new_weights_and_every_token_knows_its_
 
 
 def test_updated_engine_equals_a_freshly_loaded_one_to_the_bit(
-    engine: VLLMEngine, paths: list[Path], manifests: list[WeightManifest], run: Run
+    engine: VLLMEngine, fresh: VLLMEngine, manifests: list[WeightManifest], run: Run
 ) -> None:
     old = run(greedy(engine, "old"))  # leaves the prompts' keys and values in the prefix cache
     run(update(engine, manifests[1]))
     updated = run(greedy(engine, "new"))
-    fresh_engine = make_engine(paths[1])
-    run(fresh_engine.start())
-    fresh = run(greedy(fresh_engine, "new"))
-    run(fresh_engine.close())
-    for a, b, c in zip(old, updated, fresh, strict=True):
+    expected = run(greedy(fresh, "new"))
+    for a, b, c in zip(old, updated, expected, strict=True):
         assert not np.array_equal(a.token_ids, b.token_ids)
         assert np.array_equal(b.token_ids, c.token_ids)
         assert np.array_equal(b.sampler_logprobs, c.sampler_logprobs)
@@ -209,8 +215,10 @@ def test_requests_that_can_never_run_are_refused_with_their_whole_batch(
 def test_an_id_in_use_is_refused(engine: VLLMEngine, run: Run) -> None:
     async def submit_twice() -> None:
         requests = make_requests([[5]], "twice", max_tokens=50)
+        with pytest.raises(ValueError, match="'twice-0' is in use"):
+            engine.submit([*requests, *requests])
         engine.submit(requests)
-        with pytest.raises(ValueError, match="'twice-0' is running already"):
+        with pytest.raises(ValueError, match="'twice-0' is in use"):
             engine.submit(requests)
         await collect_all(engine, 1)
 
@@ -243,12 +251,13 @@ def test_completions_end_for_the_reason_they_give(engine: VLLMEngine, run: Run) 
     assert len(string.sampler_logprobs) == len(string.token_ids)
 
 
-def test_the_context_bounds_a_completion(engine: VLLMEngine, run: Run) -> None:
-    (generation,) = run(
-        generate(engine, make_requests([[5] * 2040], "edge", max_tokens=50, temperature=0.0))
-    )
-    assert len(generation.token_ids) <= 8
-    assert generation.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+def test_the_context_bounds_a_completion(fresh: VLLMEngine, run: Run) -> None:
+    requests = make_requests([[5] * 990, [6] * 995], "edge", max_tokens=50, temperature=0.0)
+    first, second = run(generate(fresh, requests))
+    assert (len(first.token_ids), first.finish_reason) == (10, FinishReason.LENGTH)
+    assert (len(second.token_ids), second.finish_reason) == (5, FinishReason.LENGTH)
+    with pytest.raises(ValueError, match="the context of 1000 tokens takes 1 to 999"):
+        fresh.submit(make_requests([[5] * 1000], "over"))
 
 
 def test_aborted_requests_return_what_they_have(engine: VLLMEngine, run: Run) -> None:
@@ -285,36 +294,34 @@ def test_stats_count_requests_and_tokens(engine: VLLMEngine, run: Run) -> None:
     run(count())
 
 
-def test_a_dead_engine_core_ends_every_wait_and_close_clears_the_rest(
-    paths: list[Path], run: Run
-) -> None:
-    async def kill_while_waiting() -> None:
-        engine = make_engine(paths[0])
-        await engine.start()
-        processes = engine_processes(engine)
-        await engine.pause()
-        engine.submit(make_requests([[5]], "lost"))
-        waiting = asyncio.create_task(engine.collect())
-        await asyncio.sleep(0)
-        processes[0].send_signal(signal.SIGKILL)
-        start = time.monotonic()
-        with pytest.raises(EngineError, match="vLLM cannot go on"):
-            await waiting
-        for call in (engine.pause, engine.resume, engine.collect):
-            with pytest.raises(EngineError):
-                await call()
-        with pytest.raises(EngineError):
-            engine.submit(make_requests([[5]], "late"))
-        assert time.monotonic() - start < 5
-        await engine.close()
-        await engine.close()
-        assert gone(processes, within_s=5)
-
-    run(kill_while_waiting())
-
-
 def test_a_directory_without_a_model_is_refused_before_anything_starts(
     tmp_path: Path, run: Run
 ) -> None:
     with pytest.raises(ValueError, match="holds no causal language model"):
         run(make_engine(tmp_path).start())
+
+
+def test_a_dead_engine_core_ends_every_wait_and_close_clears_the_rest(
+    fresh: VLLMEngine, run: Run
+) -> None:
+    async def kill_while_waiting() -> None:
+        processes = engine_processes(fresh)
+        await fresh.pause()
+        fresh.submit(make_requests([[5]], "lost"))
+        waiting = asyncio.create_task(fresh.collect())
+        await asyncio.sleep(0)
+        processes[0].send_signal(signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(EngineError, match="vLLM cannot go on"):
+            await waiting
+        for call in (fresh.pause, fresh.resume, fresh.collect):
+            with pytest.raises(EngineError):
+                await call()
+        with pytest.raises(EngineError):
+            fresh.submit(make_requests([[5]], "late"))
+        assert time.monotonic() - start < 5
+        await fresh.close()
+        await fresh.close()
+        assert gone(processes, within_s=5)
+
+    run(kill_while_waiting())

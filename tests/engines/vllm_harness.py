@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import numpy as np
 import psutil
 import torch
 
-from rlsys.config import ModelConfig, RolloutConfig
+from rlsys.config import RolloutConfig
 from rlsys.engines.generation.vllm_engine import VLLMEngine
 from rlsys.layout.transport.shm import write_weights
+from rlsys.tiny_models import build_tokenizer
 from rlsys.types import (
     Float32Array,
     Generation,
@@ -27,15 +28,21 @@ TIMEOUT_S = 120.0
 
 
 def make_engine(
-    path: Path, *, max_context: int | None = None, tensor_parallel: int = 1
+    path: Path, *, max_context: int | None = None, dtype: str = "float32", **options: Any
 ) -> VLLMEngine:
-    rollout = RolloutConfig(
-        engine="vllm",
-        max_running=64,
-        kv_cache_gib=0.125,
-        tensor_parallel=tensor_parallel,
-    )
-    return VLLMEngine(ModelConfig(path=str(path)), rollout, seed=0, max_context=max_context)
+    sizes: dict[str, Any] = {"max_running": 64, "kv_cache_gib": 0.125}
+    rollout = RolloutConfig(engine="vllm", **(sizes | options))
+    return VLLMEngine(str(path), rollout, dtype=dtype, seed=0, max_context=max_context)
+
+
+@asynccontextmanager
+async def running_engine(path: Path, **options: Any) -> AsyncIterator[VLLMEngine]:
+    engine = make_engine(path, **options)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 def publish(model: Any, version: int, path: Path) -> WeightManifest:
@@ -101,7 +108,7 @@ def hf_logprobs(
         end = len(prompt) - 1 + int(np.searchsorted(versions, version, side="right"))
         out = models[version](input_ids=token_ids[:, start:end], past_key_values=cache)
         logits = out.logits[0, max(0, len(prompt) - 1 - start) :] / temperature
-        logprobs.append(logits.log_softmax(-1))
+        logprobs.append(logits.float().log_softmax(-1))
         cache, start = out.past_key_values, end
     sampled = token_ids[0, len(prompt) :, None]
     found: Float32Array = torch.cat(logprobs).gather(1, sampled)[:, 0].numpy()
@@ -117,7 +124,7 @@ def engine_processes(engine: VLLMEngine) -> list[psutil.Process]:
 
 def gone(processes: Sequence[psutil.Process], *, within_s: float) -> bool:
     """Whether all processes have ended, or do within the time."""
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with suppress(psutil.NoSuchProcess):
         _, alive = psutil.wait_procs(processes, timeout=within_s)
         return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
     return True
@@ -127,3 +134,36 @@ def load(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def build_variant(
+    directory: Path, seed: int, *, model_type: str, tied: bool, **options: Any
+) -> Path:
+    """Any architecture of transformers, tiny and randomly initialised, its biases and norms too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = build_tokenizer()
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **options,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory

@@ -27,21 +27,15 @@ import pickle
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
-from rlsys.config import ModelConfig, RolloutConfig
+from rlsys.config import RolloutConfig
 from rlsys.engines.generation.manifest_check import Shapes, check_manifest, parameter_shapes
 from rlsys.engines.generation.protocol import EngineError, EngineStats
 from rlsys.engines.generation.vllm_process import end_vllm, start_vllm
+from rlsys.engines.generation.vllm_requests import generation, vllm_params, vllm_prompt
 from rlsys.layout.transport.shm import open_weights
-from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
+from rlsys.types import Generation, GenerationRequest, SamplingParams, WeightManifest
 
-MIN_TEMPERATURE = 0.01  # asked for a lower one above 0, vLLM samples at this one
-FINISH_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORTED,
-}
+PROCESSES_ENDED = "its processes have ended; its messages above may have the cause"
 
 Result = TypeVar("Result")
 
@@ -49,21 +43,23 @@ Result = TypeVar("Result")
 class VLLMEngine:
     """A GenerationEngine; the protocol has its methods' contracts.
 
-    `max_context` limits prompt and completion together, in tokens; None: the model's own limit, or
-    what the KV cache holds if that is less. `seed` is of vLLM's random stream: give each replica
-    another one, or they draw alike.
+    `path`: Hugging Face name or directory. `max_context` limits prompt and completion together, in
+    tokens, below the model's own limit; None: that limit, or what the KV cache holds if it is less.
+    `seed` is of vLLM's random stream: give each replica another one, or they draw alike.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
+        path: str,
         rollout: RolloutConfig,
         *,
+        dtype: str,
         seed: int,
         max_context: int | None = None,
     ) -> None:
-        self._model = model
+        self._path = path
         self._rollout = rollout
+        self._dtype = dtype
         self._seed = seed
         self._max_context = max_context
         self._shapes: Shapes = {}
@@ -82,7 +78,7 @@ class VLLMEngine:
         Raises ValueError for a model that vLLM cannot serve or could not take new weights of,
         EngineError if vLLM's processes do not come up.
         """
-        self._shapes = await asyncio.to_thread(parameter_shapes, self._model.path)
+        self._shapes = await asyncio.to_thread(parameter_shapes, self._path)
         try:
             await asyncio.to_thread(self._start_vllm)
         except RuntimeError as error:
@@ -90,20 +86,21 @@ class VLLMEngine:
                 f"vLLM did not start: {error} Its messages above have the cause. If memory is "
                 "short, lower rollout.kv_cache_gib (CPU) or rollout.gpu_memory_frac (GPU)."
             ) from error
-        self._failure = None
-        self._llm._run_output_handler()  # a task that ends when vLLM's processes do
-        self._llm.output_handler.add_done_callback(lambda _: self._fail("its processes ended"))
-        await self._call(self._llm.get_supported_tasks())  # cached: no request waits for it later
-        await self._call(self._llm.update_weight_version(str(self._version)))
-        refusals = await self._call(self._llm.collective_rpc("rlsys_prepare", args=(self._shapes,)))
-        if any(refusals):
+        try:
+            await self._prepare()
+        except BaseException:
             await self.close()
-            raise ValueError(f"model.path={self._model.path!r}: {next(filter(None, refusals))}")
+            raise
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._check_alive()
-        prepared = [(request, self._sampling_params(request)) for request in requests]
-        for request, params in prepared:
+        prepared: dict[str, Any] = {}
+        for request in requests:
+            if request.request_id in self._tasks or request.request_id in prepared:
+                raise ValueError(f"request id {request.request_id!r} is in use; take another.")
+            prepared[request.request_id] = vllm_params(request, self._llm)
+        for request in requests:
+            params = prepared[request.request_id]
             task = asyncio.create_task(self._generate(request, params), name=request.request_id)
             self._tasks[request.request_id] = task
             task.add_done_callback(self._end)
@@ -164,34 +161,37 @@ class VLLMEngine:
 
     def _start_vllm(self) -> None:
         self._llm = start_vllm(
-            self._model, self._rollout, seed=self._seed, max_context=self._max_context
+            self._path,
+            self._rollout,
+            dtype=self._dtype,
+            seed=self._seed,
+            max_context=self._max_context,
         )
+
+    async def _prepare(self) -> None:
+        """What the first request needs, and one token as a trial: an architecture that vLLM loads
+        but cannot run fails here."""
+        self._failure = None
+        self._llm._run_output_handler()  # a task that ends when vLLM's processes do
+        self._llm.output_handler.add_done_callback(lambda _: self._fail(PROCESSES_ENDED))
+        await self._call(self._llm.get_supported_tasks())  # cached: no request waits for it later
+        await self._call(self._llm.update_weight_version(str(self._version)))
+        refusals = await self._call(self._llm.collective_rpc("rlsys_prepare", args=(self._shapes,)))
+        if any(refusals):
+            raise ValueError(f"model.path={self._path!r}: {next(filter(None, refusals))}")
+        trial = GenerationRequest(
+            request_id="trial", prompt_token_ids=[0], sampling=SamplingParams(max_tokens=1), seed=0
+        )
+        await self._call(self._generate(trial, vllm_params(trial, self._llm)))
 
     async def _generate(self, request: GenerationRequest, params: Any) -> Generation:
         """Runs without a pause until vLLM has the request: submission order is vLLM's order."""
-        from vllm.inputs.engine import tokens_input
-
-        token_ids, logprobs, versions, reason = [], [], [], "abort"
-        if request.request_id not in self._aborted:
-            prompt = tokens_input(list(request.prompt_token_ids), cache_salt=str(self._version))
-            async for output in self._llm.generate(prompt, params, request.request_id):
-                (completion,) = output.outputs  # one only, the final one
-                reason = completion.finish_reason
-                token_ids = completion.token_ids
-                logprobs = completion.logprobs.logprobs
-                versions = [
-                    int(span.version)
-                    for span in completion.weight_versions
-                    for _ in range(span.start, span.end)
-                ]
-        assert len(token_ids) == len(logprobs) == len(versions)
-        return Generation(
-            request_id=request.request_id,
-            token_ids=np.asarray(token_ids, np.int32),
-            sampler_logprobs=np.asarray(logprobs, np.float32),
-            policy_versions=np.asarray(versions, np.int32),
-            finish_reason=FINISH_REASONS[reason],
-        )
+        request_id, completion = request.request_id, None
+        if request_id not in self._aborted:
+            prompt = vllm_prompt(request, self._version)
+            async for output in self._llm.generate(prompt, params, request_id):
+                (completion,) = output.outputs  # comes once, at the end
+        return generation(request_id, completion)
 
     def _end(self, task: asyncio.Task[Generation]) -> None:
         """A request's task has ended: its generation is there, or the engine has failed."""
@@ -216,8 +216,8 @@ class VLLMEngine:
                 return task.result()
         finally:
             task.cancel()
-        self._fail(repr(task.exception()) if task.done() else "its processes ended")
-        raise EngineError(self._failure)
+        self._fail(repr(task.exception()) if task.done() else PROCESSES_ENDED)
+        raise self._error()
 
     def _fail(self, reason: str) -> None:
         """The engine cannot go on; whoever waits is told the first reason."""
@@ -226,42 +226,7 @@ class VLLMEngine:
 
     def _check_alive(self) -> None:
         if self._failure:
-            raise EngineError(f"vLLM cannot go on: {self._failure}.")
+            raise self._error()
 
-    def _sampling_params(self, request: GenerationRequest) -> Any:
-        """vLLM's parameters of a request; ValueError for one that can never run."""
-        from vllm.exceptions import VLLMClientError
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        request_id, sampling = request.request_id, request.sampling
-        limit: int = self._llm.model_config.max_model_len
-        num_tokens = len(request.prompt_token_ids)
-        if request_id in self._tasks:
-            raise ValueError(f"request {request_id!r} is running already; use an id of its own.")
-        if not 1 <= num_tokens < limit:
-            raise ValueError(
-                f"request {request_id!r} has a prompt of {num_tokens} tokens; the context of "
-                f"{limit} tokens takes 1 to {limit - 1} and a completion."
-            )
-        if 0 < sampling.temperature < MIN_TEMPERATURE:
-            raise ValueError(
-                f"request {request_id!r} has temperature={sampling.temperature}; vLLM's lowest is "
-                f"{MIN_TEMPERATURE}, or 0 for the most likely token."
-            )
-        try:
-            self._llm.renderer.validate_token_ids(request.prompt_token_ids)
-            return SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_tokens,
-                stop=list(sampling.stop),
-                stop_token_ids=list(sampling.stop_token_ids),
-                include_stop_str_in_output=True,
-                detokenize=bool(sampling.stop),
-                logprobs=0,  # of the sampled token alone
-                flat_logprobs=True,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-        except VLLMClientError as error:
-            raise ValueError(f"request {request_id!r}: {error}") from error
+    def _error(self) -> EngineError:
+        return EngineError(f"vLLM cannot go on: {self._failure}.")

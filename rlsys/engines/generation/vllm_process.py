@@ -1,6 +1,6 @@
 """vLLM's processes: started with an environment of their own, ended to the last one.
 
-    start_vllm(model, rollout, ...) ──► AsyncLLM, with an engine core and its workers behind it
+    start_vllm(path, rollout, ...) ──► AsyncLLM, with an engine core and its workers behind it
     end_vllm(AsyncLLM)              ──► none of them left
 
 Both block; they belong in a thread. vllm is imported inside functions: importing this module costs
@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rlsys.config import ModelConfig, RolloutConfig
+from rlsys.config import RolloutConfig
 
 WORKER = "rlsys.engines.generation.vllm_worker.Worker"
 CLOSE_TIMEOUT_S = 10.0  # for vLLM's processes to end in order; then they are killed
 
 
 def start_vllm(
-    model: ModelConfig, rollout: RolloutConfig, *, seed: int, max_context: int | None
+    path: str, rollout: RolloutConfig, *, dtype: str, seed: int, max_context: int | None
 ) -> Any:
-    """An AsyncLLM whose model is loaded. `max_context` None: as much as model and cache allow.
+    """An AsyncLLM whose model is loaded; `max_context` as VLLMEngine has it.
 
     Raises ValueError for a model that vLLM does not serve, RuntimeError if a process of vLLM's
     fails; none is left then.
@@ -34,33 +34,38 @@ def start_vllm(
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         OMP_NUM_THREADS=str(num_threads),
         VLLM_NO_USAGE_STATS="1",
-        TORCHDYNAMO_DISABLE="1",
         VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        PYTHONWARNINGS="ignore",
+        TORCH_CPP_LOG_LEVEL="ERROR",
         RLSYS_ENGINE_OWNER=str(os.getpid()),
     ):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        on_cpu = current_platform.is_cpu()
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=model.path,
-                dtype=model.dtype,
-                seed=seed,
-                max_model_len=-1 if max_context is None else max_context,
-                max_num_seqs=rollout.max_running,
-                tensor_parallel_size=rollout.tensor_parallel,
-                distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else "mp",
-                kv_cache_memory_bytes=int(rollout.kv_cache_gib * 2**30) if on_cpu else None,
-                gpu_memory_utilization=rollout.gpu_memory_frac,
-                enforce_eager=on_cpu,  # nothing to compile there; on GPUs graphs pay
-                logprobs_mode="processed_logprobs",  # at the temperature; the worker sees to the cut
-                worker_cls=WORKER,
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-            )
+        args = AsyncEngineArgs(
+            model=path,
+            dtype=dtype,
+            seed=seed,
+            max_model_len=-1,  # the longest that model and KV cache allow
+            max_num_seqs=rollout.max_running,
+            tensor_parallel_size=rollout.tensor_parallel,
+            distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else "mp",
+            gpu_memory_utilization=rollout.gpu_memory_frac,
+            logprobs_mode="processed_logprobs",  # at the temperature; the worker sees to the rest
+            worker_cls=WORKER,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
         )
+        if max_context is not None:
+            args.max_model_len = min(max_context, args.create_model_config().max_model_len)
+        if current_platform.is_cpu():
+            args.kv_cache_memory_bytes = int(rollout.kv_cache_gib * 2**30)
+            args.enforce_eager = True
+            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # vLLM would prefer it to the above
+            # vLLM compiles two small functions all the same, for 20 s within the first request.
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        return AsyncLLM.from_engine_args(args)
 
 
 def end_vllm(llm: Any) -> None:

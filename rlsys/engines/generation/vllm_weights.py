@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +36,11 @@ class WeightUpdater:
     and if any element of a vLLM parameter gets no value from `shapes`.
     """
 
-    def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._model = model
-        self._layers = [layer for name, layer in model.named_modules() if _is_plain(name, layer)]
+        self._layers: list[Any] = [
+            layer for name, layer in model.named_modules() if _is_plain(name, layer)
+        ]
         self._on_cpu = next(model.parameters()).device.type == "cpu"
         self._check_coverage(shapes)
 

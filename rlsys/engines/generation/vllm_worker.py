@@ -30,7 +30,6 @@ from rlsys.types import WeightManifest
 
 OWNER_VARIABLE = "RLSYS_ENGINE_OWNER"  # process id of the engine's owner, for the workers
 
-PlatformWorker: Any
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
@@ -90,7 +89,7 @@ def _report_full_distribution(sampler: Any) -> None:
 class _FullDistribution(nn.Module):
     """Samples with `inner`; returns the log-probabilities [N, V] from before its cut."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
         self.inner.logprobs_mode = "raw_logprobs"  # it need not compute them from what is left

@@ -1,0 +1,204 @@
+"""The vLLM engine where each case needs engines of its own: architectures, ranks, deaths, Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rlsys.engines.generation.protocol import EngineError
+from rlsys.tiny_models import build_tiny_model
+from rlsys.types import Generation, GenerationRequest
+from tests.engines.vllm_harness import (
+    build_variant,
+    collect_all,
+    engine_processes,
+    generate,
+    gone,
+    hf_logprobs,
+    load,
+    make_engine,
+    make_requests,
+    publish,
+    running_engine,
+    update,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+
+PROMPTS = [[5, 9, 200], list(range(3, 70)), [17]]
+REPOSITORY = Path(__file__).parents[2]
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama, untied": {"model_type": "llama", "tied": False},
+    "qwen2, with biases": {"model_type": "qwen2", "tied": True},
+    "qwen3": {"model_type": "qwen3", "tied": True, "head_dim": 32},
+    "gemma2": {"model_type": "gemma2", "tied": True, "head_dim": 32},
+    "gemma3": {"model_type": "gemma3_text", "tied": True, "head_dim": 32, "sliding_window": 32},
+    "phi3, fused on the hub": {"model_type": "phi3", "tied": False},
+}
+
+
+def greedy(name: str) -> list[GenerationRequest]:
+    return make_requests(PROMPTS, name, temperature=0.0, max_tokens=24)
+
+
+async def updated_and_fresh(
+    paths: list[Path], file: Path, **options: Any
+) -> tuple[list[Generation], list[Generation]]:
+    """Greedy completions after an update from one model to the other, and after a fresh start."""
+    async with running_engine(paths[0], **options) as engine:
+        await generate(engine, greedy("old"))
+        await update(engine, publish(load(paths[1]), 1, file))
+        updated = await generate(engine, greedy("new"))
+    async with running_engine(paths[1], **options) as engine:
+        fresh = await generate(engine, greedy("new"))
+    return updated, fresh
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_update_equals_a_fresh_start_for(variant: str, tmp_path: Path) -> None:
+    paths = [build_variant(tmp_path / str(seed), seed, **VARIANTS[variant]) for seed in (0, 1)]
+    models = [load(path) for path in paths]
+    updated, fresh = asyncio.run(updated_and_fresh(paths, tmp_path / "weights"))
+    for prompt, a, b in zip(PROMPTS, updated, fresh, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids)
+        assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
+        expected = hf_logprobs(models, prompt, a)
+        np.testing.assert_allclose(a.sampler_logprobs, expected, atol=1e-3)
+
+
+def test_an_update_equals_a_fresh_start_for_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+    paths = [build_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    updated, fresh = asyncio.run(
+        updated_and_fresh(paths, tmp_path / "weights", tensor_parallel=2, num_cpus=2)
+    )
+    for a, b in zip(updated, fresh, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids)
+        assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
+
+
+def test_an_architecture_that_vllm_loads_but_cannot_run_fails_at_the_start(tmp_path: Path) -> None:
+    path = build_variant(tmp_path, 0, model_type="qwen3", tied=True, head_dim=16)
+    with pytest.raises(EngineError, match="vLLM cannot go on"):
+        asyncio.run(make_engine(path).start())
+
+
+def test_a_start_that_fails_midway_leaves_no_process(tmp_path: Path) -> None:
+    path = build_tiny_model(tmp_path)
+    before = set(psutil.Process().children(recursive=True))
+    engine = make_engine(path, max_context=2048, kv_cache_gib=0.0005)  # far below one sequence
+    with pytest.raises(EngineError, match=r"lower rollout\.kv_cache_gib"):
+        asyncio.run(engine.start())
+    started = [
+        process
+        for process in set(psutil.Process().children(recursive=True)) - before
+        if "resource_tracker" not in " ".join(process.cmdline())
+    ]
+    assert gone(started, within_s=5)
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from tests.engines.vllm_harness import engine_processes, make_engine
+
+async def main():
+    engine = make_engine(Path(sys.argv[1]))
+    await engine.start()
+    print(*(process.pid for process in engine_processes(engine)), flush=True)
+    await engine.collect()  # for ever
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_killed_owner_takes_the_engine_along(tmp_path: Path) -> None:
+    path = build_tiny_model(tmp_path / "model")
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    owner = subprocess.Popen(
+        [sys.executable, str(script), str(path)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+    assert len(processes) >= 2
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait(timeout=10)
+    assert gone(processes, within_s=10)
+
+
+def test_it_lives_in_an_asynchronous_ray_actor(tmp_path: Path) -> None:
+    import ray
+
+    paths = [build_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    models = [load(path) for path in paths]
+    manifest = publish(models[1], 1, tmp_path / "weights")
+
+    class Engine:
+        async def start(self, path: Path) -> list[int]:
+            self.engine = make_engine(path)
+            await self.engine.start()
+            return [process.pid for process in engine_processes(self.engine)]
+
+        async def sample(self, name: str) -> list[Generation]:
+            return await generate(self.engine, greedy(name))
+
+        async def update(self) -> None:
+            self.engine.submit(make_requests([[5]], "running", max_tokens=100, temperature=0.0))
+            await update(self.engine, manifest)
+            await collect_all(self.engine, 1)
+
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100_000_000,
+        runtime_env={"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}"}},
+    )
+    try:
+        actor = ray.remote(num_cpus=1)(Engine).remote()
+        pids = ray.get(actor.start.remote(paths[0]), timeout=120)
+        processes = [psutil.Process(pid) for pid in pids]
+        ray.get(actor.update.remote(), timeout=60)
+        for prompt, generation in zip(
+            PROMPTS, ray.get(actor.sample.remote("new"), timeout=60), strict=True
+        ):
+            assert (generation.policy_versions == 1).all()
+            expected = hf_logprobs(models, prompt, generation)
+            np.testing.assert_allclose(generation.sampler_logprobs, expected, atol=1e-3)
+        ray.kill(actor)
+        assert gone(processes, within_s=10)
+    finally:
+        ray.shutdown()
+
+
+def test_bfloat16_serves_float32_weights_rounded(tmp_path: Path) -> None:
+    async def sample() -> list[Generation]:
+        path = build_tiny_model(tmp_path / "0", seed=0)
+        async with running_engine(path, dtype="bfloat16") as engine:
+            model = load(build_tiny_model(tmp_path / "1", seed=1))
+            await update(engine, publish(model, 1, tmp_path / "weights"))
+            return await generate(engine, greedy("rounded"))
+
+    generations = asyncio.run(sample())
+    models = [None, load(tmp_path / "1").to(torch.bfloat16)]
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        expected = hf_logprobs(models, prompt, generation)
+        np.testing.assert_allclose(generation.sampler_logprobs, expected, atol=0.1)
