@@ -7,11 +7,16 @@ reply = await worker.call("submit", requests)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+
+from rlsys.engines.generation.protocol import EngineError
+from rlsys.workers import RowsLost
+
+# Exceptions whose message says it all; others keep the actor's trace.
+SELF_EXPLAINING = (ValueError, OSError, FloatingPointError, EngineError, RowsLost)
 
 
 class WorkerError(RuntimeError):
@@ -55,7 +60,7 @@ class Worker:
 
 def _unwrapped(name: str, method: str, error: RayTaskError) -> Exception:
     cause = error.cause
-    if isinstance(cause, ValueError | OSError):  # a user's mistake: the message says it all
+    if isinstance(cause, SELF_EXPLAINING):
         return cause
     return WorkerError(f"{name}.{method} failed: {type(cause).__name__}: {cause}\n{error}")
 
@@ -63,8 +68,3 @@ def _unwrapped(name: str, method: str, error: RayTaskError) -> Exception:
 def _reason(error: RayActorError) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[-3:]) if lines else "no reason given"
-
-
-def kill_all(workers: Iterable[Worker]) -> None:
-    for worker in workers:
-        worker.kill()

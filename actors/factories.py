@@ -90,8 +90,9 @@ class RolloutFactory:
             from rlsys.engines.generation.vllm_engine import VLLMEngine
 
             return VLLMEngine(
-                config.model,
+                config.model.path,
                 config.rollout,
+                dtype=config.model.dtype,
                 seed=config.seed + self.replica,
                 max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
             )

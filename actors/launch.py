@@ -21,7 +21,6 @@ from actors.calls import WorkerError
 from actors.cluster import check_runs_dir, connected, reserved
 from actors.dry_run import describe
 from actors.factories import needs
-from actors.store import ShardLost
 from actors.team import Team
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig
@@ -41,13 +40,15 @@ from rlsys.observe.records import RolloutWriter
 from rlsys.observe.wandb_sink import WandbSink
 from rlsys.rewards import check_columns
 from rlsys.run_directory import RunDirectory
+from rlsys.workers import ReplicaDied, RowsLost
 
 # A user's mistake or the world's: told in one message. Anything else is a bug and keeps its trace.
 EXPECTED_ERRORS = (
     ValueError,
     OSError,
     WorkerError,
-    ShardLost,
+    RowsLost,
+    ReplicaDied,
     EngineError,
     StallError,
     RewardsFailed,
@@ -218,7 +219,9 @@ class _Job:
             raise first_error(group) from None
         if self._resume_from or warm_start:
             manifest = await team.learner.publish()
-            await asyncio.gather(*(replica.update_weights(manifest) for replica in team.replicas))
+            await asyncio.gather(
+                *(replica.update_weights(manifest, delayed=False) for replica in team.replicas)
+            )
 
     async def _start_replica(self, replica: Any) -> None:
         with self._console.phase(f"Starting {replica.name} ({self._config.rollout.engine})"):
@@ -300,6 +303,7 @@ class _Job:
             checkpoint=checkpoint,
             first_step=self._first_step,
         )
+        team.on_shard_lost = controller.shard_lost
         failed = True
         try:
             await team.serve_while(controller.run(), stepped)

@@ -105,8 +105,10 @@ class RayScorer:
         worker = min(self._active, key=self._load.__getitem__)
         self._load[worker] += len(tasks)
         scored: list[Scored]
-        scored, num_stuck = await worker.call("score", list(tasks))
-        self._load[worker] -= len(tasks)
+        try:
+            scored, num_stuck = await worker.call("score", list(tasks))
+        finally:
+            self._load[worker] -= len(tasks)
         if num_stuck and worker in self._active:
             self._replace(worker)
         if worker not in self._active and self._load[worker] == 0:

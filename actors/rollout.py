@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.calls import Worker
+from actors.calls import Worker, WorkerDied
 from actors.store import StoreAddress, StoreClient
+from actors.store_shards import StoreShards
 from actors.trainer import RayLearner
+from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.layout.transport.shm import local_copy
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import Generation, GenerationRequest, WeightManifest
-from rlsys.workers import FinishedRollout
+from rlsys.workers import Collected, FinishedRollout, ReplicaDied
 
 # How long one `collect` waits for a rollout to end. Not a limit on rollouts: the next call goes on
 # waiting. It bounds how late the death of an actor is noticed.
-COLLECT_WAIT_S = 10.0
+COLLECT_WAIT_S = 5.0
+
+# How often the tokens of long requests travel to the controller, and how many make a request long:
+# what is lost when the process dies, against what telling costs.
+PROGRESS_EVERY_S = 2.0
+MIN_PROGRESS_TOKENS = 64
 
 
 @ray.remote
@@ -33,8 +42,11 @@ class RolloutActor:
     ) -> None:
         self._tracer = tracer
         self._engine = make_engine()
+        self._switch = WeightSwitch(self._engine)
         self._store = StoreClient(store)
         self._prompts: dict[str, Sequence[int]] = {}
+        self._priors: dict[str, Generation] = {}
+        self._told_progress_at = time.monotonic()
         self._collecting: asyncio.Task[list[Generation]] | None = None
 
     async def start(self) -> None:
@@ -43,19 +55,33 @@ class RolloutActor:
     async def drain_trace(self) -> TraceBatch:
         return self._tracer.drain()
 
-    async def submit(self, requests: list[GenerationRequest]) -> None:
+    async def submit(
+        self, requests: list[GenerationRequest], priors: dict[str, Generation]
+    ) -> None:
         self._tracer.instant("engine", "submit", rollouts=len(requests))
-        self._engine.submit(requests)
+        self._switch.submit(
+            [
+                continued(request, priors[request.request_id])
+                if request.request_id in priors
+                else request
+                for request in requests
+            ]
+        )
         self._prompts.update((r.request_id, r.prompt_token_ids) for r in requests)
+        self._priors.update(priors)
 
-    async def collect(self) -> list[FinishedRollout]:
+    async def collect(self) -> Collected:
         generations = await self._next_generations()
         stats = self._engine.stats()
         self._tracer.counter("running", stats.num_running)
         self._tracer.counter("waiting", stats.num_waiting)
+        partial = await self._progress()
         if not generations:
-            return []
+            return Collected(finished=[], partial=partial)
+        generations = [self._whole(generation) for generation in generations]
         prompts = [self._prompts.pop(g.request_id) for g in generations]
+        for generation in generations:
+            self._priors.pop(generation.request_id, None)
         block = await self._store.put_async(
             {
                 "prompt_token_ids": [np.asarray(prompt, np.int32) for prompt in prompts],
@@ -64,7 +90,7 @@ class RolloutActor:
                 "policy_versions": [g.policy_versions for g in generations],
             }
         )
-        return [
+        finished = [
             FinishedRollout(
                 request_id=g.request_id,
                 cell=(block, place),
@@ -76,32 +102,40 @@ class RolloutActor:
             )
             for place, (g, prompt) in enumerate(zip(generations, prompts, strict=True))
         ]
+        return Collected(finished=finished, partial=partial)
+
+    async def _progress(self) -> list[Generation]:
+        """What long requests have so far, at most every PROGRESS_EVERY_S."""
+        now = time.monotonic()
+        if now - self._told_progress_at < PROGRESS_EVERY_S:
+            return []
+        self._told_progress_at = now
+        running = await self._engine.progress()
+        return [self._whole(g) for g in running if len(g.token_ids) >= MIN_PROGRESS_TOKENS]
+
+    def _whole(self, generation: Generation) -> Generation:
+        """With what another replica had sampled of it."""
+        prior = self._priors.get(generation.request_id)
+        return generation if prior is None else merged(prior, generation)
 
     async def abort(self, request_ids: list[str]) -> None:
         await self._engine.abort(request_ids)
 
-    async def node_id(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
+    async def place(self) -> tuple[str, str]:
+        """Ids of the node and of the actor."""
+        context = ray.get_runtime_context()
+        return str(context.get_node_id()), str(context.get_actor_id())
 
     async def update_weights(
-        self, manifest: WeightManifest, content: npt.NDArray[np.uint8] | None
+        self, manifest: WeightManifest, content: npt.NDArray[np.uint8] | None, delayed: bool
     ) -> float:
         """Seconds during which nothing was sampled. `content` holds the version's bytes where its
         file lies on another node."""
-        if content is None:
-            return await self._load(manifest)
-        with local_copy(manifest, content) as local:
-            return await self._load(local)
-
-    async def _load(self, manifest: WeightManifest) -> float:
         with self._tracer.span("engine", "update_weights", version=manifest.version):
-            start = time.perf_counter()
-            await self._engine.pause()
-            try:
-                await self._engine.load(manifest)
-            finally:
-                await self._engine.resume()
-            return time.perf_counter() - start
+            if content is None:
+                return await self._switch.switch(manifest, delayed=delayed)
+            with local_copy(manifest, content) as local:
+                return await self._switch.switch(local, delayed=delayed)
 
     async def close(self) -> None:
         await self._engine.close()
@@ -110,7 +144,7 @@ class RolloutActor:
         # The engine's own collect is left waiting over several calls: cancelling it could lose what
         # it is about to return.
         if self._collecting is None:
-            self._collecting = asyncio.create_task(self._engine.collect())
+            self._collecting = asyncio.create_task(self._switch.collect())
         done, _ = await asyncio.wait([self._collecting], timeout=COLLECT_WAIT_S)
         if not done:
             return []
@@ -119,31 +153,43 @@ class RolloutActor:
 
 
 class RayReplica:
-    def __init__(self, worker: Worker, learner: RayLearner) -> None:
+    def __init__(self, worker: Worker, learner: RayLearner, shards: StoreShards) -> None:
         self.worker = worker
         self._learner = learner
-        self._node_id = ""
+        self._shards = shards
+        self._node_id = self._actor_id = ""
 
     @property
     def name(self) -> str:
         return self.worker.name
 
     async def start(self) -> None:
-        self._node_id = await self.worker.call("node_id")
+        self._node_id, self._actor_id = await self.worker.call("place")
         await self.worker.call("start")
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        await self.worker.call("submit", list(requests))
+    async def submit(
+        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Generation]
+    ) -> None:
+        await self._call("submit", list(requests), dict(priors))
 
-    async def collect(self) -> list[FinishedRollout]:
-        finished: list[FinishedRollout] = await self.worker.call("collect")
-        return finished
+    async def collect(self) -> Collected:
+        collected: Collected = await self._call("collect")
+        return collected
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        await self.worker.call("abort", list(request_ids))
+        await self._call("abort", list(request_ids))
 
-    async def update_weights(self, manifest: WeightManifest) -> float:
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         is_local = self._node_id == self._learner.node_id
         content = None if is_local else self._learner.weights_content(manifest)
-        pause_s: float = await self.worker.call("update_weights", manifest, content)
+        pause_s: float = await self._call("update_weights", manifest, content, delayed)
         return pause_s
+
+    async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+        await self._shards.reclaim(self._actor_id, live_rows)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return await self.worker.call(method, *args)
+        except WorkerDied as death:
+            raise ReplicaDied(str(death)) from None

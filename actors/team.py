@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,9 @@ class Team:
         self.shards = StoreShards(
             capacity_bytes=int(config.cluster.store_gib * 2**30),
             timeout_s=config.cluster.call_timeout_s,
-            on_lost=self._shard_lost,
+            on_lost=lambda shard: self.on_shard_lost(shard),
         )
+        self.on_shard_lost: Callable[[str], None] = _raise_shard_lost
 
     async def hire(self, places: list[dict[str, Any]]) -> None:
         """Create every actor; they build their engines when they are started. `places` holds the
@@ -77,6 +78,7 @@ class Team:
                     RolloutFactory(config=config, replica=number),
                 ),
                 self.learner,
+                self.shards,
             )
             for number, options in enumerate(places[num_ranks:])
         ]
@@ -133,8 +135,9 @@ class Team:
             *self.scorer.workers,
         ]
 
-    def _shard_lost(self, shard: str) -> None:
-        raise ShardLost(f"shard {shard} of the store died, and with it the rollouts that it held.")
+
+def _raise_shard_lost(shard: str) -> None:
+    raise ShardLost(f"shard {shard} of the store died before the run began.")
 
 
 def _for_other_directories(config: RunConfig) -> RunConfig:

@@ -33,6 +33,7 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
     from transformers import AutoModelForCausalLM
 
     register_attention()
+    hide_progress_bars()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION

@@ -70,6 +70,9 @@ class Recorder:
             self._console.warn(f"reward {failure.reward!r} failed: {failure.message}")
         self._num_failed[failure.kind] += 1
 
+    def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
+        self._console.warn(f"{reason}; {num_requests} rollouts go on elsewhere")
+
     def step_trained(self, trained: TrainedStep) -> None:
         now = self._clock()
         step_s = now - self._step_started

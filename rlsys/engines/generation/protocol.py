@@ -46,6 +46,9 @@ class GenerationEngine(Protocol):
         Raises EngineError as soon as the engine has died, also while waiting.
         """
 
+    async def progress(self) -> list[Generation]:
+        """What the running requests have sampled so far, as ABORTED generations; they run on."""
+
     async def abort(self, request_ids: Collection[str]) -> None:
         """Cancel; each comes out of `collect` as ABORTED with what it had. Unknown ids are ignored
         (they may just have ended)."""

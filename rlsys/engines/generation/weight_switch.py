@@ -1,8 +1,8 @@
 """When an engine takes new weights: in the middle of generation, or when what it runs has ended.
 
-    submit ─► [held while it waits for the end of what runs] ─► engine ─► collect
-    switch(in_flight):  pause, load, resume             running requests go on under new weights
-    switch(delayed):    hold, wait, load, let go        every completion has one version
+submit ─► [held while it waits for the end of what runs] ─► engine ─► collect
+switch(in_flight):  pause, load, resume             running requests go on under new weights
+switch(delayed):    hold, wait, load, let go        every completion has one version
 """
 
 from __future__ import annotations
