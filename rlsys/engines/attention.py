@@ -7,19 +7,29 @@ no mask, because no real token looks at what stands behind it. With a cache (the
 and values go there, and the cache answers.
 
 transformers hands a model's keyword arguments through to its attention function; that is how the
-cache gets here. Sliding windows and soft caps arrive as arguments of each layer.
+cache gets here.
 
 Shape legend: B rows, T tokens, H key/value heads, G query heads per key/value head, D head width.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
 
 ATTENTION = "rlsys"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRule:
+    """How one layer attends."""
+
+    scaling: float  # of query · key
+    sliding_window: int | None = None  # a token sees itself and the window − 1 tokens before it
+    softcap: float | None = None  # scores are squashed into (−softcap, softcap)
 
 
 class KeyValueCache(Protocol):
@@ -29,12 +39,9 @@ class KeyValueCache(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        rule: AttentionRule,
     ) -> torch.Tensor:
-        """Keep key and value [B, H, T, D] of `layer`; returns attended values [B, T, H·G, D]."""
+        """Keep key and value [B, H, T, D] of a layer; returns attended values [B, T, H·G, D]."""
 
 
 def register_attention() -> None:
@@ -48,21 +55,19 @@ def causal_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    rule: AttentionRule,
     *,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Attention within whole sequences that begin at position 0; differentiable.
 
-    query [B, H·G, T, D], key and value [B, H, T, D]; returns [B, T, H·G, D]. With a window a token
-    sees itself and the sliding_window − 1 tokens before it.
+    query [B, H·G, T, D], key and value [B, H, T, D]; returns [B, T, H·G, D].
     """
-    num_tokens = query.shape[2]
-    windowed = sliding_window is not None and num_tokens > sliding_window
-    if softcap is None:
-        visible = causal_mask(num_tokens, sliding_window, query.device) if windowed else None
+    num_tokens, window = query.shape[2], rule.sliding_window
+    if window is not None and window >= num_tokens:
+        window = None
+    if rule.softcap is None:
+        visible = None if window is None else causal_mask(num_tokens, window, query.device)
         attended = F.scaled_dot_product_attention(
             query,
             key,
@@ -70,16 +75,16 @@ def causal_attention(
             attn_mask=visible,
             is_causal=visible is None,
             dropout_p=dropout,
-            scale=scaling,
+            scale=rule.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return attended.transpose(1, 2)
-    # torch's kernels know no soft cap, so the scores are computed in the open.
+    # torch's fused attention knows no soft cap.
     grouped = query.unflatten(1, (key.shape[1], -1))  # [B, H, G, T, D]
-    scores = soft_cap(grouped @ key.unsqueeze(2).mT * scaling, softcap)  # [B, H, G, T, T]
-    visible = causal_mask(num_tokens, sliding_window, query.device)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout)
+    scores = soft_cap(grouped @ key.unsqueeze(2).mT * rule.scaling, rule.softcap)
+    hidden = ~causal_mask(num_tokens, window, query.device)  # [T, T]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32)
+    weights = F.dropout(weights.to(query.dtype), dropout)  # [B, H, G, T, T]
     return (weights @ value.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
 
 
@@ -112,26 +117,14 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature."""
     assert attention_mask is None, "rlsys attention is causal over right-padded rows; pass no mask"
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if kv_cache is not None:
-        layer: Any = module.layer_idx
-        attended = kv_cache.attend(
-            layer,
-            query,
-            key,
-            value,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-        )
+    rule = AttentionRule(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    if kv_cache is None:
+        attended = causal_attention(query, key, value, rule, dropout=dropout)
     else:
-        attended = causal_attention(
-            query,
-            key,
-            value,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            dropout=dropout,
-        )
+        layer: Any = module.layer_idx
+        attended = kv_cache.attend(layer, query, key, value, rule)
     return attended.contiguous(), None

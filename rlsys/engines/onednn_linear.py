@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 
 def use_onednn(model: nn.Module) -> None:
@@ -32,12 +33,17 @@ def use_onednn(model: nn.Module) -> None:
 
 class OneDNNLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not (_is_plain_float32(input) and _is_plain_float32(self.weight) and input.numel()):
-            return super().forward(input)
-        if not torch.is_grad_enabled():
-            return _linear(input, self.weight, self.bias)
-        output: torch.Tensor = _Linear.apply(input, self.weight, self.bias)
-        return output
+        return linear(input, self.weight, self.bias)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x · weightᵀ + bias, [..., O], by oneDNN where it can; differentiable."""
+    if not (_is_plain_float32(x) and _is_plain_float32(weight) and x.numel()):
+        return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return _linear(x, weight, bias)
+    output: torch.Tensor = _Linear.apply(x, weight, bias)
+    return output
 
 
 def _is_plain_float32(tensor: torch.Tensor) -> bool:

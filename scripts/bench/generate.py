@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlsys.config import ModelConfig, RolloutConfig
+from rlsys.config import RolloutConfig
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.torch_engine import TorchEngine
@@ -72,7 +72,7 @@ async def measure(model_dir: str, engine_name: str, num_threads: int) -> dict[st
 def build_engine(model_dir: str, name: str, num_threads: int) -> GenerationEngine:
     rollout = RolloutConfig(max_running=NUM_SEQUENCES, num_cpus=num_threads)
     if name == "vllm":
-        return VLLMEngine(ModelConfig(path=model_dir), rollout, seed=0)
+        return VLLMEngine(model_dir, rollout, dtype="float32", seed=0)
     return TorchEngine(model_dir, rollout, dtype="float32", stop_token_ids=())
 
 
@@ -97,7 +97,7 @@ async def update_pause_ms(engine: GenerationEngine, model_dir: str) -> float:
             path = Path(directory) / str(version)
             manifest = write_weights(version, model.named_parameters(), path)
             generated = engine.stats().num_generated_tokens
-            while engine.stats().num_generated_tokens == generated:
+            while engine.stats().num_generated_tokens == generated:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             start = time.perf_counter()
             await engine.pause()

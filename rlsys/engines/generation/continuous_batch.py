@@ -13,6 +13,7 @@ D hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -21,15 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlsys.engines.causal_lm import check_head, head_logits
+from rlsys.engines.generation.backbone import Backbone
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, round_up
-from rlsys.engines.generation.manifest_check import check_manifest
 from rlsys.engines.generation.sampling import sample
 from rlsys.engines.generation.slots import Slots
-from rlsys.layout.transport.shm import open_weights
 from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
 
-# Bounds the memory and the time of one pass; a longer prompt gets a pass of its own.
+# Bounds the memory of a pass and the time until the next decode step; a longer prompt runs alone.
 PREFILL_TOKENS = 8192
 
 
@@ -48,7 +47,6 @@ class ContinuousBatch:
     ) -> None:
         self.policy_version = 0
         self.num_generated_tokens = 0
-        self._model = model
         self._device = str(next(model.parameters()).device)
         self._max_running = max_running
         self._kv_cache_gib = kv_cache_gib
@@ -59,10 +57,8 @@ class ContinuousBatch:
         self._slots = Slots(
             context=self._context, stop_token_ids=stop_token_ids, decode_text=decode_text
         )
-        with torch.inference_mode():
-            check_head(model)
-            bytes_per_token = check_decode(model)
-        self._max_cached_tokens = int(kv_cache_gib * 2**30) // bytes_per_token
+        self._backbone = Backbone(model)
+        self._max_cached_tokens = int(kv_cache_gib * 2**30) // self._backbone.bytes_per_token
         self._cache = SlotCache(
             max_slots=max_running, max_tokens=self._max_cached_tokens, device=self._device
         )
@@ -115,6 +111,11 @@ class ContinuousBatch:
         """Queue requests that passed `check`."""
         self._waiting.extend(requests)
 
+    def progress(self) -> list[Generation]:
+        """What the running requests have so far, as ABORTED; they run on."""
+        return self._slots.progress()
+
+    @torch.inference_mode()
     def abort(self, request_ids: Collection[str]) -> list[Generation]:
         """Take requests out, with what they have; unknown ids are ignored."""
         wanted = set(request_ids)
@@ -129,60 +130,59 @@ class ContinuousBatch:
         Raises ValueError, and changes nothing, if names or shapes do not fit the model or the bytes
         are not those that were published.
         """
-        parameters = dict(self._model.named_parameters())  # tied ones appear once
-        check_manifest(manifest, {name: tuple(p.shape) for name, p in parameters.items()})
-        with torch.no_grad():
-            for name, tensor in open_weights(manifest).items():
-                parameters[name].copy_(tensor)
+        self._backbone.load(manifest)
         self.policy_version = manifest.version
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
         """Admit what fits, sample one token of each running request; returns those that ended."""
+        admitted = sorted(self._admissible(), key=_padded_length)
         ended: list[Generation] = []
-        admitted = self._admissible()
-        if admitted:
-            ended += self._prefill(admitted)
+        # A pass takes prompts of one length: how attention rounds depends on the padding.
+        for num_tokens, requests in itertools.groupby(admitted, key=_padded_length):
+            ended += self._prefill(list(requests), num_tokens)
         if self.num_running > 0:
             ended += self._decode()
         return ended
 
     def _admissible(self) -> list[GenerationRequest]:
-        """Take from the queue, in order, what the next prefill can run."""
+        """Take from the queue, in order, what can run now."""
         admitted: list[GenerationRequest] = []
         prompts: set[tuple[int, ...]] = set()
-        longest_prompt = 0
+        num_prompt_tokens = 0
         longest = int(self._slots.running("limit").max(initial=0))
         while self._waiting and self.num_running + len(admitted) < self._max_running:
             request = self._waiting[0]
             longest = max(longest, self._slots.limit(request))
-            num_rows = self.num_running + len(admitted) + 1
-            if num_rows * round_up(longest, TOKEN_BLOCK) > self._max_cached_tokens:
+            num_running = self.num_running + len(admitted) + 1
+            if num_running * round_up(longest, TOKEN_BLOCK) > self._max_cached_tokens:
                 break
-            prompts.add(tuple(request.prompt_token_ids))
-            longest_prompt = max(longest_prompt, len(request.prompt_token_ids))
-            if admitted and len(prompts) * longest_prompt > PREFILL_TOKENS:
-                break
+            prompt = tuple(request.prompt_token_ids)
+            if prompt not in prompts:
+                prompts.add(prompt)
+                num_prompt_tokens += _padded_length(request)
+                if admitted and num_prompt_tokens > PREFILL_TOKENS:
+                    break
             admitted.append(self._waiting.popleft())
         return admitted
 
-    def _prefill(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+    def _prefill(self, requests: Sequence[GenerationRequest], num_tokens: int) -> list[Generation]:
+        """Run prompts, each padded to `num_tokens`, and sample the first token of each request."""
         first = self.num_running
         rows: dict[tuple[int, ...], int] = {}  # the samples of a group share one row of the pass
         source = []
         for request in requests:
             self._slots.add(request)
             source.append(rows.setdefault(tuple(request.prompt_token_ids), len(rows)))
-        num_tokens = round_up(max(map(len, rows)), ROW_BLOCK)
         token_ids = np.zeros((len(rows), num_tokens), np.int64)  # [U, T]
         for prompt, row in rows.items():
             token_ids[row, : len(prompt)] = prompt
         self._cache.reserve(self.num_running, num_tokens)
         self._cache.begin_prefill(first, self._tensor(np.array(source)))
-        hidden = self._backbone(token_ids, np.arange(num_tokens)[None])  # [U, T, D]
-        last = np.array([len(request.prompt_token_ids) - 1 for request in requests])
-        padding = round_up(len(requests), ROW_BLOCK) - len(requests)
-        hidden = hidden[np.pad(source, (0, padding)), np.pad(last, (0, padding))]
+        hidden = self._backbone.prefill(self._tensor(token_ids), self._cache)  # [U, T, D]
+        last = [len(request.prompt_token_ids) - 1 for request in requests]
+        padding = (0, round_up(len(requests), ROW_BLOCK) - len(requests))
+        hidden = hidden[np.pad(source, padding), np.pad(last, padding)]  # [N, D]
         return self._sample(first, hidden)
 
     def _decode(self) -> list[Generation]:
@@ -192,20 +192,17 @@ class ContinuousBatch:
         positions = np.pad(lengths - 1, padding)  # [N]
         self._cache.begin_decode(positions)
         token_ids = np.pad(self._slots.last_tokens(), padding)
-        hidden = self._backbone(token_ids[:, None], positions[:, None])  # [N, 1, D]
-        return self._sample(0, hidden[:, 0])
-
-    def _backbone(self, token_ids: npt.NDArray[Any], positions: npt.NDArray[Any]) -> torch.Tensor:
-        return run_backbone(
-            self._model, self._tensor(token_ids), self._tensor(positions), self._cache
-        )
+        hidden = self._backbone.decode(
+            self._tensor(token_ids), self._tensor(positions), self._cache
+        )  # [N, D]
+        return self._sample(0, hidden)
 
     def _sample(self, first: int, hidden: torch.Tensor) -> list[Generation]:
         """Sample and record a token of the slots from `first` on; `hidden` [N, D] may have padding
         at its end. Returns the requests that this ended."""
         num_rows = self.num_running - first
         tokens, logprobs = sample(
-            head_logits(self._model, hidden)[:num_rows],
+            self._backbone.logits(hidden)[:num_rows],
             self._tensor(self._slots.uniforms(first)),
             **{
                 name: self._tensor(self._slots.running(name)[first:])
@@ -227,44 +224,8 @@ class ContinuousBatch:
         return torch.from_numpy(array.copy()).to(self._device)
 
 
-def run_backbone(
-    model: Any, token_ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache
-) -> torch.Tensor:
-    """Hidden states [N, T, D] of token_ids [N, T] at positions [N or 1, T], through the cache."""
-    hidden: torch.Tensor = model.get_decoder()(
-        input_ids=token_ids, position_ids=positions, use_cache=False, kv_cache=cache
-    ).last_hidden_state
-    return hidden
-
-
-def check_decode(model: Any) -> int:
-    """Raise ValueError if decoding through the cache differs from a whole forward pass; returns the
-    bytes that the cache takes for one token."""
-    num_tokens = 6
-    device = next(model.parameters()).device
-    token_ids = torch.arange(num_tokens, device=device)[None]
-    positions = torch.arange(num_tokens, device=device)[None]
-    cache = SlotCache(max_slots=1, max_tokens=ROW_BLOCK * TOKEN_BLOCK, device=str(device))
-    cache.reserve(1, num_tokens)
-    expected = model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
-    try:
-        cache.begin_prefill(0, torch.zeros(1, dtype=torch.long, device=device))
-        run_backbone(model, token_ids[:, :-1], positions[:, :-1], cache)
-        cache.begin_decode(np.array([num_tokens - 1], np.int32))
-        found = run_backbone(model, token_ids[:, -1:], positions[:, -1:], cache)
-    except TypeError as error:
-        raise ValueError(
-            f"{type(model).__name__} does not hand keyword arguments through to its attention "
-            f'({error}), which the torch engine needs; use rollout.engine="vllm".'
-        ) from error
-    difference = float((found[:, -1] - expected[:, -1]).abs().max() / expected.abs().max())
-    if difference > (1e-3 if expected.dtype == torch.float32 else 5e-2):
-        raise ValueError(
-            f"{type(model).__name__} decodes token by token to other hidden states than at once "
-            f"(relative difference {difference:.2g}): it keeps state that the torch engine does "
-            'not know, such as convolutions or recurrences; use rollout.engine="vllm".'
-        )
-    return cache.bytes_per_token
+def _padded_length(request: GenerationRequest) -> int:
+    return round_up(len(request.prompt_token_ids), ROW_BLOCK)
 
 
 def _never_started(request: GenerationRequest) -> Generation:

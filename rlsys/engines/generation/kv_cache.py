@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
-from rlsys.engines.attention import causal_attention, soft_cap
+from rlsys.engines.attention import AttentionRule, causal_attention, soft_cap
 from rlsys.types import Int32Array
 
 # Rows and lengths of a pass are rounded up to these. Kernels then meet few different shapes (a new
@@ -47,7 +48,8 @@ class SlotCache:
         self._positions = torch.empty(0, dtype=torch.long)  # [N]
         self._num_seen = 0  # L
         self._places: dict[int, torch.Tensor] = {}  # H -> [N·H] rows of K and V as [S·H·C, D]
-        self._masks: dict[int | None, torch.Tensor] = {}  # window -> [N, 1, L], 0 or −inf
+        # window, H -> [N·H, 1, L], 0 where a sequence sees, −inf elsewhere
+        self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
 
     @property
     def bytes_per_token(self) -> int:
@@ -107,40 +109,55 @@ class SlotCache:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        rule: AttentionRule,
     ) -> torch.Tensor:
-        if layer not in self._layers:
-            self._layers[layer] = (self._allocate(key), self._allocate(value))
-        keys, values = self._layers[layer]
-        if self._prefill is not None:
-            first, source = self._prefill
-            place = (slice(first, first + len(source)), slice(None), slice(key.shape[2]))
-            keys[place] = key[source]
-            values[place] = value[source]
-            return causal_attention(
-                query,
-                key,
-                value,
-                scaling=scaling,
-                sliding_window=sliding_window,
-                softcap=softcap,
-            )
-        num_rows, num_heads = key.shape[:2]
+        keys, values = self._layer(layer, key, value)
+        if self._prefill is None:
+            attended = self.attend_one(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], rule)
+            return attended[:, None]
+        first, source = self._prefill
+        num_tokens = key.shape[2]
+        place = (slice(first, first + len(source)), slice(None), slice(num_tokens))
+        keys[place] = key[source]
+        values[place] = value[source]
+        padding = (0, 0, 0, -num_tokens % TOKEN_BLOCK)
+        query, key, value = (F.pad(states, padding) for states in (query, key, value))
+        return causal_attention(query, key, value, rule)[:, :num_tokens]
+
+    def attend_one(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """`attend` for a decode step: query [N, H·G, D], key and value [N, H, D]; returns
+        [N, H·G, D]."""
+        keys, values = self._layer(layer, key[:, :, None], value[:, :, None])
+        num_rows, num_heads, width = key.shape
         places = self._decode_places(num_heads)
-        keys.flatten(0, 2).index_copy_(0, places, key.flatten(0, 2))
-        values.flatten(0, 2).index_copy_(0, places, value.flatten(0, 2))
+        keys.flatten(0, 2).index_copy_(0, places, key.reshape(-1, width))
+        values.flatten(0, 2).index_copy_(0, places, value.reshape(-1, value.shape[2]))
         seen = (slice(num_rows), slice(None), slice(self._num_seen))
-        grouped = (query * scaling).reshape(num_rows * num_heads, -1, query.shape[-1])
-        scores = torch.bmm(grouped, keys[seen].flatten(0, 1).mT)  # [N·H, G, L]
-        if softcap is not None:
-            scores = soft_cap(scores, softcap)
-        scores.view(num_rows, -1, self._num_seen).add_(self._mask(sliding_window, scores.dtype))
+        grouped = query.reshape(num_rows * num_heads, -1, width)  # [N·H, G, D]
+        seen_keys = keys[seen].flatten(0, 1).mT  # [N·H, D, L]
+        mask = self._mask(rule.sliding_window, num_heads, query.dtype)
+        if rule.softcap is None:
+            mask = mask.expand(-1, grouped.shape[1], -1)
+            scores = torch.baddbmm(mask, grouped, seen_keys, alpha=rule.scaling)  # [N·H, G, L]
+        else:
+            scores = soft_cap(torch.bmm(grouped, seen_keys) * rule.scaling, rule.softcap) + mask
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
         attended = torch.bmm(weights, values[seen].flatten(0, 1))  # [N·H, G, D]
-        return attended.view(num_rows, 1, -1, value.shape[-1])
+        return attended.view(num_rows, -1, value.shape[2])
+
+    def _layer(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in self._layers:
+            self._layers[layer] = (self._allocate(key), self._allocate(value))
+        return self._layers[layer]
 
     def _allocate(self, state: torch.Tensor) -> torch.Tensor:
         """Zeros, not garbage: what no sequence has written yet is read with weight 0."""
@@ -154,14 +171,15 @@ class SlotCache:
             )
         return self._places[num_heads]
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        if window not in self._masks:
+    def _mask(self, window: int | None, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        if (window, num_heads) not in self._masks:
             place = torch.arange(self._num_seen, device=self._device)
             last = self._positions[:, None, None]
             hidden = place > last if window is None else (place > last) | (place <= last - window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
-            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))
-        return self._masks[window]
+            mask = mask.masked_fill_(hidden, float("-inf")).repeat_interleave(num_heads, 0)
+            self._masks[window, num_heads] = mask
+        return self._masks[window, num_heads]
 
 
 def _resized(stored: torch.Tensor, num_slots: int, capacity: int) -> torch.Tensor:

@@ -133,6 +133,10 @@ class Slots:
             for row in np.flatnonzero(stopped | full)
         }
 
+    def progress(self) -> list[Generation]:
+        """What the running requests have so far; they stay."""
+        return [self._generation(slot, FinishReason.ABORTED) for slot in range(self.num_running)]
+
     def remove(
         self, reasons: Mapping[int, FinishReason]
     ) -> tuple[list[Generation], list[tuple[int, int]]]:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ from rlsys.types import Generation, GenerationRequest, WeightManifest
 
 # The thread leaves after the pass at hand: seconds for the largest prompts.
 CLOSE_TIMEOUT_S = 60.0
+
+Result = TypeVar("Result")
 
 
 class TorchEngine:
@@ -101,6 +103,9 @@ class TorchEngine:
         ended, self._ended = self._ended, []
         return ended
 
+    async def progress(self) -> list[Generation]:
+        return await self._call(self._require_batch().progress)
+
     async def abort(self, request_ids: Collection[str]) -> None:
         batch = self._require_batch()
         await self._call(lambda: self._post(self._deliver, batch.abort(request_ids)))
@@ -158,24 +163,24 @@ class TorchEngine:
         assert self._batch is not None, "used while it starts"
         return self._batch
 
-    async def _call(self, function: Callable[[], None]) -> None:
-        """Run a function on the thread, after all commands before it; raises what it raises."""
+    async def _call(self, function: Callable[[], Result]) -> Result:
+        """Run a function on the thread, after all commands before it; its result or exception."""
         self._require_alive()
         assert self._loop is not None
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: asyncio.Future[Result] = self._loop.create_future()
         self._calls.add(done)
         done.add_done_callback(self._calls.discard)
 
         def command() -> None:
             try:
-                function()
+                result = function()
             except (ValueError, OSError) as error:  # the caller's mistake: the engine goes on
-                self._post(_complete, done, error)
+                self._post(_raise_in, done, error)
             else:
-                self._post(_complete, done, None)
+                self._post(_return_to, done, result)
 
         self._commands.put(command)
-        await done
+        return await done
 
     def _deliver(self, generations: list[Generation]) -> None:
         self._open_requests.difference_update(one.request_id for one in generations)
@@ -186,7 +191,7 @@ class TorchEngine:
         self._failure = self._failure or failure
         self._something_ended.set()
         for call in list(self._calls):
-            _complete(call, self._failure)
+            _raise_in(call, self._failure)
 
     # On the thread.
 
@@ -239,12 +244,16 @@ class TorchEngine:
             self._loop.call_soon_threadsafe(function, *args)
 
 
-def _complete(call: asyncio.Future[None], error: Exception | None) -> None:
-    if call.done():  # its caller was cancelled
-        return
-    if error is None:
-        call.set_result(None)
-    else:
+# A call's future may be done before its result comes: its caller was cancelled.
+
+
+def _return_to(call: asyncio.Future[Result], result: Result) -> None:
+    if not call.done():
+        call.set_result(result)
+
+
+def _raise_in(call: asyncio.Future[Any], error: Exception) -> None:
+    if not call.done():
         call.set_exception(error)
 
 

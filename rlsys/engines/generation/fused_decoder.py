@@ -1,0 +1,207 @@
+"""A decode step through a Llama-like backbone, in few calls.
+
+    one token a sequence [N], positions [N] ──► hidden states [N, D]
+
+Decoding a small model spends its time in the overhead of calls: transformers makes some seventy a
+layer, this twenty-five. It works on the model's own parameters: query, key and value projections
+become views of one matrix, gate and up projections of another, and go on being loaded in place.
+
+Covers what Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 are made of: pre-norm or sandwich norm,
+RMSNorm with weight w or 1 + w, norms on query and key, a rotary embedding per layer type, gated
+MLPs. Whoever builds one compares its numbers with the model's before use.
+
+Shape legend: N sequences, D hidden width, A query heads, H key/value heads, W head width, M MLP
+width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from rlsys.engines.attention import AttentionRule
+from rlsys.engines.generation.kv_cache import SlotCache
+from rlsys.engines.onednn_linear import linear
+
+BACKBONE_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+PRE_NORM_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+SANDWICH_PARTS = PRE_NORM_PARTS | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin, [N, 1, W]
+
+
+def is_llama_like(model: Any) -> bool:
+    """Has the backbone all the parts that FusedDecoder knows, and no other?"""
+    backbone = model.get_decoder()
+    return _parts(backbone) == BACKBONE_PARTS and all(map(_is_known, backbone.layers))
+
+
+class FusedDecoder:
+    """For a model that is_llama_like; `rules` by layer."""
+
+    def __init__(self, model: Any, rules: Mapping[int, AttentionRule]) -> None:
+        backbone = model.get_decoder()
+        self._embed = backbone.embed_tokens
+        self._rotary = backbone.rotary_emb
+        typed = "layer_type" in inspect.signature(self._rotary.forward).parameters
+        types = backbone.config.layer_types if typed else [None] * len(backbone.layers)
+        self._layers = [
+            _Layer(layer, rules[layer.self_attn.layer_idx], rotary_type)
+            for layer, rotary_type in zip(backbone.layers, types, strict=True)
+        ]
+        self._rotary_types = sorted(set(types), key=str)
+        self._norm = _Norm(backbone.norm)
+
+    def refresh(self) -> None:
+        """Follow a change of the model's weights."""
+        self._norm.refresh()
+        for layer in self._layers:
+            layer.refresh()
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache
+    ) -> torch.Tensor:
+        hidden = self._embed(token_ids)  # [N, D]
+        rotations = {
+            rotary_type: self._rotation(hidden, positions, rotary_type)
+            for rotary_type in self._rotary_types
+        }
+        for layer in self._layers:
+            hidden = layer(hidden, rotations[layer.rotary_type], cache)
+        return self._norm(hidden)
+
+    def _rotation(
+        self, hidden: torch.Tensor, positions: torch.Tensor, rotary_type: str | None
+    ) -> Rotation:
+        """With the signs of rotate_half in sin, rotating is a mere roll."""
+        typed = () if rotary_type is None else (rotary_type,)
+        cos, sin = self._rotary(hidden, positions[:, None], *typed)  # [N, 1, W]
+        half = sin.shape[-1] // 2
+        return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
+
+
+class _Layer:
+    def __init__(self, layer: Any, rule: AttentionRule, rotary_type: str | None) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.rotary_type = rotary_type
+        self._rule = rule
+        self._index: int = attention.layer_idx
+        self._width: int = attention.head_dim
+        self._num_heads = attention.q_proj.out_features // self._width  # A
+        self._num_rotated = self._num_heads + attention.k_proj.out_features // self._width  # A + H
+        self._qkv = _Joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._gate_up = _Joined([mlp.gate_proj, mlp.up_proj])
+        self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
+        self._mlp_width: int = mlp.gate_proj.out_features  # M
+        self._head_norms = None
+        if hasattr(attention, "q_norm"):
+            self._head_norms = (_Norm(attention.q_norm), _Norm(attention.k_norm))
+        self._before_attention = _Norm(layer.input_layernorm)
+        self._after_attention = self._after_mlp = None
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            self._after_attention = _Norm(layer.post_attention_layernorm)
+            self._before_mlp = _Norm(layer.pre_feedforward_layernorm)
+            self._after_mlp = _Norm(layer.post_feedforward_layernorm)
+        else:
+            self._before_mlp = _Norm(layer.post_attention_layernorm)
+
+    def refresh(self) -> None:
+        norms = [self._before_attention, self._after_attention, self._before_mlp, self._after_mlp]
+        for norm in (*norms, *(self._head_norms or ())):
+            if norm is not None:
+                norm.refresh()
+
+    def __call__(self, hidden: torch.Tensor, rotation: Rotation, cache: SlotCache) -> torch.Tensor:
+        attended = self._attend(self._before_attention(hidden), rotation, cache)
+        if self._after_attention is not None:
+            attended = self._after_attention(attended)
+        hidden = hidden + attended
+        update = self._transform(self._before_mlp(hidden))
+        if self._after_mlp is not None:
+            update = self._after_mlp(update)
+        return hidden + update
+
+    def _attend(self, x: torch.Tensor, rotation: Rotation, cache: SlotCache) -> torch.Tensor:
+        heads = self._qkv(x).unflatten(-1, (-1, self._width))  # [N, A + 2H, W]
+        rotated, value = heads[:, : self._num_rotated], heads[:, self._num_rotated :]
+        if self._head_norms is not None:
+            query_norm, key_norm = self._head_norms
+            query = query_norm(rotated[:, : self._num_heads])
+            key = key_norm(rotated[:, self._num_heads :])
+            rotated = torch.cat((query, key), 1)
+        cos, sin = rotation
+        rotated = torch.addcmul(rotated * cos, rotated.roll(self._width // 2, -1), sin)
+        query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+        attended = cache.attend_one(self._index, query, key, value, self._rule)  # [N, A, W]
+        output: torch.Tensor = self._out(attended.flatten(1))
+        return output
+
+    def _transform(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self._gate_up(x)  # [N, 2M]
+        gated = self._act(gate_up[:, : self._mlp_width]).mul_(gate_up[:, self._mlp_width :])
+        output: torch.Tensor = self._down(gated)
+        return output
+
+
+class _Joined:
+    """Linear layers of one input as one; their parameters become views of its matrix."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._weight = _join([layer.get_parameter("weight") for layer in layers])
+        biased = layers[0].bias is not None
+        self._bias = _join([layer.get_parameter("bias") for layer in layers]) if biased else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self._weight, self._bias)
+
+
+def _join(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    joined = torch.cat([parameter.data for parameter in parameters])
+    sizes = [len(parameter) for parameter in parameters]
+    for parameter, view in zip(parameters, joined.split(sizes), strict=True):
+        parameter.data = view
+    return joined
+
+
+class _Norm:
+    """RMSNorm with weight w, or Gemma's 1 + w."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._eps: float = getattr(module, "eps", None) or module.variance_epsilon
+        weight = module.weight.detach()
+        scale = module(torch.ones_like(weight))  # what the norm makes of a row of mean square 1
+        self._offset = bool((scale - weight).mean() > 0.5)
+        self.refresh()
+
+    def refresh(self) -> None:
+        weight: torch.Tensor = self._module.weight.detach()
+        self._weight = 1 + weight if self._offset else weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+
+
+def _is_known(layer: Any) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    if _parts(layer) not in (PRE_NORM_PARTS, SANDWICH_PARTS) or _parts(mlp) != MLP_PARTS:
+        return False
+    if _parts(attention) == ATTENTION_PARTS | HEAD_NORMS:
+        if attention.q_norm.weight.shape != (attention.head_dim,):
+            return False
+    elif _parts(attention) != ATTENTION_PARTS:
+        return False
+    joined = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+    return all(len({part.bias is None for part in parts}) == 1 for parts in joined)
+
+
+def _parts(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}

@@ -1,0 +1,361 @@
+"""The torch engine from the event loop: waiting, weights in flight, failures, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.config import RolloutConfig
+from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.generation.continuous_batch import ContinuousBatch
+from rlsys.engines.generation.protocol import EngineError, GenerationEngine
+from rlsys.engines.generation.torch_engine import TorchEngine
+from rlsys.layout.transport.shm import write_weights
+from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
+from tests.engines.torch_engine_harness import build_model, prompt, request, trainer_logprobs
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@asynccontextmanager
+async def running_engine(model_path: Path, **options: Any) -> AsyncIterator[GenerationEngine]:
+    config = RolloutConfig(max_running=16, kv_cache_gib=0.05)
+    engine = TorchEngine(
+        model_path, config, **{"dtype": "float32", "stop_token_ids": (), **options}
+    )
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def collect(engine: GenerationEngine, num: int) -> dict[str, Generation]:
+    ended: dict[str, Generation] = {}
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(ended) < num:
+            ended |= {one.request_id: one for one in await engine.collect()}
+    return ended
+
+
+async def until_generated(engine: GenerationEngine, num_tokens: int) -> None:
+    """Tokens have no event; look often."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while engine.stats().num_generated_tokens < num_tokens:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def publish(path: Path, version: int, *, change: float) -> tuple[WeightManifest, Any]:
+    """A version whose weights differ from the model's; and a model that has them."""
+    model = load_causal_lm(path, dtype="float32")
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(change * torch.randn(parameter.shape, generator=generator))
+    file = path / f"weights-{version}"
+    file.unlink(missing_ok=True)
+    return write_weights(version, model.named_parameters(), file), model
+
+
+def logprobs_under(
+    model: Any, asked: GenerationRequest, generation: Generation
+) -> np.ndarray[Any, Any]:
+    tokens = generation.token_ids.tolist()
+    logprobs = trainer_logprobs(model, [asked.prompt_token_ids], [tokens], temperature=1.0)
+    found: np.ndarray[Any, Any] = logprobs[0].numpy()
+    return found
+
+
+def test_requests_come_back_and_are_counted(model_path: Path) -> None:
+    async def scenario() -> None:
+        async with running_engine(model_path) as engine:
+            assert engine.stats().num_generated_tokens == 0
+            requests = [request(str(i), prompt(5, seed=i), seed=i, max_tokens=6) for i in range(20)]
+            engine.submit(requests)
+            assert engine.stats().num_waiting + engine.stats().num_running == 20
+            ended = await collect(engine, 20)
+            assert {len(one.token_ids) for one in ended.values()} == {6}
+            assert all((one.policy_versions == 0).all() for one in ended.values())
+            stats = engine.stats()
+            assert (stats.num_waiting, stats.num_running) == (0, 0)
+            assert stats.num_generated_tokens == 120
+
+    asyncio.run(scenario())
+
+
+def test_the_models_own_end_of_sequence_stops_by_default(model_path: Path) -> None:
+    async def scenario() -> None:
+        async with running_engine(model_path, stop_token_ids=None) as engine:
+            engine.submit([request(str(i), prompt(4), seed=i, max_tokens=200) for i in range(64)])
+            ended = (await collect(engine, 64)).values()
+            stopped = [one for one in ended if one.finish_reason is FinishReason.STOP]
+            assert stopped
+            assert all(one.token_ids[-1] == 2 for one in stopped)
+            assert all(2 not in one.token_ids[:-1] for one in ended)
+
+    asyncio.run(scenario())
+
+
+def test_stop_strings_are_read_with_the_models_tokenizer(model_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+
+    async def scenario() -> None:
+        async with running_engine(model_path) as engine:
+            engine.submit([request("free", prompt(4), max_tokens=60)])
+            tokens = (await collect(engine, 1))["free"].token_ids.tolist()
+            text = tokenizer.decode(tokens)
+            stop = next(text[i : i + 2] for i in range(20, 60) if text[i : i + 2].isascii())
+            engine.submit([request("stopped", prompt(4), max_tokens=60, stop=(stop,))])
+            stopped = (await collect(engine, 1))["stopped"]
+            assert stopped.finish_reason is FinishReason.STOP
+            assert tokenizer.decode(stopped.token_ids) == text[: text.index(stop) + len(stop)]
+
+    asyncio.run(scenario())
+
+
+def test_weights_change_in_flight(model_path: Path) -> None:
+    """Tokens carry the version that sampled them; the KV cache of the old version is kept."""
+
+    async def scenario() -> None:
+        manifest, model = publish(model_path, 5, change=0.05)
+        asked = request("r", prompt(6), max_tokens=200)
+        async with running_engine(model_path) as engine:
+            engine.submit([asked])
+            await until_generated(engine, 5)
+            await engine.pause()
+            generated = engine.stats().num_generated_tokens
+            await asyncio.sleep(0.05)
+            assert engine.stats().num_generated_tokens == generated
+            await engine.load(manifest)
+            await engine.resume()
+            assert engine.stats().policy_version == 5
+            one = (await collect(engine, 1))["r"]
+            engine.submit([request("after", prompt(6), max_tokens=20)])
+            after = (await collect(engine, 1))["after"]
+        versions = one.policy_versions.tolist()
+        assert versions == [0] * generated + [5] * (200 - generated)
+        first = load_causal_lm(model_path, dtype="float32")
+        old, new = (logprobs_under(m, asked, one) for m in (first, model))
+        np.testing.assert_allclose(one.sampler_logprobs[:generated], old[:generated], atol=1e-4)
+        # Under new weights with old keys and values: neither the old model's nor the new one's.
+        assert np.abs(one.sampler_logprobs - old)[generated:].max() > 1e-3
+        assert np.abs(one.sampler_logprobs - new)[generated:].max() > 1e-3
+        assert (after.policy_versions == 5).all()
+        asked_after = request("after", prompt(6))
+        expected = logprobs_under(model, asked_after, after)
+        np.testing.assert_allclose(after.sampler_logprobs, expected, atol=1e-4)
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_do_not_fit_change_nothing(model_path: Path, tmp_path: Path) -> None:
+    manifest, model = publish(model_path, 6, change=0.05)
+    named = list(model.named_parameters())
+    missing = write_weights(7, named[:-1], tmp_path / "missing")
+    misshapen = write_weights(7, [*named[:-1], (named[-1][0], torch.ones(3))], tmp_path / "shape")
+    corrupt = write_weights(7, named, tmp_path / "corrupt")
+    with open(corrupt.path, "r+b") as file:
+        file.write(b"\1\2\3\4")
+    gone = write_weights(7, named, tmp_path / "gone")
+    Path(gone.path).unlink()
+
+    async def scenario() -> None:
+        async with running_engine(model_path) as engine:
+            with pytest.raises(ValueError, match="pause it"):
+                await engine.load(manifest)
+            await engine.pause()
+            for bad, kind in (
+                (missing, ValueError),
+                (misshapen, ValueError),
+                (corrupt, ValueError),
+                (gone, FileNotFoundError),
+            ):
+                with pytest.raises(kind):
+                    await engine.load(bad)
+            await engine.resume()
+            asked = request("r", prompt(6), max_tokens=10)
+            engine.submit([asked])
+            one = (await collect(engine, 1))["r"]
+        assert (one.policy_versions == 0).all()
+        expected = logprobs_under(load_causal_lm(model_path, dtype="float32"), asked, one)
+        np.testing.assert_allclose(one.sampler_logprobs, expected, atol=1e-4)
+
+    asyncio.run(scenario())
+
+
+def test_aborted_requests_come_out_of_collect(model_path: Path) -> None:
+    async def scenario() -> None:
+        async with running_engine(model_path) as engine:
+            engine.submit([request(str(i), prompt(4), max_tokens=240) for i in range(20)])
+            await until_generated(engine, 16 * 3)
+            await engine.abort([str(i) for i in range(20)] + ["unknown"])
+            ended = await collect(engine, 20)
+            assert all(one.finish_reason is FinishReason.ABORTED for one in ended.values())
+            assert {len(one.token_ids) > 0 for one in ended.values()} == {True, False}
+            engine.submit([request("0", prompt(4), max_tokens=2)])  # the name is free again
+            assert len((await collect(engine, 1))["0"].token_ids) == 2
+
+    asyncio.run(scenario())
+
+
+def test_progress_is_told_and_goes_on(model_path: Path) -> None:
+    async def scenario() -> None:
+        async with running_engine(model_path) as engine:
+            assert await engine.progress() == []
+            engine.submit([request(str(i), prompt(4), max_tokens=100) for i in range(20)])
+            await until_generated(engine, 16 * 3)
+            so_far = {one.request_id: one for one in await engine.progress()}
+            assert set(so_far) == {str(i) for i in range(16)}  # four of them wait
+            ended = await collect(engine, 20)
+            for name, one in so_far.items():
+                assert one.finish_reason is FinishReason.ABORTED
+                length = len(one.token_ids)
+                assert length >= 3
+                assert one.token_ids.tolist() == ended[name].token_ids[:length].tolist()
+                assert len(ended[name].token_ids) == 100
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_with_a_bad_request_is_refused_as_a_whole(model_path: Path) -> None:
+    async def scenario() -> None:
+        async with running_engine(model_path) as engine:
+            good = request("good", prompt(4))
+            with pytest.raises(ValueError, match=r"'bad' has a prompt of 300 tokens"):
+                engine.submit([good, request("bad", prompt(300))])
+            with pytest.raises(ValueError, match=r"'good'.* not unique"):
+                engine.submit([good, good])
+            assert engine.stats().num_waiting + engine.stats().num_running == 0
+            engine.submit([good])
+            with pytest.raises(ValueError, match=r"'good'.* not unique"):
+                engine.submit([good])
+            await collect(engine, 1)
+
+    asyncio.run(scenario())
+
+
+def test_the_event_loop_goes_on_while_the_engine_computes(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ContinuousBatch, "step", _slow(ContinuousBatch.step, seconds=0.3))
+
+    async def scenario() -> None:
+        async with running_engine(model_path) as engine:
+            engine.submit([request("r", prompt(4), max_tokens=4)])
+            waiting = asyncio.create_task(collect(engine, 1))
+            longest = 0.0
+            while not waiting.done():
+                start = time.perf_counter()
+                await asyncio.sleep(0.005)
+                longest = max(longest, time.perf_counter() - start)
+            assert longest < 0.25
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_dead_thread_reaches_everyone_who_waits(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def fail(self: ContinuousBatch) -> list[Generation]:
+        entered.set()
+        assert go.wait(TIMEOUT_S)
+        raise ArithmeticError("not a number")
+
+    monkeypatch.setattr(ContinuousBatch, "step", fail)
+
+    async def scenario() -> None:
+        async with running_engine(model_path) as engine:
+            engine.submit([request("r", prompt(4))])
+            waiting = [asyncio.create_task(collect(engine, 1)) for _ in range(2)]
+            assert await asyncio.to_thread(entered.wait, TIMEOUT_S)
+            pausing = asyncio.create_task(engine.pause())
+            await asyncio.sleep(0)
+            go.set()
+            for task in (*waiting, pausing):
+                with pytest.raises(EngineError, match=r"ArithmeticError\('not a number'\)") as info:
+                    await asyncio.wait_for(task, TIMEOUT_S)
+                assert isinstance(info.value.__cause__, ArithmeticError)
+            with pytest.raises(EngineError, match="not a number"):
+                engine.submit([request("s", prompt(4))])
+
+    asyncio.run(scenario())
+
+
+def test_closing_ends_the_thread_whatever_runs(model_path: Path) -> None:
+    async def scenario() -> None:
+        async with running_engine(model_path) as engine:
+            engine.submit([request(str(i), prompt(4), max_tokens=240) for i in range(32)])
+            waiting = asyncio.create_task(engine.collect())
+            await until_generated(engine, 32)
+            await engine.close()
+            await engine.close()
+            assert "torch-engine" not in {thread.name for thread in threading.enumerate()}
+            with pytest.raises(EngineError, match="closed"):
+                await waiting
+            with pytest.raises(EngineError, match="closed"):
+                await engine.pause()
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_is_none_fails_at_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = TorchEngine(tmp_path, RolloutConfig(), dtype="float32")
+        with pytest.raises(EngineError, match="not been started"):
+            await engine.pause()
+        with pytest.raises(ValueError, match="holds no causal language model"):
+            await engine.start()
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_results_do_not_depend_on_timing(model_path: Path, order: int) -> None:
+    """Same batches in the same order, at once or each after the last has ended."""
+    groups: Sequence[list[GenerationRequest]] = [
+        [request(f"{g}-{i}", prompt(5 + g, seed=g), seed=i, max_tokens=20) for i in range(4)]
+        for g in range(4)
+    ]
+
+    async def scenario(at_once: bool) -> dict[str, Generation]:
+        ended: dict[str, Generation] = {}
+        async with running_engine(model_path) as engine:
+            for group in groups[::order]:
+                engine.submit(group)
+                if not at_once:
+                    ended |= await collect(engine, 4)
+            return ended | await collect(engine, 16 - len(ended))
+
+    first, second = asyncio.run(scenario(True)), asyncio.run(scenario(False))
+    for name, one in first.items():
+        assert one.token_ids.tolist() == second[name].token_ids.tolist()
+        assert one.sampler_logprobs.tolist() == second[name].sampler_logprobs.tolist()
+
+
+def _slow(step: Any, *, seconds: float) -> Any:
+    def slow(self: ContinuousBatch) -> list[Generation]:
+        time.sleep(seconds)
+        ended: list[Generation] = step(self)
+        return ended
+
+    return slow

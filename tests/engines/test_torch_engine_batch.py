@@ -1,0 +1,263 @@
+"""Continuous batching without threads: numbers, slots, ends of requests, limits."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.engines.attention import AttentionRule
+from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.generation.backbone import Backbone
+from rlsys.engines.generation.kv_cache import SlotCache
+from rlsys.tiny_models import Family
+from rlsys.types import FinishReason, Generation
+from tests.engines.torch_engine_harness import (
+    FAMILIES,
+    batch_of,
+    build_model,
+    prompt,
+    request,
+    run,
+    trainer_logprobs,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_causal_lm(build_model(tmp_path_factory.mktemp("qwen3"), "qwen3"), dtype="float32")
+
+
+def outcome(generation: Generation) -> tuple[list[int], list[float]]:
+    return generation.token_ids.tolist(), generation.sampler_logprobs.tolist()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampler_and_trainer_agree(
+    family: Family, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over mixed lengths, more requests than slots, sliding windows and soft caps."""
+    if not fused:
+        monkeypatch.setattr("rlsys.engines.generation.backbone.is_llama_like", lambda model: False)
+    model = load_causal_lm(build_model(tmp_path, family), dtype="float32")
+    assert Backbone(model).is_fused == fused
+    prompts = [prompt(3 + 5 * i % 23, seed=i) for i in range(20)]
+    ended = run(
+        batch_of(model, max_running=8),
+        [
+            request(str(i), prompt, seed=i, max_tokens=2 + 7 * i % 41, temperature=0.8)
+            for i, prompt in enumerate(prompts)
+        ],
+    )
+    generations = [ended[str(i)] for i in range(20)]
+    assert [len(one.token_ids) for one in generations] == [2 + 7 * i % 41 for i in range(20)]
+    expected = trainer_logprobs(
+        model, prompts, [one.token_ids.tolist() for one in generations], temperature=0.8
+    )
+    difference = torch.cat(
+        [
+            torch.from_numpy(one.sampler_logprobs) - trainer
+            for one, trainer in zip(generations, expected, strict=True)
+        ]
+    )
+    assert abs(difference.mean()) <= 1e-6
+    assert difference.abs().max() <= 1e-4
+
+
+def test_a_completion_does_not_depend_on_its_companions(model: Any) -> None:
+    """Bitwise, whatever runs beside it, whenever it was submitted, in whichever slot."""
+    requests = [
+        request(str(i), prompt(1 + 3 * i % 17, seed=i), seed=i, max_tokens=3 + 5 * i % 29)
+        for i in range(24)
+    ]
+    together = run(batch_of(model, max_running=24), requests)
+    few_slots = run(batch_of(model, max_running=3), requests)
+    alone = {one.request_id: run(batch_of(model), [one])[one.request_id] for one in requests[:4]}
+    batch = batch_of(model, max_running=24)
+    dripping: dict[str, Generation] = {}
+    left = iter(requests)
+    while len(dripping) < len(requests):
+        batch.submit(itertools.islice(left, 2))
+        dripping |= {one.request_id: one for one in batch.step()}
+    for name, generation in together.items():
+        for other in (few_slots, alone, dripping):
+            if name in other:
+                assert outcome(other[name]) == outcome(generation)
+
+
+def test_a_group_shares_its_prompt_but_not_its_draws(model: Any) -> None:
+    group = [request(str(i), prompt(9), seed=i, max_tokens=20) for i in range(6)]
+    ended = run(batch_of(model), [*group, request("same", prompt(9), seed=2, max_tokens=20)])
+    assert len({tuple(ended[str(i)].token_ids.tolist()) for i in range(6)}) == 6
+    assert outcome(ended["same"]) == outcome(ended["2"])
+
+
+def test_a_continued_request_draws_what_an_uninterrupted_one_does(model: Any) -> None:
+    whole = run(batch_of(model), [request("whole", prompt(7), seed=3, max_tokens=20)])["whole"]
+    done = whole.token_ids[:8].tolist()
+    rest = run(
+        batch_of(model),
+        [request("rest", [*prompt(7), *done], seed=3, max_tokens=12, num_prior_tokens=8)],
+    )["rest"]
+    assert rest.token_ids.tolist() == whole.token_ids[8:].tolist()
+    np.testing.assert_allclose(rest.sampler_logprobs, whole.sampler_logprobs[8:], atol=1e-5)
+
+
+def test_a_freed_slot_is_taken_at_once(model: Any) -> None:
+    batch = batch_of(model, max_running=2)
+    batch.submit(
+        [
+            request("long", prompt(4), max_tokens=9),
+            request("short", prompt(5), max_tokens=2),
+            request("next", prompt(6), max_tokens=3),
+        ]
+    )
+    ended = batch.step()  # prefill and one decode: two tokens each
+    assert [one.request_id for one in ended] == ["short"]
+    assert (batch.num_running, batch.num_waiting) == (1, 1)
+    batch.step()
+    assert (batch.num_running, batch.num_waiting) == (2, 0)
+
+
+def test_stop_tokens_end_a_completion_and_stay_in_it(model: Any) -> None:
+    free = run(batch_of(model), [request("free", prompt(5), max_tokens=30)])["free"]
+    tokens = free.token_ids.tolist()
+    assert free.finish_reason is FinishReason.LENGTH
+    by_model: tuple[dict[str, Any], dict[str, Any]] = ({"stop_token_ids": (tokens[6], 1)}, {})
+    by_request: tuple[dict[str, Any], dict[str, Any]] = ({}, {"stop_token_ids": (tokens[6],)})
+    for options, sampling in (by_model, by_request):
+        stopped = run(
+            batch_of(model, **options), [request("s", prompt(5), max_tokens=30, **sampling)]
+        )["s"]
+        assert stopped.finish_reason is FinishReason.STOP
+        assert stopped.token_ids.tolist() == tokens[: tokens.index(tokens[6]) + 1]
+
+
+def test_stop_strings_end_a_completion_and_may_span_tokens_and_interruptions(model: Any) -> None:
+    tokens = run(batch_of(model), [request("f", prompt(5), max_tokens=40)])["f"].token_ids.tolist()
+    stop = "".join(map(chr, tokens[10:13]))
+    text = "".join(map(chr, tokens))
+    expected = tokens[: text.index(stop) + 3]
+    stopped = run(
+        batch_of(model), [request("s", prompt(5), max_tokens=40, stop=("never seen", stop))]
+    )["s"]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.token_ids.tolist() == expected
+
+    done = tokens[:11]  # interrupted within the stop string
+    continued = run(
+        batch_of(model),
+        [request("c", [*prompt(5), *done], max_tokens=29, num_prior_tokens=11, stop=(stop,))],
+    )["c"]
+    assert continued.token_ids.tolist() == expected[11:]
+
+
+def test_the_prompt_does_not_count_for_stop_strings(model: Any) -> None:
+    first = prompt(5)
+    text = "".join(map(chr, first))
+    ended = run(batch_of(model), [request("s", first, max_tokens=5, stop=(text[-2:],))])["s"]
+    assert len(ended.token_ids) == 5
+
+
+def test_the_context_ends_a_completion(model: Any) -> None:
+    ended = run(batch_of(model), [request("c", prompt(250), max_tokens=100)])["c"]
+    assert ended.finish_reason is FinishReason.LENGTH
+    assert len(ended.token_ids) == 6  # of a context of 256
+
+
+def test_abort_returns_what_there_is(model: Any) -> None:
+    batch = batch_of(model, max_running=2)
+    batch.submit([request(name, prompt(4), max_tokens=9) for name in "abc"])
+    batch.step()
+    aborted = {one.request_id: one for one in batch.abort(["a", "c", "unknown"])}
+    assert {name: len(one.token_ids) for name, one in aborted.items()} == {"a": 2, "c": 0}
+    assert all(one.finish_reason is FinishReason.ABORTED for one in aborted.values())
+    assert (batch.num_running, batch.num_waiting) == (1, 0)
+    untouched = run(batch_of(model), [request("b", prompt(4), max_tokens=9)])["b"]
+    rest = run(batch, [])
+    assert outcome(rest["b"]) == outcome(untouched)
+
+
+def test_requests_wait_for_room_for_keys_and_values(model: Any) -> None:
+    bytes_per_token = 3 * 2 * 2 * 32 * 4  # layers, keys and values, heads, width, float32
+    batch = batch_of(model, kv_cache_gib=100 * bytes_per_token / 2**30)
+    batch.submit([request(str(i), prompt(10), seed=i, max_tokens=22) for i in range(5)])
+    most_running = 0
+    ended: dict[str, Generation] = {}
+    while batch.has_work:
+        ended |= {one.request_id: one for one in batch.step()}
+        most_running = max(most_running, batch.num_running)
+    assert most_running == 3  # of 32 tokens each in 100
+    free = run(
+        batch_of(model),
+        [request(str(i), prompt(10), seed=i, max_tokens=22) for i in range(5)],
+    )
+    assert {name: outcome(one) for name, one in ended.items()} == {
+        name: outcome(one) for name, one in free.items()
+    }
+    with pytest.raises(ValueError, match=r"'big' may grow to 112 tokens.*only 100 fit.*raise it"):
+        batch.check(request("big", prompt(10), max_tokens=102))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request("r", prompt(256)), r"'r' has a prompt of 256 tokens.*context of 256.*at most 255"),
+        (request("r", ()), r"'r' has an empty prompt"),
+        (request("r", (3, 100_000)), r"token ids from 3 to 100000, the model knows 0 to 258"),
+        (request("r", (3,), max_tokens=0), r"max_tokens=0; use at least 1"),
+        (request("r", (3,), temperature=0.0), r"temperature=0\.0; use a value above 0"),
+    ],
+)
+def test_requests_that_can_never_run_are_refused(model: Any, bad: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        batch_of(model).check(bad)
+
+
+def test_an_architecture_with_other_state_is_refused(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlotCache, "attend_one", lambda self, layer, query, *rest: query)
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM decodes token by token to other"):
+        Backbone(model)
+
+
+def test_a_fused_decoder_with_other_numbers_is_not_used(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "rlsys.engines.generation.fused_decoder._Layer._transform", lambda self, x: x
+    )
+    assert not Backbone(model).is_fused
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 70)), min_size=1, max_size=12))
+def test_the_cache_grows_within_its_bound_and_keeps_what_it_holds(
+    sizes: list[tuple[int, int]],
+) -> None:
+    """Each size is (slots, tokens) in use; what both the last and this one cover must stay."""
+    max_tokens = 9 * 80
+    cache = SlotCache(max_slots=9, max_tokens=max_tokens)
+    cache.reserve(1, 1)
+    kept = (0, 0)
+    for slots, tokens in sizes:
+        cache.reserve(slots, tokens)
+        assert slots <= cache.num_slots
+        assert tokens <= cache.capacity
+        assert cache.num_slots * cache.capacity <= max_tokens
+        key = torch.zeros(1, 1, tokens, 2)
+        cache.begin_prefill(0, torch.zeros(0, dtype=torch.long))
+        cache.attend(0, key, key, key, AttentionRule(scaling=1.0))
+        keys, _ = cache._layers[0]
+        both = (min(slots, kept[0]), min(tokens, kept[1]))
+        assert (keys[: both[0], :, : both[1]] == 1).all()
+        keys[:slots, :, :tokens] = 1
+        kept = (slots, tokens)
