@@ -24,6 +24,7 @@ from rlsys.algorithms.aggregation import token_mean
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.causal_lm import check_head, load_causal_lm
 from rlsys.engines.training.collate import Batch, collate, split_passes
+from rlsys.engines.training.cpu_memory import keep_freed_memory
 from rlsys.engines.training.export import export_model
 from rlsys.engines.training.optimizer import (
     build_adamw,
@@ -78,6 +79,8 @@ class FSDPEngine:
         self._ranks = Ranks(rank, world_size)
         self._device = torch.device(device)
         torch.manual_seed(seed)
+        if self._device.type == "cpu":
+            keep_freed_memory()
         # Masters are float32 whatever the precision of the forward pass. The model stays in
         # evaluation mode: dropout would make trainer and sampler two different policies.
         causal_lm = load_causal_lm(model_path, dtype="float32")
