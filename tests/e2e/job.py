@@ -51,18 +51,7 @@ class Job:
 
     def processes(self) -> dict[int, str]:
         """Every process of this job, its children's children included: {pid: command line}."""
-        found: dict[int, str] = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                environment = (entry / "environ").read_bytes()
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-            if f"{MARK}={self.mark}".encode() in environment and command:
-                found[int(entry.name)] = command.strip()
-        return found
+        return marked_processes(self.mark)
 
     def left_behind(self) -> dict[int, str]:
         """Processes that are there some time after the job has ended."""
@@ -79,6 +68,22 @@ class Job:
             except ProcessLookupError:
                 continue
         self.process.wait(REAP_S)
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    """Processes that inherited this MARK: {pid: command line}."""
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if f"{MARK}={mark}".encode() in environment and command:
+            found[int(entry.name)] = command.strip()
+    return found
 
 
 def start(script: str, arguments: Sequence[str], directory: Path, **environment: str) -> Job:

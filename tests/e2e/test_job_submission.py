@@ -1,0 +1,208 @@
+"""`scripts/submit.sh` against a cluster that `ray start --head` made, with its own token."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from actors.cluster import SUBMITTED, check_runs_dir
+from rlsys.observe.metrics import read_metrics
+from tests.e2e.job import ROOT, SMALL_QUICKSTART, Job, start
+
+BIN = Path(sys.executable).parent  # where `ray` lies beside `python`
+CHECKOUT = ("actors", "recipes", "rlsys", "scripts", ".gitignore")
+NOT_UPLOADED = (".git", ".venv", "runs", "rlsys/__pycache__")
+
+# The quickstart, which besides tells where its process and its reward's process find what they
+# import, and what was uploaded.
+PROBE = """
+import json
+import os
+from pathlib import Path
+
+import actors
+import recipes.quickstart as recipe
+import rlsys
+
+TOLD = Path({told!r})
+
+
+def tell(who: str) -> None:
+    files = [module.__file__ for module in (actors, recipe, rlsys)]
+    TOLD.joinpath(who).write_text(json.dumps({{"directory": os.getcwd(), "files": files}}))
+
+
+@rlsys.reward
+def told(rollout: rlsys.Rollout) -> float:
+    tell("reward")
+    return 1.0
+
+
+tell("entrypoint")
+TOLD.joinpath("upload").write_text(json.dumps([str(path) for path in Path().rglob("*")]))
+recipe.correct = told
+recipe.main()
+"""
+
+
+@dataclass(kw_only=True)
+class Head:
+    """A running head node."""
+
+    job: Job
+    address: str
+    environment: dict[str, str]  # of whoever may use it
+
+    def submit(
+        self, checkout: Path, *arguments: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(checkout / "scripts" / "submit.sh"), *arguments],
+            env={**self.environment, "RAY_API_SERVER_ADDRESS": self.address, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[Head]:
+    environment = {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),  # the token lies below it
+        "RAY_AUTH_MODE": "token",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    subprocess.run(
+        [BIN / "ray", "get-auth-token", "--generate"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        timeout=60,
+        check=True,
+    )
+    port = free_port()
+    # Paths of sockets lie below it, and may have 107 characters.
+    short = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+    with short as directory:
+        options = {
+            "port": 0,
+            "dashboard-port": port,
+            "dashboard-agent-listen-port": 0,
+            "dashboard-agent-grpc-port": 0,
+            "ray-client-server-port": free_port(),
+            "min-worker-port": 0,
+            "max-worker-port": 0,
+            "num-cpus": 2,
+            "object-store-memory": 80 * 2**20,
+            "temp-dir": directory,
+        }
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        job = start(
+            str(BIN / "ray"), ["start", "--head", "--block", *arguments], tmp_path, **environment
+        )
+        try:
+            job.wait_for_output("will now block forever", timeout_s=60)
+            yield Head(job=job, address=f"http://127.0.0.1:{port}", environment=environment)
+            job.process.terminate()
+            job.wait(timeout_s=60)
+            assert job.left_behind() == {}
+        finally:
+            job.end()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of this one, with what a used one holds besides."""
+    copy = tmp_path / "checkout"
+    copy.mkdir()
+    for name in CHECKOUT:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name)
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    for name in NOT_UPLOADED:
+        (copy / name).mkdir(exist_ok=True)
+        (copy / name / "large").write_bytes(bytes(1000))
+    return copy
+
+
+def test_a_submitted_quickstart_trains_from_its_upload(
+    head: Head, checkout: Path, tmp_path: Path
+) -> None:
+    (checkout / "recipes" / "probe.py").write_text(PROBE.format(told=str(tmp_path)))
+    runs = ["--runs-dir", str(tmp_path / "runs")]
+
+    refused = head.submit(checkout, "recipes/probe.py", *runs, RAY_AUTH_TOKEN="f" * 64)
+    assert refused.returncode == 1
+    assert "Invalid authentication token" in refused.stdout
+
+    submitted = head.submit(checkout, "recipes/probe.py", *SMALL_QUICKSTART, *runs)
+    assert submitted.returncode == 0, submitted.stdout
+    assert "Finished: 3 of 3 steps" in submitted.stdout
+    lines = read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")
+    assert [line["reward/mean"] for line in lines] == [1.0, 1.0, 1.0]
+
+    entrypoint, reward = (
+        json.loads((tmp_path / who).read_text()) for who in ("entrypoint", "reward")
+    )
+    upload = Path(entrypoint["directory"])
+    assert "working_dir_files" in upload.parts
+    for told in (entrypoint, reward):
+        assert all(Path(file).is_relative_to(upload) for file in told["files"]), told
+    uploaded = json.loads((tmp_path / "upload").read_text())
+    assert "recipes/data/gsm8k/train.jsonl" in uploaded
+    assert not set(NOT_UPLOADED) & set(uploaded)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no recipe"),
+        (["recipes/none.py"], "recipes/none.py is no file of "),
+        ([str(ROOT / "recipes" / "quickstart.py")], "would not be read from the upload"),
+    ],
+)
+def test_submit_refuses_what_is_no_recipe_of_the_checkout(
+    arguments: list[str], message: str
+) -> None:
+    process = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "submit.sh"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert process.returncode == 2
+    assert message in process.stderr
+
+
+def test_a_submitted_job_must_say_where_its_results_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(SUBMITTED, raising=False)
+    check_runs_dir("runs")
+    monkeypatch.setenv(SUBMITTED, "{}")
+    check_runs_dir(str(tmp_path))
+    with pytest.raises(ValueError, match=r"runs_dir='runs' is relative .* --runs-dir /"):
+        check_runs_dir("runs")
