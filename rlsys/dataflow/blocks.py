@@ -98,11 +98,11 @@ def layout_of(columns: Columns) -> Layout:
             f"column {name!r} has dtype {first}; the store holds numbers and booleans only.",
         )
         for row, array in enumerate(arrays):
-            require(
-                array.dtype == first and array.ndim == 1,
-                f"column {name!r}, row {row} of the block: {array.dtype} {array.shape}; a column "
-                f"takes one-dimensional arrays of one dtype (row 0 has {first}).",
-            )
+            if array.dtype != first or array.ndim != 1:
+                raise ValueError(
+                    f"column {name!r}, row {row} of the block: {array.dtype} {array.shape}; a "
+                    f"column takes one-dimensional arrays of one dtype (row 0 has {first})."
+                )
         dtypes.append(first.name)
     lengths = np.array([[len(array) for array in arrays] for arrays in columns.values()], np.int32)
     return Layout(tuple(columns), tuple(dtypes), lengths.tobytes())
@@ -118,14 +118,14 @@ def write_block(arena: Bytes, offset: int, layout: Layout, columns: Columns) -> 
         np.concatenate(arrays, out=np.frombuffer(arena, dtype, total, offset + start))
 
 
-def read_column(arenas: Mapping[str, Bytes], cells: Sequence[Cell], column: str) -> list[Array]:
-    """Views, one per cell, of one column; `arenas` maps shards to their bytes. No copy."""
+def read_column(arena: Bytes, cells: Sequence[Cell], column: str) -> list[Array]:
+    """Views, one per cell of one shard, of one column. No copy."""
     index: dict[int, tuple[Array, list[int]]] = {}  # by block: its column flat, and where rows end
     views = []
     for block, place in cells:
         entry = index.get(id(block))
         if entry is None:
-            entry = index[id(block)] = _flat_column(arenas[block.shard], block, column)
+            entry = index[id(block)] = _flat_column(arena, block, column)
         flat, bounds = entry
         views.append(flat[bounds[place] : bounds[place + 1]])
     return views
@@ -135,8 +135,7 @@ def pack_cells(arena: Bytes, cells: Mapping[str, Sequence[Cell]]) -> Bytes:
     """The bytes of cells (by column) of one shard, column by column: what goes to another node."""
     parts: list[Bytes] = []
     for column, of_column in cells.items():
-        arenas = {block.shard: arena for block, _ in of_column}
-        views = [view.view(np.uint8) for view in read_column(arenas, of_column, column)]
+        views = [view.view(np.uint8) for view in read_column(arena, of_column, column)]
         num_bytes = sum(map(len, views))
         parts += [*views, np.zeros(_aligned(num_bytes) - num_bytes, np.uint8)]
     return np.concatenate(parts)
@@ -160,10 +159,8 @@ def unpack_cells(packed: Bytes, cells: Mapping[str, Sequence[Cell]]) -> dict[str
 
 def _flat_column(arena: Bytes, block: BlockRef, column: str) -> tuple[Array, list[int]]:
     layout = block.layout
-    require(
-        column in layout.columns,
-        f"column {column!r} is not in a block of the columns {list(layout.columns)}.",
-    )
+    if column not in layout.columns:
+        raise ValueError(f"column {column!r} is not in a block of {list(layout.columns)}.")
     number = layout.columns.index(column)
     bounds = [0, *np.cumsum(layout.lengths[number], dtype=np.int64).tolist()]
     start = block.offset + layout.starts()[number]

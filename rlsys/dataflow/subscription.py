@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlsys.config import require
 from rlsys.dataflow.blocks import Cell
 from rlsys.dataflow.ready import ReadyQueue
 from rlsys.dataflow.rows import GroupRows, RowTable
@@ -98,11 +97,11 @@ class Subscription:
     def take_now(self, *, at_least: int | None = None) -> RowBatch | None:
         """At most `at_most` rows; None if there are fewer than `at_least`, which may be lowered to
         flush what a run has left over."""
-        require(
-            at_least is None or 0 < at_least <= self.at_least,
-            f"at_least={at_least} for stage {self.stage!r}; it subscribed to {self.at_least} rows, "
-            "a take may ask for fewer but not for more.",
-        )
+        if at_least is not None and not 0 < at_least <= self.at_least:
+            raise ValueError(
+                f"at_least={at_least} for stage {self.stage!r}; it subscribed to {self.at_least} "
+                "rows, a take may ask for fewer but not for more."
+            )
         least = self.least_candidates if at_least is None else -(-at_least // self._rows_each)
         numbers = self._queue.pop(least, self.at_most // self._rows_each)
         return self._take(numbers) if numbers else None
