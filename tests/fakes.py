@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,6 +160,9 @@ class FakeObserver:
     staleness: list[int] = field(default_factory=list)
     failures: list[RewardFailure] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
+    waited_s: defaultdict[tuple[str, str], float] = field(
+        default_factory=lambda: defaultdict(float)
+    )
 
     def step_trained(self, trained: TrainedStep) -> None:
         self.steps.append(trained)
@@ -173,6 +177,9 @@ class FakeObserver:
 
     def reward_failed(self, failure: RewardFailure) -> None:
         self.failures.append(failure)
+
+    def waited(self, stage: str, reason: str, seconds: float) -> None:
+        self.waited_s[stage, reason] += seconds
 
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
         self.deaths.append(name)

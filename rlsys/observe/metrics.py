@@ -79,6 +79,11 @@ def queue_depth(stage: str) -> str:
     return f"queue/{stage}"
 
 
+def waited_s(stage: str, reason: str) -> str:
+    """Time in which a loop of the controller had nothing to do, and why."""
+    return f"time/wait_s/{stage}/{reason}"
+
+
 def actor_work_s(actor: str) -> str:
     return f"time/work_s/{actor}"
 

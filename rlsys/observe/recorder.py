@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from rlsys.controller import Group, TrainedStep
@@ -49,6 +49,7 @@ class Recorder:
         self._num_generated_tokens = 0
         self._num_failed: Counter[str] = Counter()  # in this step
         self._shown_failures: set[str] = set()
+        self._waited_s: defaultdict[str, float] = defaultdict(float)  # by metric, in this step
         self._sync: dict[str, float] = {}
 
     def tokens_generated(self, num_tokens: int) -> None:
@@ -73,6 +74,9 @@ class Recorder:
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
         self._console.warn(f"{reason}; {num_requests} rollouts go on elsewhere")
 
+    def waited(self, stage: str, reason: str, seconds: float) -> None:
+        self._waited_s[metrics.waited_s(stage, reason)] += seconds
+
     def step_trained(self, trained: TrainedStep) -> None:
         now = self._clock()
         step_s = now - self._step_started
@@ -96,6 +100,7 @@ class Recorder:
             metrics.TIME_TRAINER_IDLE_S: max(
                 0.0, step_s - trained.result.train_s - trained.publish_s
             ),
+            **self._waited_s,
             metrics.TIME_UNIX_S: time.time(),
             metrics.THROUGHPUT_TRAINED_TOKENS: trained.result.num_tokens / step_s,
             metrics.THROUGHPUT_GENERATED_TOKENS: self._num_generated_tokens / step_s,
@@ -104,6 +109,7 @@ class Recorder:
         self._step_started = now
         self._num_generated_tokens = 0
         self._num_failed.clear()
+        self._waited_s.clear()
         self._metrics.write(line)
         records = _records(trained)
         self._rollouts.write(records)

@@ -1,0 +1,124 @@
+"""The controller: asynchronous loops over the stages of a dataflow.
+
+                         ┌─────────────── gate opens ◄── sync ◄── weights, version v+1 ──┐
+                         ▼                                                               │
+    prompts ─► issue ─► replica ─► collect ─► score ─► advantage ─► train ─► optimizer step
+                                      │          │          │          ▲
+                                      └──────────┴── store ─┴──────────┘
+
+Each loop takes from the store the rows whose columns its stage reads, and writes the columns of its
+stage; the store wakes the next. The controller sees metadata only. It drives the workers through
+the protocols of rlsys.workers, so that Ray actors and a simulation run under the same code. An
+error in any loop ends all of them and is raised from `run`.
+
+generation.py holds the loops issue, collect, sync and cancel; scoring.py score and advantage;
+training.py train; state.py what they share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from rlsys.config import RunConfig, require
+from rlsys.controller.generation import GenerationSide, Prompts
+from rlsys.controller.scoring import RewardsFailed, ScoringSide
+from rlsys.controller.state import Group, Observer, RunState, TrainedStep
+from rlsys.controller.training import TrainingSide
+from rlsys.dataflow.graph import Dataflow, PerGroupStage
+from rlsys.dataflow.ledger import Ledger
+from rlsys.dataflow.store import StreamStore
+from rlsys.errors import first_error
+from rlsys.workers import Learner, Replica, Scorer
+
+__all__ = ["Controller", "Group", "Observer", "RewardsFailed", "StallError", "TrainedStep"]
+
+
+class StallError(RuntimeError):
+    """Nothing has happened for too long; the message says what everybody waits for."""
+
+
+class Controller:
+    """Runs a dataflow to its last optimizer step.
+
+    `first_step` is the number of steps that the learner has behind it, `ledger` the run's history
+    so far: open groups in it are issued again under their own ids. Raises ValueError for a store
+    that could never hold the groups of one step.
+    """
+
+    def __init__(
+        self,
+        *,
+        flow: Dataflow,
+        config: RunConfig,
+        prompts: Prompts,
+        store: StreamStore,
+        ledger: Ledger,
+        replicas: Sequence[Replica],
+        scorer: Scorer,
+        learner: Learner,
+        observer: Observer,
+        checkpoint: Callable[[int], Awaitable[None]],
+        first_step: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        require(
+            store.has_room(config.prompts_per_step),
+            f"a step of prompts_per_step={config.prompts_per_step} groups would wait for ever: "
+            f"{store.describe()}. Raise cluster.store_gib, or lower prompts_per_step, "
+            "data.max_prompt_tokens or sampling.max_tokens.",
+        )
+        self._state = RunState(
+            config=config,
+            store=store,
+            ledger=ledger,
+            observer=observer,
+            step=first_step,
+            clock=clock,
+        )
+        self._generation = GenerationSide(self._state, prompts, replicas)
+        self._scoring = ScoringSide(self._state, scorer, flow.stage(PerGroupStage))
+        self._training = TrainingSide(
+            self._state, learner, publish=self._generation.publish, checkpoint=checkpoint
+        )
+
+    async def run(self) -> None:
+        """Train until config.num_steps. Raises the first error of any loop, after ending all."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                loops = [
+                    tasks.create_task(loop, name=name)
+                    for name, loop in (
+                        *self._generation.loops().items(),
+                        *self._scoring.loops().items(),
+                        ("watch", self._watch()),
+                    )
+                ]
+                await self._training.run()
+                for loop in loops:
+                    loop.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+
+    def shard_lost(self, shard: str) -> None:
+        """A shard of the store died: issue the groups again whose rows it held. Raises RowsLost if
+        the step under way has taken some of them."""
+        for group_id in self._state.store.lost(shard):
+            self._training.require_untouched(group_id, shard)
+            self._state.issue_again(self._state.groups[group_id])
+
+    async def _watch(self) -> None:
+        """Raises StallError when nothing at all has happened for cluster.call_timeout_s."""
+        limit = self._state.config.cluster.call_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout(limit):
+                    await self._state.progress.next()
+            except TimeoutError:
+                raise StallError(
+                    f"nothing has happened for {limit:g} s (cluster.call_timeout_s): "
+                    f"{self._training.describe()}, {len(self._state.groups)} groups are open, "
+                    f"{self._generation.describe()}; {self._state.store.describe()}. Raise the "
+                    "limit if rollouts take longer than that."
+                ) from None

@@ -1,0 +1,136 @@
+"""The controller's loops between generation and training: rewards, then advantages.
+
+store ─► score ──► reward workers ──► store ─► advantage (a function over a group) ─► store
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import torch
+
+from rlsys.controller.state import RunState
+from rlsys.dataflow.graph import PerGroupStage
+from rlsys.dataflow.selection import FIRST_COMPLETE, whole_groups
+from rlsys.dataflow.store import RowBatch
+from rlsys.rewards import RewardFailure, RewardResult
+from rlsys.workers import RowsLost, Scorer, ScoreTask
+
+# Calls to the scorer under way at a time: enough that a slow rollout holds up no other batch.
+MAX_SCORE_CALLS = 64
+
+# Steps' worth of groups that may fail, with none between them that does not, before the run ends.
+MAX_FAILED_STEPS = 2
+
+
+class RewardsFailed(RuntimeError):
+    """Too many groups in a row had no reward: the reward function is broken."""
+
+
+class ScoringSide:
+    def __init__(self, state: RunState, scorer: Scorer, advantage: PerGroupStage) -> None:
+        self._state = state
+        self._scorer = scorer
+        self._advantage = advantage
+        self._num_failed_in_a_row = 0
+        step_rows = state.config.rollouts_per_step
+        self._to_score = state.store.subscribe("score", at_most=step_rows)
+        self._to_advantage = state.store.subscribe(
+            advantage.name, at_most=step_rows, selection=whole_groups(FIRST_COMPLETE)
+        )
+
+    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        return {"score": self._score(), "advantage": self._advantages()}
+
+    async def _score(self) -> None:
+        """Consumes rollouts that have ended. Waits for one; takes all there are, and does not wait
+        for their scores before it takes the next, so that a slow one holds up no other."""
+        async with asyncio.TaskGroup() as calls:
+            slots = asyncio.Semaphore(MAX_SCORE_CALLS)
+            while True:
+                with self._state.waiting("score", "workers"):
+                    await slots.acquire()
+                with self._state.waiting("score", "rollouts"):
+                    batch = await self._to_score.take(timeout_s=None)
+                tasks = [self._task(batch, i) for i in range(len(batch))]
+                call = calls.create_task(self._score_batch(batch.rows, tasks))
+                call.add_done_callback(lambda _: slots.release())
+
+    async def _score_batch(self, rows: Sequence[int], tasks: Sequence[ScoreTask]) -> None:
+        store, groups = self._state.store, self._state.groups
+        try:
+            scored = await self._scorer.score(tasks)
+        except RowsLost:  # their groups are issued again when the shard's death is told
+            store.release("score", rows)
+            return
+        for row, task, result in zip(rows, tasks, scored, strict=True):
+            if isinstance(result.outcome, RewardFailure):
+                self._failed(row, task.group_id, result.outcome)
+        live_rows: list[int] = []
+        rewards: list[float] = []
+        for row, task, result in zip(rows, tasks, scored, strict=True):
+            group = groups.get(task.group_id)
+            # Issued again in the meantime, the group has other rows.
+            if group and row in group.rows and isinstance(result.outcome, RewardResult):
+                note = group.rollouts[task.index]
+                note.reward = result.outcome.total
+                note.components = result.outcome.components
+                note.text = result.text
+                live_rows.append(row)
+                rewards.append(note.reward)
+        if live_rows:
+            store.write("score", live_rows, scalars={"reward": rewards})
+        store.release("score", rows)
+        self._state.progress.notify()
+
+    def _task(self, batch: RowBatch, i: int) -> ScoreTask:
+        config = self._state.config
+        group = self._state.groups[batch.group_ids[i]]
+        return ScoreTask(
+            group_id=group.group_id,
+            index=batch.indices[i],
+            cell=batch.cells["token_ids"][i],
+            prompt_text=group.prompt.text,
+            metadata=group.prompt.metadata,
+            finish_reason=group.rollouts[batch.indices[i]].finish_reason,
+            record=group.group_id % config.prompts_per_step < config.observe.record_groups,
+        )
+
+    def _failed(self, row: int, group_id: int, failure: RewardFailure) -> None:
+        """One failed rollout drops its group, whose baseline would be wrong without it."""
+        state = self._state
+        state.observer.reward_failed(failure)
+        if group_id not in state.groups or row not in state.groups[group_id].rows:
+            return
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row >= MAX_FAILED_STEPS * state.config.prompts_per_step:
+            raise RewardsFailed(
+                f"{self._num_failed_in_a_row} groups in a row were dropped because of reward "
+                f"{failure.reward!r}: {failure.message}\nNo step can be filled; mend the reward "
+                "function and run again."
+            )
+        state.drop(group_id, f"reward {failure.kind}")
+
+    async def _advantages(self) -> None:
+        """Consumes groups whose rewards are all there. Waits for one; computes at once."""
+        state, stage = self._state, self._advantage
+        size = state.config.group_size
+        while True:
+            with state.waiting(stage.name, "rewards"):
+                batch = await self._to_advantage.take(timeout_s=None)
+            self._num_failed_in_a_row = 0
+            advantages: list[float] = []
+            for start in range(0, len(batch), size):
+                columns = [
+                    torch.tensor(batch.scalars[column.name][start : start + size])
+                    for column in stage.reads
+                ]
+                values = stage.function(*columns).tolist()
+                group = state.groups[batch.group_ids[start]]
+                for index, value in zip(batch.indices[start : start + size], values, strict=True):
+                    group.rollouts[index].advantage = value
+                advantages += values
+            state.store.write(stage.name, batch.rows, scalars={stage.writes[0].name: advantages})
+            state.store.release(stage.name, batch.rows)

@@ -1,0 +1,149 @@
+"""The training side of the controller: groups to micro-batches, optimizer steps, weights out.
+
+store ─► groups with advantages ─► parts of a step ─► ranks ─► optimizer step ─► publish
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from rlsys.controller.state import RunState, TrainedStep
+from rlsys.dataflow.batching import ReadyGroup, StepAssembler
+from rlsys.dataflow.blocks import Cell
+from rlsys.dataflow.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
+from rlsys.dataflow.store import RowBatch
+from rlsys.types import WeightManifest
+from rlsys.workers import Learner, RowsLost, TrainTask
+
+# Parts of a step handed to the trainer at a time: one that runs, and the next that waits for it.
+MAX_PARTS_IN_FLIGHT = 2
+
+
+class TrainingSide:
+    def __init__(
+        self,
+        state: RunState,
+        learner: Learner,
+        *,
+        publish: Callable[[WeightManifest], None],
+        checkpoint: Callable[[int], Awaitable[None]],
+    ) -> None:
+        config = state.config
+        self._state = state
+        self._learner = learner
+        self._publish = publish
+        self._checkpoint = checkpoint
+        self._assembler = StepAssembler(
+            groups_per_step=config.prompts_per_step,
+            num_ranks=config.trainer.num_ranks,
+            micro_batch_tokens=config.trainer.micro_batch_tokens,
+            stream=config.asynchrony.stream,
+        )
+        order = IN_ORDER if config.asynchrony.order == "issued" else FIRST_COMPLETE
+        self._to_train = state.store.subscribe(
+            "train", at_most=config.group_size, selection=whole_groups(order)
+        )
+        self._cells: dict[int, Cell] = {}  # of rows that wait for their part
+
+    def describe(self) -> str:
+        return f"step {self._state.step + 1} lacks {self._assembler.num_wanted} groups"
+
+    async def run(self) -> None:
+        """Consumes groups with advantages, in the order of asynchrony.order. Waits for the next
+        group of the step; a group's last reward unblocks it."""
+        while self._state.step < self._state.config.num_steps:
+            in_flight: deque[asyncio.Task[None]] = deque()
+            while not self._assembler.is_finished:
+                if self._assembler.num_wanted:
+                    with self._state.waiting("train", "groups"):
+                        batch = await self._to_train.take(timeout_s=None)
+                    self._assembler.add(self._fresh(batch))
+                while (part := self._assembler.next_part()) is not None:
+                    if len(in_flight) == MAX_PARTS_IN_FLIGHT:
+                        await in_flight.popleft()
+                    in_flight.append(asyncio.create_task(self._train(part)))
+            await asyncio.gather(*in_flight)
+            await self._finish_step()
+
+    def require_untouched(self, group_id: int, shard: str) -> None:
+        """Raise RowsLost if the step under way has taken the group, whose shard has died."""
+        if group_id in self._assembler.group_ids:
+            raise RowsLost(
+                f"shard {shard} of the store died with rows of group {group_id}, which the trainer "
+                f"was about to read for step {self._state.step + 1}; resume from the newest "
+                "checkpoint."
+            )
+
+    def _fresh(self, batch: RowBatch) -> list[ReadyGroup]:
+        """Drops groups with a token older than the bound: none may enter a gradient."""
+        state, size = self._state, self._state.config.group_size
+        ready = []
+        for start in range(0, len(batch), size):
+            rows = batch.rows[start : start + size]
+            group = state.groups[batch.group_ids[start]]
+            if min(note.min_version for note in group.rollouts) < state.oldest_version_allowed:
+                state.drop(group.group_id, "stale")
+                state.store.release("train", rows)
+                continue
+            cells = batch.cells["token_ids"][start : start + size]
+            self._cells.update(zip(rows, cells, strict=True))
+            ready.append(
+                ReadyGroup(
+                    group_id=group.group_id, row_ids=tuple(rows), num_tokens=group.num_tokens
+                )
+            )
+        return ready
+
+    async def _train(self, shares: list[list[ReadyGroup]]) -> None:
+        await self._learner.accumulate(
+            [[task for ready in share for task in self._tasks(ready)] for share in shares]
+        )
+        rows = [row for share in shares for ready in share for row in ready.row_ids]
+        self._state.store.release("train", rows)
+        self._state.progress.notify()
+
+    def _tasks(self, ready: ReadyGroup) -> list[TrainTask]:
+        group = self._state.groups[ready.group_id]
+        return [
+            TrainTask(
+                cell=self._cells.pop(row),
+                advantage=note.advantage,
+                group_id=group.group_id,
+                group_size=len(group.rollouts),
+                group_num_tokens=group.num_completion_tokens,
+            )
+            for row, note in zip(ready.row_ids, group.rollouts, strict=True)
+        ]
+
+    async def _finish_step(self) -> None:
+        state, config = self._state, self._state.config
+        result = await self._learner.optimizer_step()
+        state.step += 1
+        group_ids = self._assembler.group_ids
+        self._assembler.finish()
+        state.ledger.train(group_ids, step=state.step)
+        trained = [state.groups.pop(group_id) for group_id in sorted(group_ids)]
+        self._drop_what_comes_too_late()
+        start = state.clock()
+        self._publish(await self._learner.publish())
+        state.observer.step_trained(
+            TrainedStep(
+                step=state.step, result=result, groups=trained, publish_s=state.clock() - start
+            )
+        )
+        is_due = config.checkpoint_every and state.step % config.checkpoint_every == 0
+        if is_due or state.step == config.num_steps:
+            await self._checkpoint(state.step)
+        state.progress.notify()
+
+    def _drop_what_comes_too_late(self) -> None:
+        """Groups whose first tokens may be older than the next step may train on; after the last
+        step, whatever is left of what was issued beyond it."""
+        state = self._state
+        for group in list(state.groups.values()):
+            if state.step == state.config.num_steps:
+                state.drop(group.group_id, "surplus")
+            elif group.version < state.oldest_version_allowed:
+                state.drop(group.group_id, "stale")
