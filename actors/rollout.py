@@ -12,9 +12,11 @@ import numpy.typing as npt
 import ray
 
 from actors.calls import Worker, WorkerDied
-from actors.store import StoreAddress, StoreClient
+from actors.store import ShardLost, StoreAddress, StoreClient
 from actors.store_shards import StoreShards
 from actors.trainer import RayLearner
+from rlsys.dataflow.blocks import BlockRef, Columns
+from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
@@ -26,6 +28,9 @@ from rlsys.workers import Collected, FinishedRollout, ReplicaDied
 # How long one `collect` waits for a rollout to end. Not a limit on rollouts: the next call goes on
 # waiting. It bounds how late the death of an actor is noticed.
 COLLECT_WAIT_S = 5.0
+
+# For the controller to notice a dead shard and to start another.
+NEW_SHARD_TIMEOUT_S = 60.0
 
 # How often the tokens of long requests travel to the controller, and how many make a request long:
 # what is lost when the process dies, against what telling costs.
@@ -44,6 +49,7 @@ class RolloutActor:
         self._engine = make_engine()
         self._switch = WeightSwitch(self._engine)
         self._store = StoreClient(store)
+        self._store_changed = Signal()
         self._prompts: dict[str, Sequence[int]] = {}
         self._priors: dict[str, Generation] = {}
         self._told_progress_at = time.monotonic()
@@ -82,7 +88,7 @@ class RolloutActor:
         prompts = [self._prompts.pop(g.request_id) for g in generations]
         for generation in generations:
             self._priors.pop(generation.request_id, None)
-        block = await self._store.put_async(
+        block = await self._put(
             {
                 "prompt_token_ids": [np.asarray(prompt, np.int32) for prompt in prompts],
                 "token_ids": [g.token_ids for g in generations],
@@ -103,6 +109,25 @@ class RolloutActor:
             for place, (g, prompt) in enumerate(zip(generations, prompts, strict=True))
         ]
         return Collected(finished=finished, partial=partial)
+
+    async def use_store(self, address: StoreAddress) -> None:
+        """The shard that this actor wrote to has died; there are others."""
+        self._store = StoreClient(address)
+        self._store_changed.notify()
+
+    async def _put(self, columns: Columns) -> BlockRef:
+        """Raises ShardLost if the shard has died and the controller names no other in time."""
+        while True:
+            store = self._store
+            try:
+                return await store.put_async(columns)
+            except ShardLost as death:
+                try:
+                    async with asyncio.timeout(NEW_SHARD_TIMEOUT_S):
+                        while self._store is store:
+                            await self._store_changed.next()
+                except TimeoutError:
+                    raise death from None
 
     async def _progress(self) -> list[Generation]:
         """What long requests have so far, at most every PROGRESS_EVERY_S."""
@@ -157,14 +182,14 @@ class RayReplica:
         self.worker = worker
         self._learner = learner
         self._shards = shards
-        self._node_id = self._actor_id = ""
+        self.node_id = self._actor_id = ""
 
     @property
     def name(self) -> str:
         return self.worker.name
 
     async def start(self) -> None:
-        self._node_id, self._actor_id = await self.worker.call("place")
+        self.node_id, self._actor_id = await self.worker.call("place")
         await self.worker.call("start")
 
     async def submit(
@@ -180,7 +205,7 @@ class RayReplica:
         await self._call("abort", list(request_ids))
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
-        is_local = self._node_id == self._learner.node_id
+        is_local = self.node_id == self._learner.node_id
         content = None if is_local else self._learner.weights_content(manifest)
         pause_s: float = await self._call("update_weights", manifest, content, delayed)
         return pause_s

@@ -21,11 +21,11 @@ class StoreShards:
     """All shards, as the controller sees them.
 
     `run` must be running: it hands freed rows back, in one call at a time per shard, and calls
-    `on_lost` with the name of a shard that died. Other failures are raised from it.
+    `on_lost` with the address of a shard that died. Other failures are raised from it.
     """
 
     def __init__(
-        self, *, capacity_bytes: int, timeout_s: float, on_lost: Callable[[str], None]
+        self, *, capacity_bytes: int, timeout_s: float, on_lost: Callable[[ShardAddress], None]
     ) -> None:
         self._capacity_bytes = capacity_bytes
         self._timeout_s = timeout_s
@@ -99,7 +99,7 @@ class StoreShards:
         except* WorkerDied:
             name = shard.worker.name
             if self._shards.pop(name, None):
-                self._on_lost(name)
+                self._on_lost(shard.address)
 
 
 class _Shard:

@@ -12,11 +12,11 @@ from typing import Any
 
 import ray
 
-from actors.calls import Worker, WorkerError
+from actors.calls import Worker, WorkerDied, WorkerError
 from actors.factories import RewardFactory, RolloutFactory, TrainerFactory
 from actors.reward import RayScorer, RewardActor
 from actors.rollout import RayReplica, RolloutActor
-from actors.store import ShardLost
+from actors.store import ShardAddress, ShardLost
 from actors.store_shards import StoreShards
 from actors.tracing import TraceCollector
 from actors.trainer import RayLearner, TrainerActor
@@ -45,9 +45,11 @@ class Team:
         self.shards = StoreShards(
             capacity_bytes=int(config.cluster.store_gib * 2**30),
             timeout_s=config.cluster.call_timeout_s,
-            on_lost=lambda shard: self.on_shard_lost(shard),
+            on_lost=self._shard_lost,
         )
+        self._lost_shards: asyncio.Queue[ShardAddress] = asyncio.Queue()
         self.on_shard_lost: Callable[[str], None] = _raise_shard_lost
+        """Told the name of a shard that has died; raises if the run cannot go on."""
 
     async def hire(self, places: list[dict[str, Any]]) -> None:
         """Create every actor; they build their engines when they are started. `places` holds the
@@ -96,7 +98,7 @@ class Team:
 
     async def serve_while(self, work: Awaitable[None], stepped: Signal) -> None:
         """Run `work`, and beside it what it needs: freed rows go back, traces come in."""
-        services = [asyncio.create_task(self.shards.run())]
+        services = [asyncio.create_task(self.shards.run()), asyncio.create_task(self._repair())]
         if self._trace is not None:
             traces = TraceCollector(self._trace, lambda: self.workers)
             services.append(asyncio.create_task(traces.run(stepped)))
@@ -115,6 +117,22 @@ class Team:
             for task in (main, *services):
                 task.cancel()
             await asyncio.gather(main, *services, return_exceptions=True)
+
+    def _shard_lost(self, shard: ShardAddress) -> None:
+        self.on_shard_lost(shard.name)
+        self._lost_shards.put_nowait(shard)
+
+    async def _repair(self) -> None:
+        """Start a shard in place of each that died, where its node still lives."""
+        while True:
+            lost = await self._lost_shards.get()
+            if lost.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+                continue
+            await self.shards.add(lost.node_id)
+            for replica in self.replicas:
+                if replica.node_id == lost.node_id:
+                    with contextlib.suppress(WorkerDied):  # whoever collects from it notices
+                        await replica.worker.call("use_store", self.shards.address)
 
     async def close(self) -> None:
         """End every actor; those with processes and files of their own are asked first."""

@@ -103,9 +103,9 @@ class Controller:
 
     def shard_lost(self, shard: str) -> None:
         """A shard of the store died: issue the groups again whose rows it held. Raises RowsLost if
-        the step under way has taken some of them."""
+        the trainer may be reading some of them."""
         for group_id in self._state.store.lost(shard):
-            self._training.require_untouched(group_id, shard)
+            self._training.shard_lost(group_id, shard)
             self._state.issue_again(self._state.groups[group_id])
 
     async def _watch(self) -> None:

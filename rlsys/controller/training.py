@@ -67,14 +67,19 @@ class TrainingSide:
             await asyncio.gather(*in_flight)
             await self._finish_step()
 
-    def require_untouched(self, group_id: int, shard: str) -> None:
-        """Raise RowsLost if the step under way has taken the group, whose shard has died."""
-        if group_id in self._assembler.group_ids:
+    def shard_lost(self, group_id: int, shard: str) -> None:
+        """A group's rows are gone: forget it. Raises RowsLost if the trainer may be reading it."""
+        if group_id not in self._assembler.group_ids:
+            return
+        group = self._assembler.take_back(group_id)
+        if group is None:
             raise RowsLost(
                 f"shard {shard} of the store died with rows of group {group_id}, which the trainer "
-                f"was about to read for step {self._state.step + 1}; resume from the newest "
-                "checkpoint."
+                f"was reading for step {self._state.step + 1}; resume from the newest checkpoint."
             )
+        for row in group.row_ids:
+            del self._cells[row]
+        self._state.store.release("train", group.row_ids)
 
     def _fresh(self, batch: RowBatch) -> list[ReadyGroup]:
         """Drops groups with a token older than the bound: none may enter a gradient."""

@@ -51,6 +51,13 @@ class StepAssembler:
         assert len(groups) <= self.num_wanted, "more groups than the step takes"
         self._groups.extend(groups)
 
+    def take_back(self, group_id: int) -> ReadyGroup | None:
+        """Remove a group that no part has handed out yet; None if one has."""
+        for place in range(self._num_taken, len(self._groups)):
+            if self._groups[place].group_id == group_id:
+                return self._groups.pop(place)
+        return None
+
     def next_part(self) -> list[list[ReadyGroup]] | None:
         """The part that is due, split over the ranks by tokens; None if none is."""
         pending = self._groups[self._num_taken :]

@@ -120,10 +120,10 @@ def test_a_reward_that_sometimes_fails_is_counted_and_dropped(tmp_path: Path) ->
     script.write_text(BROKEN_REWARD.format(root=str(ROOT), body=body))
     job = run(str(script), [*SMALL_QUICKSTART, "--runs-dir", str(tmp_path / "runs")], tmp_path)
     assert job.returncode == 0, job.output
-    last = read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")[-1]
-    assert last["rollouts/dropped"] >= 2 * 4
-    assert last["rewards/failed"] >= 4
-    assert last["reward/mean"] == 1.0
+    lines = read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")
+    assert lines[-1]["rollouts/dropped"] >= 2 * 4
+    assert sum(line["rewards/failed"] for line in lines) >= 4
+    assert lines[-1]["reward/mean"] == 1.0
 
 
 @pytest.mark.parametrize(

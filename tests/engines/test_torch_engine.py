@@ -20,8 +20,15 @@ from rlsys.engines.generation.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.torch_engine import TorchEngine
 from rlsys.layout.transport.shm import write_weights
+from rlsys.tiny_models import Family
 from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
-from tests.engines.torch_engine_harness import build_model, prompt, request, trainer_logprobs
+from tests.engines.torch_engine_harness import (
+    FAMILIES,
+    build_model,
+    prompt,
+    request,
+    trainer_logprobs,
+)
 
 TIMEOUT_S = 60
 
@@ -95,6 +102,31 @@ def test_requests_come_back_and_are_counted(model_path: Path) -> None:
             assert stats.num_generated_tokens == 120
 
     asyncio.run(scenario())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampler_and_trainer_agree_on_a_gpu(family: Family, tmp_path: Path) -> None:
+    path = build_model(tmp_path, family)
+    manifest, _ = publish(path, 1, change=0.0)
+
+    async def scenario() -> dict[str, Generation]:
+        async with running_engine(path, device="cuda") as engine:
+            await engine.pause()
+            await engine.load(manifest)
+            await engine.resume()
+            engine.submit(requests)
+            return await collect(engine, len(requests))
+
+    requests = [
+        request(str(i), prompt(3 + 5 * i % 23, seed=i), seed=i, max_tokens=2 + 7 * i % 41, top_k=50)
+        for i in range(40)
+    ]
+    ended = asyncio.run(scenario())
+    model = load_causal_lm(path, dtype="float32", device="cuda")
+    for asked in requests:
+        expected = logprobs_under(model, asked, ended[asked.request_id])
+        np.testing.assert_allclose(ended[asked.request_id].sampler_logprobs, expected, atol=1e-4)
 
 
 def test_the_models_own_end_of_sequence_stops_by_default(model_path: Path) -> None:

@@ -101,12 +101,13 @@ def trainer_logprobs(
 ) -> list[torch.Tensor]:
     """As the trainer computes them: right-padded rows through the backbone without a mask."""
     rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-    token_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    device = next(model.parameters()).device
+    token_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=device)
     for i, row in enumerate(rows):
         token_ids[i, : len(row)] = torch.tensor(row)
     with torch.no_grad():
         hidden = model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
-        logprobs = (head_logits(model, hidden) / temperature).log_softmax(-1)
+        logprobs = (head_logits(model, hidden) / temperature).log_softmax(-1).cpu()
     return [
         logprobs[i, len(prompt) - 1 : len(rows[i]) - 1]
         .gather(1, torch.tensor(completion)[:, None])

@@ -149,9 +149,7 @@ def run_ranks(world_size: int, scenario: Scenario, directory: Path) -> list[Any]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    spawn(
-        _rank_main, (world_size, port, scenario, directory), nprocs=world_size
-    )
+    spawn(_rank_main, (world_size, port, scenario, directory), nprocs=world_size)
     return [pickle.loads((directory / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
