@@ -1,0 +1,135 @@
+"""A run over two Ray nodes of this machine: the trainer on one, the replica on the other.
+
+The head has 1 CPU, the second node 2, and the replica asks for 2: only one placement exists.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from rlsys.observe.metrics import read_metrics
+from tests.e2e.job import MARK, SMALL_QUICKSTART, Job, marked_processes, start
+
+NODE_OPTIONS = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+
+
+@dataclass(kw_only=True)
+class TwoNodes:
+    cluster: Any
+    second: Any  # the node with 2 CPUs
+    mark: str  # in the environment of both nodes' processes, actors included
+
+    def start_job(self, directory: Path, *arguments: str) -> Job:
+        where = ["--runs-dir", str(directory / "runs"), "--cluster.address", self.cluster.address]
+        arguments = (*SMALL_QUICKSTART, "--rollout.num-cpus", "2", *where, *arguments)
+        return start("recipes/quickstart.py", arguments, directory)
+
+    def actors(self) -> dict[str, int]:
+        """Class of each actor of a job, and the process id of its node's raylet."""
+        found = {}
+        for pid, command in marked_processes(self.mark).items():
+            if actor := re.match(r"ray::(\w+(?:Actor|Shard))\b", command):
+                found[actor[1]] = _parent(pid)
+        return found
+
+    @property
+    def second_raylet(self) -> int:
+        raylet: int = self.second.all_processes["raylet"][0].process.pid
+        return raylet
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return -1  # gone
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[TwoNodes]:
+    mark = uuid.uuid4().hex
+    # Paths of sockets lie below it, and may have 107 characters.
+    short = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+    with pytest.MonkeyPatch.context() as patch, short as directory:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv(MARK, mark)
+        head_options = {**NODE_OPTIONS, "num_cpus": 1, "temp_dir": directory}
+        cluster = Cluster(initialize_head=True, head_node_args=head_options)
+        try:
+            second = cluster.add_node(num_cpus=2, **NODE_OPTIONS)
+            yield TwoNodes(cluster=cluster, second=second, mark=mark)
+        finally:
+            cluster.shutdown()
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float, job: Job) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, job.output
+        time.sleep(0.1)  # other processes come and go, and nothing tells us when
+
+
+def test_trainer_and_replica_on_different_nodes(two_nodes: TwoNodes, tmp_path: Path) -> None:
+    job = two_nodes.start_job(tmp_path)
+    try:
+        wait_until(lambda: {"TrainerActor", "RolloutActor"} <= two_nodes.actors().keys(), 60, job)
+        nodes = two_nodes.actors()
+        assert nodes["RolloutActor"] == two_nodes.second_raylet
+        assert nodes["TrainerActor"] not in (two_nodes.second_raylet, -1)
+        assert job.wait(120) == 0, job.output
+        wait_until(lambda: not two_nodes.actors(), 20, job)
+    finally:
+        job.end()
+    lines = read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    # The replica samples with the trainer's weights, the trainer reads what the replica sampled.
+    assert abs(lines[0]["kl/sampler_trainer"]) <= 1e-6
+    assert max(line["staleness/max"] for line in lines) == 1
+    assert (tmp_path / "runs" / "quickstart" / "hf" / "config.json").is_file()
+
+
+def test_a_cluster_that_is_too_small_says_what_it_lacks(
+    two_nodes: TwoNodes, tmp_path: Path
+) -> None:
+    job = two_nodes.start_job(tmp_path, "--trainer.num-ranks", "2")
+    try:
+        assert job.wait(60) == 1
+    finally:
+        job.end()
+    assert "needs 4 CPUs (trainer-0 (1 CPU), trainer-1 (1 CPU), rollout-0 (2 CPU))" in job.output
+    assert "the cluster has 2 node(s): " in job.output
+    assert "finds no place. Lower trainer.num_ranks" in job.output
+    assert "Traceback" not in job.output
+
+
+def test_room_held_by_another_run_and_a_node_that_dies(two_nodes: TwoNodes, tmp_path: Path) -> None:
+    """One test for both, because a run that holds the room takes long to start. The last one of
+    this module: it takes the second node away."""
+    first = two_nodes.start_job(tmp_path, "--num-steps", "100000", "--name", "first")
+    try:
+        first.wait_for_output("Starting rollout-0", timeout_s=60)
+        second = two_nodes.start_job(tmp_path, "--cluster.start-timeout-s", "2", "--name", "second")
+        try:
+            assert second.wait(60) == 1
+        finally:
+            second.end()
+        assert "others have held it for 2 s (cluster.start_timeout_s)" in second.output
+
+        first.wait_for_output("stale avg/max", timeout_s=120)
+        two_nodes.cluster.remove_node(two_nodes.second, allow_graceful=False)
+        assert first.wait(60) == 1
+        assert re.search(r"^error: .*\bdied\b", first.output, re.MULTILINE), first.output
+        assert "Traceback" not in first.output
+        wait_until(lambda: not two_nodes.actors(), 20, first)
+    finally:
+        first.end()
