@@ -7,10 +7,13 @@ through the methods of `Ranks`, on the CPU. One rank sends nothing and needs no 
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from rlsys.engines.training.network import interface_towards
 
 
 def init_process_group(
@@ -20,6 +23,8 @@ def init_process_group(
 
     `timeout_s` also limits every later collective. Raises TimeoutError if they do not all come.
     """
+    if interface := interface_towards(master_address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     host = f"[{master_address}]" if ":" in master_address else master_address
     try:
         dist.init_process_group(
