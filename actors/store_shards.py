@@ -57,7 +57,7 @@ class StoreShards:
         )
         worker = Worker(name, handle, timeout_s=self._timeout_s)
         address: ShardAddress = await worker.call("address")
-        self._shards[name] = _Shard(worker, address)
+        self._shards[name] = _Shard(worker, address, timeout_s=self._timeout_s)
         self._added.notify()
         return address
 
@@ -85,11 +85,11 @@ class StoreShards:
 
     async def close(self) -> None:
         """Remove all arenas and end the shards."""
-        for shard in self._shards.values():
+        shards, self._shards = self._shards, {}  # their deaths are no losses from now on
+        for shard in shards.values():
             with contextlib.suppress(WorkerError):  # it is gone already, or will be killed
                 await shard.worker.call("close")
             shard.worker.kill()
-        self._shards.clear()
 
     async def _keep(self, shard: _Shard) -> None:
         try:
@@ -105,9 +105,10 @@ class StoreShards:
 class _Shard:
     """One shard, and what it is to be told."""
 
-    def __init__(self, worker: Worker, address: ShardAddress) -> None:
+    def __init__(self, worker: Worker, address: ShardAddress, *, timeout_s: float) -> None:
         self.worker = worker
         self.address = address
+        self._timeout_s = timeout_s
         self._freed: Counter[int] = Counter()
         self._changed = Signal()
         # One call at a time: a reclaim must not overtake what was freed before it.
@@ -130,7 +131,7 @@ class _Shard:
 
     async def watch(self) -> None:
         while True:
-            await self.worker.call("watch", WATCH_S)
+            await self.worker.call("watch", WATCH_S, timeout_s=WATCH_S + self._timeout_s)
 
     async def _send(self) -> None:
         freed, self._freed = self._freed, Counter()

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.store import StoreAddress, StoreClient
+from actors.store import ShardAddress, StoreAddress, StoreClient
 from actors.store_shards import StoreShards
 from rlsys.dataflow.blocks import BlockRef, Cell, Layout
 from rlsys.dataflow.selection import whole_groups
@@ -216,8 +216,8 @@ async def _repeat(
     return statistics.median(t for t, _ in times), statistics.median(t for _, t in times)
 
 
-def _fail(shard: str) -> None:
-    raise RuntimeError(f"shard {shard} died while it was measured")
+def _fail(shard: ShardAddress) -> None:
+    raise RuntimeError(f"shard {shard.name} died while it was measured")
 
 
 def measure_control() -> dict[str, Any]:

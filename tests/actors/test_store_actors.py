@@ -1,0 +1,241 @@
+"""Shards and clients on two Ray nodes of this machine: near and far reads, backpressure, deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.store import ShardAddress, ShardLost, StoreAddress, StoreClient
+from actors.store_shards import StoreShards
+from rlsys.dataflow.arena import PAGE_BYTES, PREFIX
+from rlsys.dataflow.blocks import Array, BlockRef, Cell
+from rlsys.dataflow.store import StageSpec, StreamStore
+
+REPOSITORY = Path(__file__).parents[2]
+TIMEOUT_S = 60.0
+CAPACITY_BYTES = 16 * PAGE_BYTES
+
+
+class Writer:
+    """Another process that uses the store."""
+
+    def __init__(self, address: StoreAddress) -> None:
+        self._store = StoreClient(address)
+
+    def put(self, numbers: list[int], num_tokens: int) -> BlockRef:
+        return self._store.put(rows(numbers, num_tokens))
+
+    def get(self, cells: list[Cell]) -> list[list[int]]:
+        return [ids.tolist() for ids in self._store.get(cells, ["ids"])["ids"]]
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def rows(numbers: list[int], num_tokens: int) -> dict[str, list[Array]]:
+    """A row is a number, repeated; the flags are as many as its place in the block."""
+    return {
+        "ids": [np.full(num_tokens, number, np.int32) for number in numbers],
+        "flags": [np.full(place, True) for place in range(len(numbers))],
+    }
+
+
+async def read(client: StoreClient, cells: list[Cell]) -> list[list[int]]:
+    columns = await client.get_batch_async({"ids": cells, "flags": cells})
+    assert [len(flags) for flags in columns["flags"]] == [place for _, place in cells]
+    return [ids.tolist() for ids in columns["ids"]]
+
+
+def is_mapped(array: Array) -> bool:
+    """Whether its bytes lie in an arena that this process maps."""
+    address = array.__array_interface__["data"][0]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if start <= address < end:
+            return PREFIX in line
+    return False
+
+
+@dataclass
+class Nodes:
+    cluster: Any
+    here: str
+    there: str
+    there_node: Any
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    options = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
+    # Sockets lie below it, and their paths may have 107 characters.
+    short = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+    with pytest.MonkeyPatch.context() as patch, short as directory:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        cluster = Cluster(initialize_head=True, head_node_args={**options, "temp_dir": directory})
+        try:
+            ray.init(
+                address=cluster.address,
+                logging_level="ERROR",
+                log_to_driver=False,
+                runtime_env={"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}"}},
+            )
+            second = cluster.add_node(**options)
+            yield Nodes(cluster, cluster.head_node.node_id, second.node_id, second)
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@asynccontextmanager
+async def running_shards(
+    node_ids: Sequence[str],
+    on_lost: Callable[[ShardAddress], None],
+    *,
+    timeout_s: float = TIMEOUT_S,
+) -> AsyncIterator[StoreShards]:
+    shards = StoreShards(capacity_bytes=CAPACITY_BYTES, timeout_s=timeout_s, on_lost=on_lost)
+    running = asyncio.create_task(shards.run())
+    try:
+        for node_id in node_ids:
+            await shards.add(node_id)
+        yield shards
+    finally:
+        await shards.close()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
+def start_writer(address: StoreAddress, node_id: str) -> Any:
+    place = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(Writer).options(num_cpus=0, scheduling_strategy=place).remote(address)
+
+
+async def answer(call: Awaitable[Any]) -> Any:
+    return await asyncio.wait_for(call, TIMEOUT_S)
+
+
+def fail(shard: ShardAddress) -> None:
+    raise AssertionError(f"{shard.name} died")
+
+
+def test_rows_are_read_near_without_a_copy_and_far_in_one_transfer(nodes: Nodes) -> None:
+    async def run() -> None:
+        async with running_shards([nodes.here, nodes.there], fail) as shards:
+            near = StoreClient(shards.address)  # in this process, on the first node
+            far = start_writer(shards.address, nodes.there)
+            mine = await near.put_async(rows([1, 2, 3], 5))
+            others = await answer(far.put.remote([7, 8], 2))
+            assert (mine.shard, others.shard) == tuple(s.name for s in shards.address.shards)
+            mixed = [(others, 1), (mine, 1), (others, 0), (mine, 1)]
+            expected = [[8] * 2, [2] * 5, [7] * 2, [2] * 5]
+            assert await answer(far.get.remote(mixed)) == expected
+            assert await read(near, mixed) == expected
+            columns = await near.get_async([(mine, 2), (others, 0)], ["ids"])
+            assert [is_mapped(ids) for ids in columns["ids"]] == [True, False]
+            assert not any(ids.flags.writeable for ids in columns["ids"])
+
+            # A shard that comes later is found by the clients that are there.
+            late = await shards.add(nodes.here)
+            block = await StoreClient(StoreAddress(shards=(late,), timeout_s=TIMEOUT_S)).put_async(
+                rows([9], 1)
+            )
+            assert block.shard == late.name
+            assert await read(near, [(block, 0), (mine, 0)]) == [[9], [1] * 5]
+            assert await answer(far.get.remote([(block, 0), (others, 1)])) == [[9], [8] * 2]
+
+    asyncio.run(run())
+
+
+def test_writers_wait_for_room_and_are_told_what_fills_it(nodes: Nodes) -> None:
+    async def run() -> None:
+        async with running_shards([nodes.here], fail) as shards:
+            [shard] = shards.address.shards
+            handle = ray.get_actor(shard.name)
+            hasty = start_writer(replace(shards.address, timeout_s=1.0), nodes.here)
+            page = PAGE_BYTES // 4  # ids, so that a row fills a page
+            blocks = [await answer(hasty.put.remote([number], page)) for number in range(16)]
+            with pytest.raises(TimeoutError, match=r"waited 1 s for .* 16 rows that are still"):
+                await answer(hasty.put.remote([16], page))
+
+            patient = StoreClient(shards.address)
+            waiting = asyncio.create_task(patient.put_async(rows([17], page)))
+            await answer(handle.bytes_leased.remote())
+            assert not waiting.done()
+            shards.free({shard.name: {blocks[3].lease: 1}})
+            block = await waiting
+            assert block.offset == blocks[3].offset
+            with pytest.raises(LookupError, match=r"read after they had been freed \(leases \[4\]"):
+                await answer(handle.fetch.remote({"ids": [(blocks[3], 0)]}))
+            with pytest.raises(ValueError, match="a block of 80000 bytes does not fit"):
+                await patient.put_async(rows([1], 20_000))
+
+            # A writer dies: of its leases only what is needed is kept.
+            ray.kill(hasty)
+            await shards.reclaim(hasty._actor_id.hex(), lambda shard: {blocks[0].lease: 1})
+            assert await answer(handle.bytes_leased.remote()) == 2 * PAGE_BYTES
+
+    asyncio.run(run())
+
+
+def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
+    """The last test of this module: it takes the second node away."""
+
+    async def run() -> None:
+        lost: asyncio.Queue[ShardAddress] = asyncio.Queue()
+        async with running_shards([nodes.here, nodes.there], lost.put_nowait) as shards:
+            store = StreamStore(
+                tensors=["ids", "flags"],
+                scalars=[],
+                stages=[
+                    StageSpec(name="generate", writes=("ids", "flags")),
+                    StageSpec(name="train", reads=("ids", "flags")),
+                ],
+                group_size=2,
+                max_bytes=1000,
+                max_row_bytes=100,
+                on_free=shards.free,
+            )
+            train = store.subscribe("train", at_most=2)
+            near = StoreClient(shards.address)
+            far = start_writer(shards.address, nodes.there)
+            blocks = {
+                10: await near.put_async(rows([10, 10], 3)),
+                11: await answer(far.put.remote([11, 11], 3)),
+            }
+            for group_id, block in blocks.items():
+                added = store.add_group(group_id)
+                store.write(
+                    "generate", added, block=block, versions=[(0, 0)] * 2, num_tokens=[3, 3]
+                )
+            nodes.cluster.remove_node(nodes.there_node, allow_graceful=False)
+            name = (await asyncio.wait_for(lost.get(), TIMEOUT_S)).name
+            assert name == blocks[11].shard
+            assert store.lost(name) == [11]
+            assert [shard.name for shard in shards.address.shards] == [blocks[10].shard]
+            with pytest.raises(ShardLost, match=name):
+                await read(near, [(blocks[11], 0)])
+
+            # The rest goes on to its end: released and given back, the arena is empty.
+            batch = await train.take(timeout_s=TIMEOUT_S)
+            assert batch.group_ids == [10, 10]
+            columns = await near.get_batch_async(batch.cells)
+            assert [ids.tolist() for ids in columns["ids"]] == [[10] * 3] * 2
+            store.release("train", batch.rows)
+            near.close()
+            await shards.reclaim("nobody", store.live_rows)  # sends what was freed, too
+            handle = ray.get_actor(blocks[10].shard)
+            assert await answer(handle.bytes_leased.remote()) == 0
+
+    asyncio.run(run())
