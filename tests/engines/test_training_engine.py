@@ -13,8 +13,8 @@ import torch
 from rlsys.algorithms.aggregation import constant_length, prompt_mean, sequence_mean, token_mean
 from rlsys.algorithms.losses import reinforce
 from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.training.fsdp_engine import supervised_row
 from rlsys.engines.training.protocol import Aggregation, LossInputs
+from rlsys.engines.training.supervised import supervised_row
 from rlsys.layout.transport.shm import open_weights
 from rlsys.tiny_models import Family
 from rlsys.types import MicroBatch, TrainRow
@@ -344,6 +344,20 @@ def test_a_supervised_step_does_not_mix_with_a_begun_one(model_path: Path) -> No
     accumulate(engine, [make_rows(1)])
     with pytest.raises(ValueError, match="call optimizer_step first"):
         engine.sft_step([[1, 2]], [1])
+
+
+def test_a_loss_that_is_already_a_mean_is_refused(model_path: Path) -> None:
+    def mean_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -inputs.trainer_logprobs.mean(), {}
+
+    def mean_metric(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -inputs.trainer_logprobs, {"my/metric": inputs.entropy.mean()}
+
+    rows = MicroBatch(rows=make_rows(2))
+    with pytest.raises(ValueError, match=r"mean_loss.*its loss with shape \(\)"):
+        make_engine(model_path, loss=mean_loss).accumulate(rows)
+    with pytest.raises(ValueError, match=r"mean_metric.*my/metric with shape \(\)"):
+        make_engine(model_path, loss=mean_metric).accumulate(rows)
 
 
 def test_several_ranks_need_a_process_group(model_path: Path) -> None:

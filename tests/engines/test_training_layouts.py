@@ -145,7 +145,9 @@ def assert_same_training(found: Trained, expected: Trained) -> None:
     for result, other in zip(found.results, expected.results, strict=True):
         assert result.metrics == pytest.approx(other.metrics, rel=1e-4, abs=1e-6)
         assert result.num_tokens == other.num_tokens
-    assert_same(found.weights, expected.weights, rtol=1e-3, atol=1e-4)
+    # Adam moves a weight by about the learning rate, 1e-2, however small its gradient: where that
+    # is all rounding, so is a part of the move. The second step's metrics see the weights too.
+    assert_same(found.weights, expected.weights, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -218,7 +220,7 @@ def test_a_checkpoint_may_change_the_number_of_ranks(
     of_one, of_two = make_engine(directory / "qwen3"), make_engine(directory / "qwen3")
     of_one.load(directory / "saved-by-one")
     of_two.load(directory / "saved-by-two")
-    assert_same(weights(of_two), weights(of_one), rtol=1e-3, atol=1e-4)
+    assert_same(weights(of_two), weights(of_one), rtol=0, atol=2e-3)
 
 
 def test_two_ranks_export_what_transformers_loads(

@@ -11,10 +11,9 @@ optimizer step, where one reduction brings the sums of all micro-batches and ran
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +37,7 @@ from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks
 from rlsys.engines.training.sharding import recompute_activations, shard, whole
 from rlsys.engines.training.statistics import StepStatistics, StepSums
+from rlsys.engines.training.supervised import supervised_loss, supervised_row
 from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.engines.training.trainer_state import load_state, save_state
 from rlsys.observe import metrics
@@ -255,6 +255,7 @@ class FSDPEngine:
             row_index=batch.row_index,
         )
         token_loss, token_metrics = loss(inputs)
+        check_outputs(loss, token_loss, token_metrics, len(logprobs))
         total = (weights * token_loss).sum()
         total.backward()
         gap = (batch.sampler_logprobs, proximal)
@@ -296,23 +297,14 @@ class FSDPEngine:
         return sums
 
 
-def supervised_row(token_ids: Sequence[int], prompt_length: int) -> TrainRow:
-    """An example of a supervised step; what it has no use for is 0."""
-    tokens = np.asarray(token_ids, np.int32)
-    completion = tokens[prompt_length:]
-    zeros = np.zeros(len(completion), np.float32)
-    return TrainRow(
-        prompt_token_ids=tokens[:prompt_length],
-        token_ids=completion,
-        sampler_logprobs=zeros,
-        policy_versions=zeros.astype(np.int32),
-        advantages=zeros,
-        loss_mask=np.ones(len(completion), np.bool_),
-        group_id=0,
-        group_size=1,
-        group_num_tokens=len(completion),
-    )
-
-
-def supervised_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Any]]:
-    return -inputs.trainer_logprobs, {}
+def check_outputs(
+    loss: LossFn, token_loss: torch.Tensor, token_metrics: Mapping[str, torch.Tensor], count: int
+) -> None:
+    """Raise ValueError unless everything is one value a token: anything else would be summed and
+    divided wrongly without a sign of it."""
+    for name, values in {"its loss": token_loss, **token_metrics}.items():
+        if values.shape != (count,):
+            raise ValueError(
+                f"{loss} returned {name} with shape {tuple(values.shape)} for {count} tokens; "
+                "return one value a token and leave sums and means to the aggregation."
+            )

@@ -1,0 +1,37 @@
+"""Supervised steps in terms of rollouts: an example is a rollout whose tokens are all right.
+
+Used for warm starts: the engine runs it through the same passes as reinforcement learning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rlsys.engines.training.protocol import LossInputs
+from rlsys.types import TrainRow
+
+
+def supervised_row(token_ids: Sequence[int], prompt_length: int) -> TrainRow:
+    """The loss covers the tokens after the prompt; what it has no use for is 0."""
+    tokens = np.asarray(token_ids, np.int32)
+    completion = tokens[prompt_length:]
+    zeros = np.zeros(len(completion), np.float32)
+    return TrainRow(
+        prompt_token_ids=tokens[:prompt_length],
+        token_ids=completion,
+        sampler_logprobs=zeros,
+        policy_versions=zeros.astype(np.int32),
+        advantages=zeros,
+        loss_mask=np.ones(len(completion), np.bool_),
+        group_id=0,
+        group_size=1,
+        group_num_tokens=len(completion),
+    )
+
+
+def supervised_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Cross-entropy, [N]."""
+    return -inputs.trainer_logprobs, {}
