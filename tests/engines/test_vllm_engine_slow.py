@@ -167,6 +167,7 @@ def test_it_lives_in_an_asynchronous_ray_actor(tmp_path: Path) -> None:
             await collect_all(self.engine, 1)
 
     ray.init(
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=100_000_000,

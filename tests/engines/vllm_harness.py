@@ -24,7 +24,7 @@ from rlsys.types import (
     WeightManifest,
 )
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 
 def make_engine(
