@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.generation.sampling import cut_tail, sample, stream_key, uniforms
+from rlsys.engines.generation.sampling import Cut, cut_tail, sample, stream_key, uniforms
 
 
 def draw(
@@ -26,8 +26,7 @@ def draw(
         torch.tensor(logits),
         torch.tensor(u, dtype=torch.float32),
         temperature=torch.full((rows,), temperature),
-        top_k=torch.full((rows,), top_k),
-        top_p=torch.full((rows,), top_p),
+        cut=Cut(torch.arange(rows), torch.full((rows,), top_k), torch.full((rows,), top_p)),
     )
     return tokens.tolist(), logprobs.tolist()
 
@@ -86,8 +85,7 @@ def test_rows_are_cut_each_by_its_own_parameters() -> None:
         logits,
         torch.full((3,), 0.99),
         temperature=torch.ones(3),
-        top_k=torch.tensor([0, 1, 0]),
-        top_p=torch.tensor([1.0, 1.0, 0.5]),
+        cut=Cut(torch.tensor([1, 2]), torch.tensor([1, 0]), torch.tensor([1.0, 0.5])),
     )
     assert tokens.tolist() == [2, 0, 0]
 
@@ -115,8 +113,6 @@ def test_frequencies_follow_the_probabilities() -> None:
         torch.tensor([HALF_QUARTERS]).expand(len(keys), -1),
         u,
         temperature=torch.ones(len(keys)),
-        top_k=torch.zeros(len(keys), dtype=torch.long),
-        top_p=torch.ones(len(keys)),
     )
     frequencies = torch.bincount(tokens, minlength=3) / len(keys)
     assert frequencies.tolist() == pytest.approx([0.5, 0.25, 0.25], abs=0.015)  # 4 sigma

@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlsys.engines.attention import AttentionRule, causal_attention
 from rlsys.engines.causal_lm import check_head, head_logits
 from rlsys.engines.generation.fused_decoder import FusedDecoder, is_llama_like
-from rlsys.engines.generation.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache
+from rlsys.engines.generation.kv_cache import SlotCache, room
 from rlsys.engines.generation.manifest_check import check_manifest
 from rlsys.layout.transport.shm import open_weights
 from rlsys.types import WeightManifest
@@ -100,18 +99,17 @@ class Backbone:
     def _check(self, decode: Decode) -> tuple[float, int]:
         """Relative difference of hidden states, decoding the last tokens of two sequences or
         running all at once; and the bytes that the cache takes for a token."""
-        num_tokens = 6
         device = next(self._model.parameters()).device
-        token_ids = torch.arange(2 * num_tokens, device=device).view(2, num_tokens)
-        cache = SlotCache(max_slots=2, max_tokens=ROW_BLOCK * TOKEN_BLOCK, device=str(device))
-        cache.reserve(2, num_tokens)
+        token_ids = torch.arange(12, device=device).view(2, 6)
         expected = self._model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
+        cache = SlotCache(max_slots=2, max_tokens=2 * room(6), device=str(device))
+        cache.reserve(2, 6)
         cache.begin_prefill(0, torch.arange(2, device=device))
-        self.prefill(token_ids[:, :-1], cache)
-        positions = np.array([num_tokens - 1, num_tokens - 1], np.int32)
-        cache.begin_decode(positions)
-        found = decode(token_ids[:, -1], torch.from_numpy(positions).to(device), cache)
-        difference = (found - expected[:, -1]).abs().max() / expected.abs().max()
+        self.prefill(token_ids[:, :5], cache)
+        positions = torch.full((2,), 5, device=device)
+        cache.begin_decode(positions, 5)
+        found = decode(token_ids[:, 5], positions, cache)
+        difference = (found - expected[:, 5]).abs().max() / expected.abs().max()
         return float(difference), cache.bytes_per_token
 
 

@@ -23,13 +23,15 @@ import numpy.typing as npt
 import torch
 
 from rlsys.engines.generation.backbone import Backbone
-from rlsys.engines.generation.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, round_up
-from rlsys.engines.generation.sampling import sample
+from rlsys.engines.generation.kv_cache import ROW_BLOCK, SlotCache, room, round_up
+from rlsys.engines.generation.sampling import Cut, sample
 from rlsys.engines.generation.slots import Slots
 from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
 
 # Bounds the memory of a pass and the time until the next decode step; a longer prompt runs alone.
 PREFILL_TOKENS = 8192
+# Prompts are padded to a multiple of this.
+PROMPT_BLOCK = 8
 
 
 class ContinuousBatch:
@@ -99,7 +101,7 @@ class ContinuousBatch:
             raise ValueError(
                 f"{name} asks for temperature={sampling.temperature}; use a value above 0."
             )
-        limit = round_up(self._slots.limit(request), TOKEN_BLOCK)
+        limit = room(self._slots.limit(request))
         if limit > self._max_cached_tokens:
             raise ValueError(
                 f"{name} may grow to {limit} tokens, but keys and values of only "
@@ -155,7 +157,7 @@ class ContinuousBatch:
             request = self._waiting[0]
             longest = max(longest, self._slots.limit(request))
             num_running = self.num_running + len(admitted) + 1
-            if num_running * round_up(longest, TOKEN_BLOCK) > self._max_cached_tokens:
+            if num_running * room(longest) > self._max_cached_tokens:
                 break
             prompt = tuple(request.prompt_token_ids)
             if prompt not in prompts:
@@ -174,40 +176,41 @@ class ContinuousBatch:
         for request in requests:
             self._slots.add(request)
             source.append(rows.setdefault(tuple(request.prompt_token_ids), len(rows)))
-        token_ids = np.zeros((len(rows), num_tokens), np.int64)  # [U, T]
+        num_rows = max(len(rows), ROW_BLOCK // num_tokens)
+        token_ids = np.zeros((num_rows, num_tokens), np.int64)  # [U, T]
         for prompt, row in rows.items():
             token_ids[row, : len(prompt)] = prompt
         self._cache.reserve(self.num_running, num_tokens)
         self._cache.begin_prefill(first, self._tensor(np.array(source)))
         hidden = self._backbone.prefill(self._tensor(token_ids), self._cache)  # [U, T, D]
         last = [len(request.prompt_token_ids) - 1 for request in requests]
-        padding = (0, round_up(len(requests), ROW_BLOCK) - len(requests))
-        hidden = hidden[np.pad(source, padding), np.pad(last, padding)]  # [N, D]
+        num_padded = round_up(len(requests), ROW_BLOCK)
+        hidden = hidden[_padded(source, num_padded), _padded(last, num_padded)]  # [N, D]
         return self._sample(first, hidden)
 
     def _decode(self) -> list[Generation]:
         lengths = self._slots.running("length")
-        self._cache.reserve(len(lengths), int(lengths.max()))
-        padding = (0, self._cache.padded(len(lengths)) - len(lengths))
-        positions = np.pad(lengths - 1, padding)  # [N]
-        self._cache.begin_decode(positions)
-        token_ids = np.pad(self._slots.last_tokens(), padding)
-        hidden = self._backbone.decode(
-            self._tensor(token_ids), self._tensor(positions), self._cache
-        )  # [N, D]
-        return self._sample(0, hidden)
+        longest = int(lengths.max())
+        self._cache.reserve(len(lengths), longest)
+        num_padded = self._cache.padded(len(lengths))
+        positions = self._tensor(_padded(lengths - 1, num_padded))  # [N]
+        token_ids = self._tensor(_padded(self._slots.last_tokens(), num_padded))
+        self._cache.begin_decode(positions, longest - 1)
+        return self._sample(0, self._backbone.decode(token_ids, positions, self._cache))
 
     def _sample(self, first: int, hidden: torch.Tensor) -> list[Generation]:
         """Sample and record a token of the slots from `first` on; `hidden` [N, D] may have padding
         at its end. Returns the requests that this ended."""
         num_rows = self.num_running - first
+        temperature, top_k, top_p = (
+            self._slots.running(name)[first:] for name in ("temperature", "top_k", "top_p")
+        )
+        cut = np.flatnonzero((top_k > 0) | (top_p < 1))  # [C]
         tokens, logprobs = sample(
             self._backbone.logits(hidden)[:num_rows],
             self._tensor(self._slots.uniforms(first)),
-            **{
-                name: self._tensor(self._slots.running(name)[first:])
-                for name in ("temperature", "top_k", "top_p")
-            },
+            temperature=self._tensor(temperature),
+            cut=Cut(*map(self._tensor, (cut, top_k[cut], top_p[cut]))) if len(cut) else None,
         )
         self._slots.record(first, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.policy_version)
         self.num_generated_tokens += num_rows
@@ -225,7 +228,15 @@ class ContinuousBatch:
 
 
 def _padded_length(request: GenerationRequest) -> int:
-    return round_up(len(request.prompt_token_ids), ROW_BLOCK)
+    return round_up(len(request.prompt_token_ids), PROMPT_BLOCK)
+
+
+def _padded(values: npt.ArrayLike, length: int) -> npt.NDArray[np.int64]:
+    """With zeros at the end."""
+    array = np.asarray(values)
+    padded = np.zeros(length, np.int64)
+    padded[: len(array)] = array
+    return padded
 
 
 def _never_started(request: GenerationRequest) -> Generation:

@@ -35,7 +35,7 @@ ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin, [N, 1, W]
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin, [N, A + H, W]
 
 
 def is_llama_like(model: Any) -> bool:
@@ -57,7 +57,7 @@ class FusedDecoder:
             _Layer(layer, rules[layer.self_attn.layer_idx], rotary_type)
             for layer, rotary_type in zip(backbone.layers, types, strict=True)
         ]
-        self._rotary_types = sorted(set(types), key=str)
+        self._rotations = {layer.rotation for layer in self._layers}
         self._norm = _Norm(backbone.norm)
 
     def refresh(self) -> None:
@@ -71,41 +71,45 @@ class FusedDecoder:
     ) -> torch.Tensor:
         hidden = self._embed(token_ids)  # [N, D]
         rotations = {
-            rotary_type: self._rotation(hidden, positions, rotary_type)
-            for rotary_type in self._rotary_types
+            (rotary_type, num_heads): self._rotate(hidden, positions, rotary_type, num_heads)
+            for rotary_type, num_heads in self._rotations
         }
         for layer in self._layers:
-            hidden = layer(hidden, rotations[layer.rotary_type], cache)
+            hidden = layer(hidden, rotations[layer.rotation], cache)
         return self._norm(hidden)
 
-    def _rotation(
-        self, hidden: torch.Tensor, positions: torch.Tensor, rotary_type: str | None
+    def _rotate(
+        self, hidden: torch.Tensor, positions: torch.Tensor, rotary_type: str | None, num_heads: int
     ) -> Rotation:
-        """With the signs of rotate_half in sin, rotating is a mere roll."""
         typed = () if rotary_type is None else (rotary_type,)
         cos, sin = self._rotary(hidden, positions[:, None], *typed)  # [N, 1, W]
         half = sin.shape[-1] // 2
-        return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        # With the signs of rotate_half in sin, rotating is a mere roll.
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        heads = (-1, num_heads, -1)
+        return cos.expand(heads).contiguous(), sin.expand(heads).contiguous()
 
 
 class _Layer:
     def __init__(self, layer: Any, rule: AttentionRule, rotary_type: str | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.rotary_type = rotary_type
         self._rule = rule
         self._index: int = attention.layer_idx
         self._width: int = attention.head_dim
         self._num_heads = attention.q_proj.out_features // self._width  # A
         self._num_rotated = self._num_heads + attention.k_proj.out_features // self._width  # A + H
+        self.rotation = (rotary_type, self._num_rotated)
         self._qkv = _Joined([attention.q_proj, attention.k_proj, attention.v_proj])
         self._gate_up = _Joined([mlp.gate_proj, mlp.up_proj])
         self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
         self._mlp_width: int = mlp.gate_proj.out_features  # M
-        self._head_norms = None
-        if hasattr(attention, "q_norm"):
-            self._head_norms = (_Norm(attention.q_norm), _Norm(attention.k_norm))
         self._before_attention = _Norm(layer.input_layernorm)
-        self._after_attention = self._after_mlp = None
+        self._head_norm = self._after_attention = self._after_mlp = None
+        if hasattr(attention, "q_norm"):
+            num_key_heads = self._num_rotated - self._num_heads
+            self._head_norm = _Norm(
+                *[attention.q_norm] * self._num_heads, *[attention.k_norm] * num_key_heads
+            )
         if hasattr(layer, "pre_feedforward_layernorm"):
             self._after_attention = _Norm(layer.post_attention_layernorm)
             self._before_mlp = _Norm(layer.pre_feedforward_layernorm)
@@ -114,8 +118,13 @@ class _Layer:
             self._before_mlp = _Norm(layer.post_attention_layernorm)
 
     def refresh(self) -> None:
-        norms = [self._before_attention, self._after_attention, self._before_mlp, self._after_mlp]
-        for norm in (*norms, *(self._head_norms or ())):
+        for norm in (
+            self._before_attention,
+            self._head_norm,
+            self._after_attention,
+            self._before_mlp,
+            self._after_mlp,
+        ):
             if norm is not None:
                 norm.refresh()
 
@@ -131,15 +140,12 @@ class _Layer:
 
     def _attend(self, x: torch.Tensor, rotation: Rotation, cache: SlotCache) -> torch.Tensor:
         heads = self._qkv(x).unflatten(-1, (-1, self._width))  # [N, A + 2H, W]
-        rotated, value = heads[:, : self._num_rotated], heads[:, self._num_rotated :]
-        if self._head_norms is not None:
-            query_norm, key_norm = self._head_norms
-            query = query_norm(rotated[:, : self._num_heads])
-            key = key_norm(rotated[:, self._num_heads :])
-            rotated = torch.cat((query, key), 1)
+        x, value = heads[:, : self._num_rotated], heads[:, self._num_rotated :]
+        if self._head_norm is not None:
+            x = self._head_norm(x)
         cos, sin = rotation
-        rotated = torch.addcmul(rotated * cos, rotated.roll(self._width // 2, -1), sin)
-        query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+        x = torch.addcmul(x * cos, x.roll(self._width // 2, -1), sin)
+        query, key = x[:, : self._num_heads], x[:, self._num_heads :]
         attended = cache.attend_one(self._index, query, key, value, self._rule)  # [N, A, W]
         output: torch.Tensor = self._out(attended.flatten(1))
         return output
@@ -172,22 +178,24 @@ def _join(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 class _Norm:
-    """RMSNorm with weight w, or Gemma's 1 + w."""
+    """RMSNorm with weight w, or Gemma's 1 + w; of several modules, of which each norms a head."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._eps: float = getattr(module, "eps", None) or module.variance_epsilon
-        weight = module.weight.detach()
-        scale = module(torch.ones_like(weight))  # what the norm makes of a row of mean square 1
+    def __init__(self, *modules: Any) -> None:
+        self._modules = modules
+        first = modules[0]
+        self._eps: float = getattr(first, "eps", None) or first.variance_epsilon
+        weight = first.weight.detach()
+        scale = first(torch.ones_like(weight))  # what the norm makes of a row of mean square 1
         self._offset = bool((scale - weight).mean() > 0.5)
         self.refresh()
 
     def refresh(self) -> None:
-        weight: torch.Tensor = self._module.weight.detach()
+        weights = [module.weight.detach() for module in self._modules]
+        weight = weights[0] if len(weights) == 1 else torch.stack(weights)  # [..., width]
         self._weight = 1 + weight if self._offset else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        return F.rms_norm(x, self._weight.shape[-1:], None, self._eps) * self._weight
 
 
 def _is_known(layer: Any) -> bool:

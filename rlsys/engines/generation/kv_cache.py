@@ -1,7 +1,7 @@
 """Keys and values of the running sequences, one slot each, for every layer.
 
     begin_prefill(first_slot, source) ─┐
-    begin_decode(positions) ───────────┴─► forward pass ─► attend(layer, ...), once a layer
+    begin_decode(positions, longest) ──┴─► forward pass ─► attend(layer, ...), once a layer
 
 Slots lie side by side and the running ones come first, so that a decode step reads one block that
 is as long as its longest sequence, and finished sequences cost nothing.
@@ -12,22 +12,25 @@ prompt, H key/value heads, G query heads per key/value head, D head width, L tok
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from torch.nn import functional as F
 
 from rlsys.engines.attention import AttentionRule, causal_attention, soft_cap
-from rlsys.types import Int32Array
 
 # Rows and lengths of a pass are rounded up to these. Kernels then meet few different shapes (a new
-# one costs oneDNN half a millisecond), and a row's sums run in the same order whatever else is in
-# the batch: with a single row, matrix kernels give way to others that round differently.
-ROW_BLOCK = 8
+# one costs oneDNN half a millisecond), and do the sums of a row in the same order whatever else is
+# in the batch: for fewer rows or columns they give way to others that round differently.
+ROW_BLOCK = 16
 TOKEN_BLOCK = 16
+FEWEST_TOKENS = 32
 
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def room(num_tokens: int) -> int:
+    """Places that a sequence of `num_tokens` needs."""
+    return round_up(max(num_tokens, FEWEST_TOKENS), TOKEN_BLOCK)
 
 
 class SlotCache:
@@ -64,13 +67,13 @@ class SlotCache:
     def reserve(self, num_slots: int, num_tokens: int) -> None:
         """Make room for `num_slots` sequences of `num_tokens` each; theirs is kept.
 
-        The caller sees to it that num_slots · num_tokens, in blocks, fits into max_tokens.
+        The caller sees to it that num_slots · room(num_tokens) fits into max_tokens.
         """
         if num_slots <= self.num_slots and num_tokens <= self.capacity:
             return
         slots, capacity = self.num_slots, self.capacity
         if num_tokens > capacity:
-            capacity = max(round_up(num_tokens, TOKEN_BLOCK), 2 * capacity)
+            capacity = max(room(num_tokens), 2 * capacity)
         if num_slots > slots:
             slots = max(round_up(num_slots, ROW_BLOCK), min(2 * slots, self._max_slots))
         if slots * capacity > self._max_tokens:
@@ -95,11 +98,12 @@ class SlotCache:
         """The next pass runs whole prompts; slot first_slot + i takes its row source[i]."""
         self._prefill = (first_slot, source)
 
-    def begin_decode(self, positions: Int32Array) -> None:
-        """The next pass runs one token of each of the first N slots, at `positions` [N]."""
+    def begin_decode(self, positions: torch.Tensor, longest: int) -> None:
+        """The next pass runs one token of each of the first N slots, at `positions` [N]; `longest`
+        is the greatest of them."""
         self._prefill = None
-        self._positions = torch.from_numpy(positions.astype(np.int64)).to(self._device)
-        self._num_seen = round_up(int(positions.max()) + 1, TOKEN_BLOCK)
+        self._positions = positions
+        self._num_seen = room(longest + 1)
         self._places = {}
         self._masks = {}
 
@@ -116,13 +120,10 @@ class SlotCache:
             attended = self.attend_one(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], rule)
             return attended[:, None]
         first, source = self._prefill
-        num_tokens = key.shape[2]
-        place = (slice(first, first + len(source)), slice(None), slice(num_tokens))
+        place = (slice(first, first + len(source)), slice(None), slice(key.shape[2]))
         keys[place] = key[source]
         values[place] = value[source]
-        padding = (0, 0, 0, -num_tokens % TOKEN_BLOCK)
-        query, key, value = (F.pad(states, padding) for states in (query, key, value))
-        return causal_attention(query, key, value, rule)[:, :num_tokens]
+        return causal_attention(query, key, value, rule)
 
     def attend_one(
         self,
@@ -166,9 +167,8 @@ class SlotCache:
     def _decode_places(self, num_heads: int) -> torch.Tensor:
         if num_heads not in self._places:
             heads = torch.arange(len(self._positions) * num_heads, device=self._device)
-            self._places[num_heads] = heads * self.capacity + self._positions.repeat_interleave(
-                num_heads
-            )
+            first_places = heads.view(-1, num_heads) * self.capacity
+            self._places[num_heads] = (first_places + self._positions[:, None]).flatten()
         return self._places[num_heads]
 
     def _mask(self, window: int | None, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
@@ -177,8 +177,8 @@ class SlotCache:
             last = self._positions[:, None, None]
             hidden = place > last if window is None else (place > last) | (place <= last - window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
-            mask = mask.masked_fill_(hidden, float("-inf")).repeat_interleave(num_heads, 0)
-            self._masks[window, num_heads] = mask
+            mask = mask.masked_fill_(hidden, float("-inf")).expand(-1, num_heads, -1)
+            self._masks[window, num_heads] = mask.reshape(-1, 1, self._num_seen)
         return self._masks[window, num_heads]
 
 

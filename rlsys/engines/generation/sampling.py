@@ -11,6 +11,7 @@ Shape legend: N rows, V vocabulary, C rows whose distribution is cut by top-k or
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,25 +51,32 @@ def _mix(counters: UInt64Array) -> UInt64Array:
     return z ^ (z >> np.uint64(31))
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Rows whose distribution is cut to top_k tokens (0: off), then to top_p (1: off)."""
+
+    rows: torch.Tensor  # [C]
+    top_k: torch.Tensor  # [C]
+    top_p: torch.Tensor  # [C]
+
+
 def sample(
     logits: torch.Tensor,
     uniforms: torch.Tensor,
     *,
     temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
+    cut: Cut | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw from softmax(logits / temperature), cut to top_k tokens (0: off), then top_p (1: off).
+    """Draw from softmax(logits / temperature), cut; logits [N, V], the others [N].
 
-    All but logits are [N]. Returns tokens [N] int64 and their float32 log-probabilities [N] before
-    the cuts: the ones that a trainer computes.
+    Returns tokens [N] int64 and their float32 log-probabilities [N] before the cut: the ones that a
+    trainer computes.
     """
     scaled = logits.float() / temperature.clamp(min=SMALLEST_TEMPERATURE)[:, None]
     logprobs = scaled.log_softmax(-1)  # [N, V]
     weights = logprobs.exp()  # [N, V]
-    cut = ((top_k > 0) | (top_p < 1)).nonzero().squeeze(1)  # [C]
-    if len(cut) > 0:
-        weights[cut] = cut_tail(weights[cut], top_k=top_k[cut], top_p=top_p[cut])
+    if cut is not None:
+        weights[cut.rows] = cut_tail(weights[cut.rows], top_k=cut.top_k, top_p=cut.top_p)
     cumulative = weights.cumsum(-1)  # [N, V]
     total = cumulative[:, -1]
     # Rounding may lift uniforms · total to total, which no token's interval contains.

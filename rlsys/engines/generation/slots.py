@@ -111,20 +111,19 @@ class Slots:
         self, first: int, tokens: npt.NDArray[Any], logprobs: Float32Array, version: int
     ) -> None:
         """Append a token [N] to each of the slots `first` .. first + N − 1."""
-        slots = np.arange(first, first + len(tokens))
-        lengths = self._state["length"][slots]
+        lengths = self._state["length"][first : first + len(tokens)]
         self._reserve(self.num_running, int(lengths.max()) + 1, 0)
-        self._tokens[slots, lengths] = tokens
-        self._logprobs[slots, lengths] = logprobs
-        self._versions[slots, lengths] = version
-        self._state["length"][slots] = lengths + 1
+        places = (np.arange(first, first + len(tokens)), lengths)
+        self._tokens[places] = tokens
+        self._logprobs[places] = logprobs
+        self._versions[places] = version
+        self._state["length"][first : first + len(tokens)] += 1
 
     def ended(self, first: int) -> dict[int, FinishReason]:
         """Those of the slots `first` .. num_running − 1 that their last token has ended."""
-        slots = np.arange(first, self.num_running)
+        slots = slice(first, self.num_running)
         state = self._state[slots]
-        last = self._tokens[slots, state["length"] - 1]
-        stopped = (last[:, None] == self._stop_ids[slots]).any(1)
+        stopped = (self.last_tokens()[first:, None] == self._stop_ids[slots]).any(1)
         for row in np.flatnonzero(state["has_stop_strings"] & ~stopped):
             stopped[row] = self._has_stop_string(first + int(row))
         full = state["length"] >= state["limit"]
