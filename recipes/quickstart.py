@@ -1,8 +1,8 @@
-"""Two-digit addition, learned from scratch in minutes on two CPU cores; no GPU, no network.
+"""Addition, learned from scratch in minutes on two CPU cores; no GPU, no network.
 
-A small Qwen3 with a tokenizer of 12 characters is made on the spot. A short supervised warm start
-brings it to about a quarter of right answers; asynchronous GRPO, one optimizer step of staleness at
-most, does the rest.
+A small Qwen3 with a tokenizer of 12 characters is made on the spot. A sloppy teacher warms it up:
+two of three sums that it shows are a little off. Asynchronous GRPO, one optimizer step of staleness
+at most, finds out which of the answers are right.
 
     python recipes/quickstart.py --num-steps 50 --name my-first-run
 """
@@ -35,8 +35,10 @@ NUM_PROBLEMS = 8192
 class QuickstartConfig(GRPOConfig):
     """Sizes that fit two CPU cores."""
 
-    warm_start_steps: int = 130
+    warm_start_steps: int = 200
     """Supervised steps before GRPO starts."""
+    teacher_right_frac: float = 0.35
+    """Share of the teacher's sums that are right; the others are off by 1 or 10."""
     warm_start_batch: int = 128
     """Examples in one of them."""
     name: str = "quickstart"
@@ -48,7 +50,9 @@ class QuickstartConfig(GRPOConfig):
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=6))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=512))
     trainer: TrainerConfig = field(
-        default_factory=lambda: TrainerConfig(learning_rate=3e-4, micro_batch_tokens=4096)
+        default_factory=lambda: TrainerConfig(
+            learning_rate=3e-4, warmup_steps=10, schedule="linear", micro_batch_tokens=4096
+        )
     )
 
     def __post_init__(self) -> None:
@@ -57,10 +61,14 @@ class QuickstartConfig(GRPOConfig):
             self.warm_start_steps >= 0,
             f"warm_start_steps={self.warm_start_steps} is negative; use 0 for none.",
         )
+        require(
+            0 <= self.teacher_right_frac <= 1,
+            f"teacher_right_frac={self.teacher_right_frac} is no share; use 0 to 1.",
+        )
 
 
 def problem(rng: random.Random) -> dict[str, Any]:
-    a, b = rng.randint(0, 49), rng.randint(0, 49)
+    a, b = rng.randint(0, 49), rng.randint(0, 9)
     return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
 
 
@@ -70,12 +78,18 @@ def correct(rollout: rlsys.Rollout) -> float:
     return float(rollout.completion_text == rollout.metadata["answer"])
 
 
-def solved_problems(cfg: QuickstartConfig) -> Iterator[list[tuple[str, str]]]:
-    """Batches of prompts and right completions for the warm start."""
+def lessons(cfg: QuickstartConfig) -> Iterator[list[tuple[str, str]]]:
+    """Batches of prompts and the teacher's completions for the warm start."""
     rng = random.Random(cfg.seed)
     while True:
-        rows = [problem(rng) for _ in range(cfg.warm_start_batch)]
-        yield [(row["prompt"], row["answer"]) for row in rows]
+        yield [lesson(rng, cfg.teacher_right_frac) for _ in range(cfg.warm_start_batch)]
+
+
+def lesson(rng: random.Random, right_frac: float) -> tuple[str, str]:
+    row = problem(rng)
+    if rng.random() < right_frac:
+        return row["prompt"], row["answer"]
+    return row["prompt"], str(abs(int(row["answer"]) + rng.choice((-10, -1, 1, 10))))
 
 
 def main() -> None:
@@ -90,7 +104,7 @@ def main() -> None:
         cfg,
         grpo(cfg, [correct], rows=[problem(rng) for _ in range(NUM_PROBLEMS)]),
         warm_start=WarmStart(
-            num_steps=cfg.warm_start_steps, batches=solved_problems(cfg), learning_rate=1e-3
+            num_steps=cfg.warm_start_steps, batches=lessons(cfg), learning_rate=1e-3
         ),
         dry_run=parsed.dry_run,
     )

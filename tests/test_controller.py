@@ -17,16 +17,16 @@ from rlsys.controller import Controller, RewardsFailed, StallError
 from rlsys.dataflow.graph import Dataflow, Prompts
 from rlsys.dataflow.ledger import Ledger
 from rlsys.rewards import RewardFailure, RewardResult
-from rlsys.workers import ScoreTask
-from tests.fakes import (
-    FakeLearner,
-    FakeObserver,
-    FakePrompts,
-    FakeReplica,
-    FakeScorer,
+from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time
+from rlsys.simulation.workers import (
+    Record,
+    SimulatedLearner,
+    SimulatedPrompts,
+    SimulatedReplica,
+    SimulatedScorer,
     exponential,
 )
-from tests.virtual_time import Deadlock, run_in_virtual_time
+from rlsys.workers import ScoreTask
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -62,10 +62,10 @@ class World:
     """A controller and everything around it."""
 
     config: RunConfig
-    replicas: list[FakeReplica]
-    scorer: FakeScorer = field(default_factory=FakeScorer)
-    learner: FakeLearner = field(default_factory=FakeLearner)
-    observer: FakeObserver = field(default_factory=FakeObserver)
+    replicas: list[SimulatedReplica]
+    scorer: SimulatedScorer = field(default_factory=SimulatedScorer)
+    learner: SimulatedLearner = field(default_factory=SimulatedLearner)
+    observer: Record = field(default_factory=Record)
     ledger: Ledger = field(default_factory=lambda: Ledger(lambda event: None))
     checkpoints: list[int] = field(default_factory=list)
     freed: list[Any] = field(default_factory=list)
@@ -81,7 +81,7 @@ class World:
         self.controller = Controller(
             flow=dataflow,
             config=self.config,
-            prompts=FakePrompts(),
+            prompts=SimulatedPrompts(),
             store=self.store,
             ledger=self.ledger,
             replicas=self.replicas,
@@ -99,7 +99,7 @@ def world(seed: int = 0, *, num_replicas: int = 1, **changes: Any) -> World:
     return World(
         config=config(**changes),
         replicas=[
-            FakeReplica(name=f"rollout-{i}", latency_s=exponential(rng, 1.0), load_s=0.01)
+            SimulatedReplica(name=f"rollout-{i}", latency_s=exponential(rng, 1.0), load_s=0.01)
             for i in range(num_replicas)
         ],
     )
@@ -151,8 +151,8 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     )
     if num_replicas > 1:
         w.replicas[0].dies_after = dies_after
-    w.scorer = FakeScorer(latency_s=exponential(rng, 0.2), outcome=outcome)
-    w.learner = FakeLearner(row_s=row_s)
+    w.scorer = SimulatedScorer(latency_s=exponential(rng, 0.2), outcome=outcome)
+    w.learner = SimulatedLearner(row_s=row_s)
     run_in_virtual_time(w.run())
     assert len(w.observer.steps) == w.config.num_steps
     assert max(w.observer.staleness) <= max_staleness
@@ -165,7 +165,7 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
 
 def test_generation_goes_on_while_the_trainer_works() -> None:
     w = world(asynchrony=AsyncConfig(max_staleness=1))
-    w.learner = FakeLearner(row_s=1.0)
+    w.learner = SimulatedLearner(row_s=1.0)
     run_in_virtual_time(w.run())
     assert max(w.observer.staleness) == 1
 
@@ -187,7 +187,7 @@ def test_advantages_reach_the_trainer() -> None:
 
 def test_a_reward_that_always_fails_ends_the_run() -> None:
     w = world()
-    w.scorer = FakeScorer(
+    w.scorer = SimulatedScorer(
         outcome=lambda task: RewardFailure(kind="exception", reward="broken", message="KeyError")
     )
     with pytest.raises(RewardsFailed, match=r"8 groups in a row.*'broken': KeyError"):
@@ -231,7 +231,7 @@ def test_stragglers_are_cancelled_and_surplus_groups_end_as_dropped() -> None:
 
 def test_groups_of_a_lost_shard_are_issued_again() -> None:
     w = world(num_steps=3)
-    w.scorer = FakeScorer(latency_s=lambda: 1.0)
+    w.scorer = SimulatedScorer(latency_s=lambda: 1.0)
 
     async def lose_a_shard() -> None:
         await asyncio.sleep(1.5)

@@ -1,4 +1,8 @@
-"""Workers that do nothing but take time, for tests of the controller."""
+"""Workers that do nothing but take time; they can fail on demand.
+
+In: latencies in seconds, drawn by functions. Out: the protocols of rlsys.workers, and a record of
+what the controller did.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +25,18 @@ from rlsys.workers import Collected, FinishedRollout, ReplicaDied, Scored, Score
 NUM_PROMPT_TOKENS = 4
 
 
-class FakePrompts:
+class SimulatedPrompts:
     def at(self, index: int) -> Prompt:
         return Prompt(index=index, token_ids=(1,) * NUM_PROMPT_TOKENS, text="?", metadata={})
 
 
 @dataclass(kw_only=True)
-class FakeReplica:
-    """Every rollout takes a time of its own, drawn from `latency_s`."""
+class SimulatedReplica:
+    """Every rollout takes a time of its own, drawn from `latency_s`, in one of `num_slots`."""
 
     name: str
     latency_s: Callable[[], float]
+    num_slots: int = 1 << 20
     load_s: float = 0.0
     version: int = 0
     num_submitted: int = 0
@@ -41,8 +46,12 @@ class FakeReplica:
     shard: str = "shard"
     dead: bool = False
     continued: list[str] = field(default_factory=list)  # requests that came with prior tokens
+    _slots: asyncio.Semaphore = field(init=False)
     _finished: asyncio.Queue[FinishedRollout] = field(default_factory=asyncio.Queue)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.num_slots)
 
     def _require_alive(self) -> None:
         if self.dead:
@@ -61,7 +70,9 @@ class FakeReplica:
         first_version = self.version
         finish_reason = FinishReason.STOP
         try:
-            await asyncio.sleep(self.latency_s())
+            async with self._slots:
+                first_version = self.version
+                await asyncio.sleep(self.latency_s())
         except asyncio.CancelledError:
             finish_reason = FinishReason.ABORTED
         del self._running[request.request_id]
@@ -122,7 +133,7 @@ class FakeReplica:
 
 
 @dataclass(kw_only=True)
-class FakeScorer:
+class SimulatedScorer:
     latency_s: Callable[[], float] = lambda: 0.0
     outcome: Callable[[ScoreTask], RewardResult | RewardFailure] = lambda task: RewardResult(
         total=float(task.index), components={}
@@ -134,7 +145,7 @@ class FakeScorer:
 
 
 @dataclass(kw_only=True)
-class FakeLearner:
+class SimulatedLearner:
     row_s: float = 0.0
     version: int = 0
     trained: list[list[TrainTask]] = field(default_factory=lambda: [[]])
@@ -155,7 +166,7 @@ class FakeLearner:
 
 
 @dataclass(kw_only=True)
-class FakeObserver:
+class Record:
     steps: list[TrainedStep] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     failures: list[RewardFailure] = field(default_factory=list)
