@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Runs a peer on the CPU, in an environment of its own that the first run makes. The last line of
+# its output is JSON, with the keys of the benchmark that it is compared with.
+#
+#   bash scripts/bench/peers/run.sh trl_grpo MODEL_DIR        against scripts/bench/e2e.py
+#   bash scripts/bench/peers/run.sh hf_generate MODEL_DIR     against scripts/bench/generate.py
+#   bash scripts/bench/peers/run.sh transferqueue             against scripts/bench/store.py
+#
+# Environments lie below RLSYS_PEERS (unset: ~/.cache/rlsys/peers); PYTHON chooses the interpreter.
+set -euo pipefail
+
+TRANSFORMERS="transformers==5.19.*"
+case ${1:-} in
+    trl_grpo) requirements=("trl==1.16.0" "$TRANSFORMERS") options=() ;;
+    hf_generate) requirements=("$TRANSFORMERS" numpy) options=() ;;
+    transferqueue) requirements=("TransferQueue==0.1.11") options=(--measure) ;;
+    *)
+        echo "error: '${1:-}' is no peer; use trl_grpo, hf_generate or transferqueue" >&2
+        exit 2
+        ;;
+esac
+peer=$1
+shift
+environment=${RLSYS_PEERS:-$HOME/.cache/rlsys/peers}/$peer
+if [ ! -f "$environment/.ready" ]; then
+    echo "making $environment" >&2
+    "${PYTHON:-python3}" -m venv "$environment"
+    # torch by itself first: an open range would take a build with the CUDA libraries.
+    for requirement in "torch==2.13.0" "${requirements[@]}"; do
+        "$environment/bin/python" -m pip --disable-pip-version-check install --quiet "$requirement"
+    done
+    touch "$environment/.ready"
+fi
+exec "$environment/bin/python" "$(dirname "${BASH_SOURCE[0]}")/$peer.py" "${options[@]}" "$@"
