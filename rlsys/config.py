@@ -125,7 +125,7 @@ class RolloutConfig:
     max_running: int = 256
     """Completions that one replica samples at a time."""
     kv_cache_gib: float = 1.0
-    """Memory for keys and values of one replica; vllm on the CPU only (GPUs: gpu_memory_frac)."""
+    """Memory for keys and values of one replica; vllm on GPUs goes by gpu_memory_frac instead."""
     gpu_memory_frac: float = 0.85
     """Share of a GPU's memory that vllm takes."""
     num_cpus: float = 1

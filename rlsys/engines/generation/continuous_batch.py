@@ -4,8 +4,12 @@
                              ▲                                         │
                              └───────── a free slot, at once ──────────┘
 
-Plain and synchronous, without threads: the engine owns one and calls `step`. What a request yields
-depends on its prompt, its seed and the weights alone, neither on its companions nor on the timing.
+Plain and synchronous, without threads: the engine owns one and calls `step`.
+
+What a request yields depends on its prompt, its seed and the weights, not on its companions or on
+timing: its random numbers are its own, and passes come in shapes for which CPU kernels do the sums
+of a row in the same order whatever the other rows are. For matrices wider than a few hundred, and
+on GPUs, kernels may choose by the number of rows; log-probabilities then differ in the last bits.
 
 Shape legend: N running requests, U distinct prompts of a prefill, T tokens of the longest one,
 D hidden width, V vocabulary.

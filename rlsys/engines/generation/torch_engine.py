@@ -79,7 +79,11 @@ class TorchEngine:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
-        await self._call(self._load_model)
+        try:
+            await self._call(self._load_model)
+        except (ValueError, OSError):
+            self._commands.put(self._leave)
+            raise
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         batch = self._require_batch()
@@ -93,7 +97,8 @@ class TorchEngine:
                 "not ended; give each request an id of its own."
             )
         self._open_requests.update(names)
-        self._commands.put(lambda: batch.submit(requests))
+        queued = tuple(requests)
+        self._commands.put(lambda: batch.submit(queued))
 
     async def collect(self) -> list[Generation]:
         while not self._ended or self._failure is not None:
