@@ -279,6 +279,24 @@ def test_aborted_requests_return_what_they_have(engine: VLLMEngine, run: Run) ->
     run(abort_some())
 
 
+def test_progress_is_the_beginning_of_what_comes(engine: VLLMEngine, run: Run) -> None:
+    async def look() -> None:
+        engine.submit(make_requests([[5]], "watched", max_tokens=400))
+        engine.submit(make_requests([[7]], "first", max_tokens=3))
+        await collect_all(engine, 1)
+        (so_far,) = await engine.progress()
+        (whole,) = await collect_all(engine, 1)
+        num_tokens = len(so_far.token_ids)
+        assert so_far.request_id == whole.request_id
+        assert 0 < num_tokens <= len(whole.token_ids)
+        assert so_far.token_ids.tolist() == whole.token_ids[:num_tokens].tolist()
+        assert so_far.sampler_logprobs.tolist() == whole.sampler_logprobs[:num_tokens].tolist()
+        assert len(so_far.policy_versions) == num_tokens
+        assert await engine.progress() == []
+
+    run(look())
+
+
 def test_stats_count_requests_and_tokens(engine: VLLMEngine, run: Run) -> None:
     async def count() -> None:
         start = engine.stats().num_generated_tokens

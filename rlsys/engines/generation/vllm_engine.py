@@ -31,7 +31,12 @@ from rlsys.config import RolloutConfig
 from rlsys.engines.generation.manifest_check import Shapes, check_manifest, parameter_shapes
 from rlsys.engines.generation.protocol import EngineError, EngineStats
 from rlsys.engines.generation.vllm_process import end_vllm, start_vllm
-from rlsys.engines.generation.vllm_requests import generation, vllm_params, vllm_prompt
+from rlsys.engines.generation.vllm_requests import (
+    generation,
+    partial_generation,
+    vllm_params,
+    vllm_prompt,
+)
 from rlsys.layout.transport.shm import open_weights
 from rlsys.types import Generation, GenerationRequest, SamplingParams, WeightManifest
 
@@ -112,6 +117,14 @@ class VLLMEngine:
             await self._changed.wait()
         finished, self._finished = self._finished, []
         return finished
+
+    async def progress(self) -> list[Generation]:
+        self._check_alive()
+        return [
+            partial_generation(state)
+            for state in self._llm.output_processor.request_states.values()
+            if state.detokenizer.num_output_tokens()
+        ]
 
     async def abort(self, request_ids: Collection[str]) -> None:
         self._check_alive()

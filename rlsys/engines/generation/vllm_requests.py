@@ -86,3 +86,11 @@ def generation(request_id: str, completion: Any) -> Generation:
         policy_versions=np.asarray(versions, np.int32),
         finish_reason=FINISH_REASONS[reason],
     )
+
+
+def partial_generation(state: Any) -> Generation:
+    """What vLLM's RequestState of a running request holds, as an aborted generation."""
+    completion = state._new_completion_output([], None, None)
+    completion.weight_versions = state._weight_version_spans() or []
+    completion.finish_reason = "abort"
+    return generation(state.external_req_id, completion)
