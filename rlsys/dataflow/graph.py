@@ -193,6 +193,22 @@ class Dataflow:
             on_free=on_free,
         )
 
+    def to_mermaid(self) -> str:
+        """The graph as a Mermaid flowchart: stages, joined by the columns that one writes and
+        another reads."""
+        writer = {column.name: s.name for s in self.stages for column in s.writes}
+        lines = ["flowchart LR", f"    prompts([prompts]) --> {self.stages[0].name}"]
+        for stage in self.stages:
+            by_writer: dict[str, list[str]] = {}
+            for column in stage.reads:
+                by_writer.setdefault(writer[column.name], []).append(column.name)
+            for source, columns in by_writer.items():
+                lines.append(f"    {source} -- {', '.join(columns)} --> {stage.name}")
+        for stage in self.stages:
+            if isinstance(stage, TrainStage):
+                lines.append(f"    {stage.name} -. weights, version v+1 .-> {self.stages[0].name}")
+        return "\n".join(lines)
+
     def describe(self) -> str:
         """One line per stage: name, what it reads, what it writes."""
         width = max(len(stage.name) for stage in self.stages)

@@ -1,8 +1,11 @@
 """The graph refuses what could never run, with the names in the message."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from recipes.grpo import GRPOConfig, grpo
 from rlsys.config import DataConfig
 from rlsys.dataflow.graph import Column, Dataflow, GenerateStage, Prompts, TrainStage
 
@@ -47,3 +50,9 @@ def test_no_reward_is_refused() -> None:
     flow = Dataflow()
     with pytest.raises(ValueError, match="at least one reward function"):
         flow.score(generated(flow), [])
+
+
+def test_the_documentation_shows_the_graph_that_runs() -> None:
+    drawn = grpo(GRPOConfig(), [lambda rollout: 1.0]).to_mermaid()
+    page = (Path(__file__).parents[2] / "docs" / "dataflow.md").read_text()
+    assert f"```mermaid\n{drawn}\n```" in page
