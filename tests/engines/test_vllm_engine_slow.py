@@ -166,6 +166,9 @@ def test_it_lives_in_an_asynchronous_ray_actor(tmp_path: Path) -> None:
             await update(self.engine, manifest)
             await collect_all(self.engine, 1)
 
+        async def close(self) -> None:
+            await self.engine.close()
+
     ray.init(
         address="local",
         num_cpus=2,
@@ -184,8 +187,8 @@ def test_it_lives_in_an_asynchronous_ray_actor(tmp_path: Path) -> None:
             assert (generation.policy_versions == 1).all()
             expected = hf_logprobs(models, prompt, generation)
             np.testing.assert_allclose(generation.sampler_logprobs, expected, atol=1e-3)
-        ray.kill(actor)
-        assert gone(processes, within_s=10)
+        ray.get(actor.close.remote(), timeout=60)
+        assert gone(processes, within_s=0)
     finally:
         ray.shutdown()
 

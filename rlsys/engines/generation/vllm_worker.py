@@ -18,6 +18,7 @@ import select
 import signal
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -107,19 +108,19 @@ class _FullDistribution(nn.Module):
 
 
 def _end_with(owner: int) -> None:
-    """Kill this process, and vLLM's engine core above it, once the process `owner` is gone.
+    """Kill vLLM's engine core and this worker once the process `owner` is gone.
 
-    vLLM ends its engine core on an orderly shutdown only; after a SIGKILL it would stay for ever.
+    vLLM ends its core on an orderly shutdown only; after a SIGKILL it would stay for ever.
     """
-    descriptor = os.pidfd_open(owner)
-    parent = os.getppid()  # the engine core, unless it runs the worker in its own process
+    parent = os.getppid()
+    core = os.pidfd_open(os.getpid() if parent == owner else parent)
+    owner_end = select.poll()
+    owner_end.register(os.pidfd_open(owner), select.POLLIN)
 
     def watch() -> None:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        poll.poll()
-        if parent not in (owner, 1) and os.getppid() == parent:
-            os.kill(parent, signal.SIGKILL)
+        owner_end.poll()
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(core, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="rlsys-owner-watch", daemon=True).start()
