@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ OBJECT_STORE_BYTES = 128 * 2**20
 
 # Ray sets it for the entrypoint of a submitted job.
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+PROBE_TIMEOUT_S = 10.0
 
 
 class ClusterTooSmall(ValueError):
@@ -59,16 +62,26 @@ def connected(config: ClusterConfig) -> Iterator[None]:
         )
     else:
         try:
+            _probe(address)
             ray.init(address=address, logging_level="ERROR")
-        except ConnectionError as error:
+        except OSError as error:
             raise ValueError(
-                f"cluster.address={address!r} does not answer ({error}); start one with `ray start "
-                "--head`, or leave cluster.address and RAY_ADDRESS unset to run on this machine."
+                f"cluster.address={address!r} does not answer ({error}); it must be the address of "
+                "a cluster that runs (`ray start --head` prints it), whose token this process has "
+                "(~/.ray/auth_token). Or leave cluster.address and RAY_ADDRESS unset to run on "
+                "this machine."
             ) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _probe(address: str) -> None:
+    """Raise OSError if nobody listens at HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit():  # else "auto"
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
 
 
 def check_runs_dir(runs_dir: str) -> None:

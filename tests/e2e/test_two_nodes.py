@@ -6,6 +6,7 @@ The head has 1 CPU, the second node 2, and the replica asks for 2: only one plac
 from __future__ import annotations
 
 import re
+import socket
 import tempfile
 import time
 import uuid
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
+from actors.cluster import connected
+from rlsys.config import ClusterConfig
 from rlsys.observe.metrics import read_metrics
 from tests.e2e.job import MARK, SMALL_QUICKSTART, Job, marked_processes, start
 
@@ -96,6 +99,15 @@ def test_trainer_and_replica_on_different_nodes(two_nodes: TwoNodes, tmp_path: P
     assert abs(lines[0]["kl/sampler_trainer"]) <= 1e-6
     assert max(line["staleness/max"] for line in lines) == 1
     assert (tmp_path / "runs" / "quickstart" / "hf" / "config.json").is_file()
+
+
+def test_an_address_where_nobody_listens_is_told_at_once() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # not listening
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        message = f"cluster.address='{address}' does not answer"
+        with pytest.raises(ValueError, match=message), connected(ClusterConfig(address=address)):
+            pass
 
 
 def test_a_cluster_that_is_too_small_says_what_it_lacks(
