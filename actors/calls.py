@@ -43,13 +43,14 @@ class Worker:
         try:
             async with asyncio.timeout(limit):
                 return await reference
+        except RayTaskError as error:  # the method's own error, which may be a TimeoutError too
+            raise _unwrapped(self.name, method, error) from None
         except TimeoutError:
             raise WorkerError(
                 f"{self.name}.{method} did not answer within {limit:g} s; the process may hang "
-                "(see its log) or the limit cluster.call_timeout_s may be too short."
+                "(see its log), or the limit is too short (cluster.call_timeout_s; for a start "
+                "cluster.start_timeout_s)."
             ) from None
-        except RayTaskError as error:
-            raise _unwrapped(self.name, method, error) from None
         except RayActorError as error:
             raise WorkerDied(f"{self.name} died during {method}: {_reason(error)}") from None
 

@@ -214,7 +214,7 @@ class _Job:
                 tasks.create_task(self._start_learner(team, warm_start))
                 for replica in team.replicas:
                     tasks.create_task(self._start_replica(replica))
-                tasks.create_task(team.scorer.start())
+                tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         if self._resume_from or warm_start:
@@ -225,11 +225,11 @@ class _Job:
 
     async def _start_replica(self, replica: Any) -> None:
         with self._console.phase(f"Starting {replica.name} ({self._config.rollout.engine})"):
-            await replica.start()
+            await replica.start(self._config.cluster.start_timeout_s)
 
     async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
         with self._console.phase("Loading the model into the trainer"):
-            await team.learner.start()
+            await team.learner.start(self._config.cluster.start_timeout_s)
             if self._resume_from:
                 await team.learner.load(self._resume_from.trainer_dir)
         if warm_start and not self._resume_from:

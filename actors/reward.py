@@ -98,8 +98,8 @@ class RayScorer:
     def workers(self) -> list[Worker]:
         return list(self._load)
 
-    async def start(self) -> None:
-        await asyncio.gather(*(worker.call("ping") for worker in self._active))
+    async def start(self, timeout_s: float) -> None:
+        await asyncio.gather(*(worker.call("ping", timeout_s=timeout_s) for worker in self._active))
 
     async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
         worker = min(self._active, key=self._load.__getitem__)

@@ -188,9 +188,9 @@ class RayReplica:
     def name(self) -> str:
         return self.worker.name
 
-    async def start(self) -> None:
-        self.node_id, self._actor_id = await self.worker.call("place")
-        await self.worker.call("start")
+    async def start(self, timeout_s: float) -> None:
+        self.node_id, self._actor_id = await self.worker.call("place", timeout_s=timeout_s)
+        await self.worker.call("start", timeout_s=timeout_s)
 
     async def submit(
         self, requests: Sequence[GenerationRequest], priors: Mapping[str, Generation]

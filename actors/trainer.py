@@ -119,9 +119,9 @@ class RayLearner:
         self.node_id = ""  # of rank 0, from `start` on
         self._content: tuple[str, Any] = ("", None)  # path of a version, reference to its bytes
 
-    async def start(self) -> None:
-        self.node_id, host, port = await self.ranks[0].call("rendezvous")
-        await self._all("start", host, port)
+    async def start(self, timeout_s: float) -> None:
+        self.node_id, host, port = await self.ranks[0].call("rendezvous", timeout_s=timeout_s)
+        await self._all("start", host, port, timeout_s=timeout_s)
 
     def weights_content(self, manifest: WeightManifest) -> Any:
         """A reference to the bytes of a version; Ray brings them to each node once."""
@@ -163,8 +163,10 @@ class RayLearner:
     async def export(self, directory: Path) -> None:
         await self._all("export", _absolute(directory))
 
-    async def _all(self, method: str, *args: Any) -> Any:
-        answers = await asyncio.gather(*(rank.call(method, *args) for rank in self.ranks))
+    async def _all(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        answers = await asyncio.gather(
+            *(rank.call(method, *args, timeout_s=timeout_s) for rank in self.ranks)
+        )
         return answers[0]
 
 
