@@ -81,9 +81,7 @@ class StoreShard:
         self, writer: str, num_bytes: int, seals: list[tuple[int, int]], timeout_s: float
     ) -> Lease:
         """Waits until there is room; first come, first served. TimeoutError says what fills it."""
-        for lease, num_rows in seals:
-            self._arena.seal(lease, num_rows)
-        self._returned.notify()
+        await self.seal(seals)
         try:
             async with asyncio.timeout(timeout_s), self._turn:
                 while (lease_or_none := self._arena.lease(writer, num_bytes)) is None:
@@ -96,6 +94,13 @@ class StoreShard:
                 "than those that write, or are stuck; else raise the store's capacity "
                 "(cluster.store_gib)."
             ) from None
+
+    async def spare_lease(
+        self, writer: str, num_bytes: int, seals: list[tuple[int, int]]
+    ) -> Lease | None:
+        """A lease ahead of need; None if there is no room, or somebody else waits for it."""
+        await self.seal(seals)
+        return None if self._turn.locked() else self._arena.lease(writer, num_bytes)
 
     async def seal(self, seals: list[tuple[int, int]]) -> None:
         for lease, num_rows in seals:
@@ -148,6 +153,8 @@ class StoreClient:
         self._handles: dict[str, Any] = {}
         self._arenas: dict[str, Bytes | None] = {}  # by shard; None: on another node
         self._blocks: BlockWriter | None = None
+        # The answer to a call for the lease after this one, so that no put waits for it.
+        self._spare: Any = None
         self._home = ""
         for shard in address.shards:
             self._learn(shard)
@@ -196,16 +203,20 @@ class StoreClient:
                 f"node {self._node_id} has no shard of the store to write to; start one there."
             )
         layout = layout_of(columns)
+        home = self._handle(self._home)
         while (block := self._blocks.write(layout, columns)) is None:
-            self._blocks.seal()
-            handle = self._handle(self._home)
+            if self._spare is not None:
+                call, self._spare = self._spare, None
+            else:
+                self._blocks.seal()
+                seals = self._blocks.take_seals()
+                call = home.lease.remote(self._writer, layout.num_bytes, seals, self._timeout_s)
+            [lease] = yield {self._home: call}
+            if lease is not None:
+                self._blocks.start(lease)
+        if self._spare is None and self._blocks.is_half_full:
             seals = self._blocks.take_seals()
-            [lease] = yield {
-                self._home: handle.lease.remote(
-                    self._writer, layout.num_bytes, seals, self._timeout_s
-                )
-            }
-            self._blocks.start(lease)
+            self._spare = home.spare_lease.remote(self._writer, layout.num_bytes, seals)
         return block
 
     def _get(self, wanted: Cells) -> Steps[dict[str, list[Array]]]:
@@ -231,9 +242,13 @@ class StoreClient:
 
     def _close(self) -> Steps[None]:
         if self._blocks is not None:
+            if self._spare is not None:
+                [lease] = yield {self._home: self._spare}
+                if lease is not None:
+                    self._blocks.start(lease)
             self._blocks.seal()
             seals = self._blocks.take_seals()
-            self._blocks = None
+            self._blocks = self._spare = None
             if seals:
                 yield {self._home: self._handle(self._home).seal.remote(seals)}
 

@@ -192,6 +192,11 @@ class BlockWriter:
         self._num_rows += layout.num_rows
         return block
 
+    @property
+    def is_half_full(self) -> bool:
+        """Time to think of the next lease."""
+        return self._lease is not None and 2 * self._used > self._lease.num_bytes
+
     def start(self, lease: Lease) -> None:
         self.seal()
         self._lease, self._used, self._num_rows = lease, 0, 0

@@ -34,7 +34,7 @@ import ray
 
 from actors.store import ShardAddress, StoreAddress, StoreClient
 from actors.store_shards import StoreShards
-from rlsys.dataflow.blocks import BlockRef, Cell, Layout
+from rlsys.dataflow.blocks import BlockRef, Layout
 from rlsys.dataflow.selection import whole_groups
 from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.store import RowBatch, StageSpec, StreamStore, Subscription
@@ -86,9 +86,9 @@ class Consumer:
     def __init__(self, address: StoreAddress) -> None:
         self._store = StoreClient(address)
 
-    def consume(self, cells: dict[str, list[Cell]], read: bool) -> dict[str, int]:
+    def consume(self, batch: RowBatch, read: bool) -> dict[str, int]:
         """Get the rows, and read all of their bytes if told to."""
-        columns = self._store.get_batch(cells)
+        columns = self._store.get_batch(batch.cells)
         return checksums(columns) if read else {}
 
 
@@ -156,7 +156,7 @@ class Controller:
 
     async def _consume(self, batch: RowBatch, read: bool) -> float:
         """Returns when the consumer had the rows."""
-        answer = self._consumer.consume.remote(dict(batch.cells), read)
+        answer = self._consumer.consume.remote(batch, read)
         checksums = await asyncio.wait_for(answer, TIMEOUT_S)
         end = time.perf_counter()
         for name, checksum in checksums.items():
