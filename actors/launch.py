@@ -14,7 +14,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from actors.calls import WorkerError
@@ -23,7 +23,7 @@ from actors.dry_run import describe
 from actors.factories import needs
 from actors.team import Team
 from rlsys.checkpoint import Checkpoints
-from rlsys.config import RunConfig
+from rlsys.config import RunConfig, require
 from rlsys.controller import Controller, RewardsFailed, StallError
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.dataflow.graph import Dataflow, GenerateStage, ScoreStage
@@ -40,6 +40,7 @@ from rlsys.observe.records import RolloutWriter
 from rlsys.observe.wandb_sink import WandbSink
 from rlsys.rewards import check_columns
 from rlsys.run_directory import RunDirectory
+from rlsys.tiny_models import OwnModel
 from rlsys.workers import ReplicaDied, RowsLost
 
 # A user's mistake or the world's: told in one message. Anything else is a bug and keeps its trace.
@@ -78,12 +79,22 @@ def launch(
     config: RunConfig,
     flow: Dataflow,
     *,
+    own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Run to the end. Ends the process with code 1 and one message for a mistake or a failure of
-    the cluster, with code 130 for Ctrl-C."""
+    """Run to the end, with `own_model` where model.path is empty. Ends the process with code 1 and
+    one message for a mistake or a failure of the cluster, with code 130 for Ctrl-C."""
     try:
+        check_runs_dir(config.runs_dir)
+        if not config.model.path:
+            require(
+                own_model is not None,
+                "model.path is empty; give a Hugging Face model directory or hub name.",
+            )
+            assert own_model is not None
+            path = own_model.build(config.runs_dir, seed=config.seed)
+            config = replace(config, model=replace(config.model, path=path))
         asyncio.run(_run(config, flow, warm_start, dry_run))
     except EXPECTED_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
@@ -95,12 +106,10 @@ def launch(
 async def _run(
     config: RunConfig, flow: Dataflow, warm_start: WarmStart | None, dry_run: bool
 ) -> None:
-    if (task := asyncio.current_task()) is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    _cancel_on_sigterm()
     if dry_run:
         print(describe(config, flow, model_shape(config.model.path)))
         return
-    check_runs_dir(config.runs_dir)
     console = RunConsole(
         num_steps=config.num_steps,
         max_staleness=config.asynchrony.max_staleness,
@@ -134,6 +143,12 @@ async def _run(
                 directory=directory.path,
                 next_command=_next_command(directory, outcome),
             )
+
+
+def _cancel_on_sigterm() -> None:
+    """SIGTERM ends the run in good order, as Ctrl-C does."""
+    if (task := asyncio.current_task()) is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def _load_prompts(
@@ -194,6 +209,7 @@ class _Job:
         with contextlib.ExitStack() as cluster:
             with self._console.phase("Starting Ray"):
                 cluster.enter_context(connected(config.cluster))
+                _cancel_on_sigterm()  # again: Ray's own handler has just replaced it
                 places = cluster.enter_context(reserved([*ranks, *replicas], config.cluster))
             team = Team(config, self._flow, self._tokenizer, self._directory.trace)
             try:

@@ -13,7 +13,7 @@ too. --rollout.engine chooses between the torch engine and vLLM.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.launch import launch
@@ -21,7 +21,7 @@ from recipes.grpo import GRPOConfig, grpo
 from rlsys.cli import parse
 from rlsys.config import AsyncConfig, DataConfig, SamplingConfig, TrainerConfig
 from rlsys.rewards import format_reward, numeric_answer
-from rlsys.tiny_models import build_tiny_model
+from rlsys.tiny_models import OwnModel
 
 PROBLEMS = Path(__file__).parent / "data" / "gsm8k" / "train.jsonl"
 
@@ -55,15 +55,11 @@ class GSM8KConfig(GRPOConfig):
 def main() -> None:
     parsed = parse(GSM8KConfig)
     cfg = parsed.config
-    if not cfg.model.path:
-        path = Path(cfg.runs_dir) / ".models" / f"bytes-{cfg.seed}"
-        build_tiny_model(path, seed=cfg.seed)
-        cfg = replace(cfg, model=replace(cfg.model, path=str(path)))
     rewards = [
         numeric_answer(),
         format_reward(r"####\s*-?[\d,.]+\s*$").weighted(cfg.format_weight),
     ]
-    launch(cfg, grpo(cfg, rewards), dry_run=parsed.dry_run)
+    launch(cfg, grpo(cfg, rewards), own_model=OwnModel(name="bytes"), dry_run=parsed.dry_run)
 
 
 if __name__ == "__main__":

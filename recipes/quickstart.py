@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import rlsys
@@ -25,7 +24,7 @@ from rlsys.config import (
     TrainerConfig,
     require,
 )
-from rlsys.tiny_models import build_tiny_model
+from rlsys.tiny_models import OwnModel
 
 CHARACTERS = "0123456789+="
 NUM_PROBLEMS = 8192
@@ -95,14 +94,11 @@ def lesson(rng: random.Random, right_frac: float) -> tuple[str, str]:
 def main() -> None:
     parsed = parse(QuickstartConfig)
     cfg = parsed.config
-    if not cfg.model.path:
-        path = Path(cfg.runs_dir) / ".models" / f"addition-{cfg.seed}"
-        build_tiny_model(path, characters=CHARACTERS, seed=cfg.seed)
-        cfg = replace(cfg, model=replace(cfg.model, path=str(path)))
     rng = random.Random(cfg.seed + 1)
     launch(
         cfg,
         grpo(cfg, [correct], rows=[problem(rng) for _ in range(NUM_PROBLEMS)]),
+        own_model=OwnModel(name="addition", characters=CHARACTERS),
         warm_start=WarmStart(
             num_steps=cfg.warm_start_steps, batches=lessons(cfg), learning_rate=1e-3
         ),

@@ -6,6 +6,7 @@ Hugging Face checkpoint that AutoModelForCausalLM and AutoTokenizer load.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +45,19 @@ def build_tokenizer(characters: str | None = None) -> Any:
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnModel:
+    """A recipe's own model, for runs whose model.path is empty; options as of build_tiny_model."""
+
+    name: str
+    characters: str | None = None
+
+    def build(self, runs_dir: str, *, seed: int) -> str:
+        """Write it below `runs_dir`, the same for the same seed; returns its path."""
+        path = Path(runs_dir) / ".models" / f"{self.name}-{seed}"
+        return str(build_tiny_model(path, characters=self.characters, seed=seed))
 
 
 def build_tiny_model(
