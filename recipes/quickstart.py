@@ -1,7 +1,7 @@
 """Addition, learned from scratch in minutes on two CPU cores; no GPU, no network.
 
 A small Qwen3 with a tokenizer of 12 characters is made on the spot. A sloppy teacher warms it up:
-two of three sums that it shows are a little off. Asynchronous GRPO, one optimizer step of staleness
+seven of ten sums that it shows are a little off. Asynchronous GRPO, one optimizer step of staleness
 at most, finds out which of the answers are right.
 
     python recipes/quickstart.py --num-steps 50 --name my-first-run
@@ -36,7 +36,7 @@ class QuickstartConfig(GRPOConfig):
 
     warm_start_steps: int = 200
     """Supervised steps before GRPO starts."""
-    teacher_right_frac: float = 0.35
+    teacher_right_frac: float = 0.3
     """Share of the teacher's sums that are right; the others are off by 1 or 10."""
     warm_start_batch: int = 128
     """Examples in one of them."""
