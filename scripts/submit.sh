@@ -20,6 +20,8 @@ case ${1:-} in
 esac
 
 if [ -x .venv/bin/ray ]; then ray=.venv/bin/ray; else ray=ray; fi
-# Ray leaves out .git, .venv and whatever .gitignore names: runs/ among it.
+# Ray leaves .git, .venv and whatever .gitignore names out of the upload: runs/ among it. After `ray
+# job stop`, it would kill the run 3 s later; ending in good order can take longer.
 RAY_AUTH_MODE=${RAY_AUTH_MODE:-token} exec "$ray" job submit \
-    --address "${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}" --working-dir . -- python "$@"
+    --address "${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}" --working-dir . \
+    --runtime-env-json '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}' -- python "$@"
