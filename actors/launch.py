@@ -151,12 +151,6 @@ def _cancel_on_sigterm() -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
-def _cancel_on_sigterm() -> None:
-    """SIGTERM ends the run in good order, as Ctrl-C does."""
-    if (task := asyncio.current_task()) is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-
-
 def _load_prompts(
     config: RunConfig, flow: Dataflow, tokenizer: Any, shape: ModelShape
 ) -> PromptSource:
@@ -215,7 +209,6 @@ class _Job:
         with contextlib.ExitStack() as cluster:
             with self._console.phase("Starting Ray"):
                 cluster.enter_context(connected(config.cluster))
-                _cancel_on_sigterm()  # again: Ray's own handler has just replaced it
                 _cancel_on_sigterm()  # again: Ray's own handler has just replaced it
                 places = cluster.enter_context(reserved([*ranks, *replicas], config.cluster))
             team = Team(config, self._flow, self._tokenizer, self._directory.trace)
