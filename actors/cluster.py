@@ -53,6 +53,8 @@ def connected(config: ClusterConfig) -> Iterator[None]:
     or stop what was started, at the end."""
     address = config.address or os.environ.get("RAY_ADDRESS")
     if address is None:
+        # Ray would run actors at a low priority, behind whatever else the machine does.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
             address="local",
             include_dashboard=False,

@@ -58,6 +58,9 @@ EXPECTED_ERRORS = (
 # Metrics, rollouts and a trace of an average run, beside its checkpoints.
 RECORDS_BYTES = 64 * 2**20
 
+# Rows of any length leave gaps in the shards' memory; this share of it is promised to rows.
+STORE_FILL = 0.5
+
 # The longest row has prompt, completion, log-probability and version of 4 bytes each, and padding.
 BYTES_PER_PROMPT_TOKEN, BYTES_PER_TOKEN, PADDING_BYTES = 4, 12, 64
 
@@ -272,7 +275,7 @@ class _Job:
         config, directory = self._config, self._directory
         longest_prompt, longest = config.data.max_prompt_tokens, config.sampling.max_tokens
         store = self._flow.open_store(
-            max_bytes=int(config.cluster.store_gib * 2**30),
+            max_bytes=int(config.cluster.store_gib * 2**30 * STORE_FILL),
             max_row_bytes=longest_prompt * BYTES_PER_PROMPT_TOKEN
             + longest * BYTES_PER_TOKEN
             + PADDING_BYTES,

@@ -47,13 +47,24 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
     return model.to(device)
 
 
-def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+class Head:
     """Logits [N, V] of hidden states [N, D], as the model's own forward computes them."""
-    logits: torch.Tensor = model.get_output_embeddings()(hidden)
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    if cap is not None:
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+
+    def __init__(self, model: Any) -> None:
+        self._output_embeddings = model.get_output_embeddings()
+        config = model.config.get_text_config()
+        self._cap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._output_embeddings(hidden)
+        if self._cap is not None:
+            logits = torch.tanh(logits / self._cap) * self._cap
+        return logits
+
+
+def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits [N, V] of hidden states [N, D]. For many small calls, keep a Head instead."""
+    return Head(model)(hidden)
 
 
 def check_head(model: Any) -> None:

@@ -10,12 +10,15 @@ Shape legend: x [..., I] input, weight [O, I], bias [O].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+LinearFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 def use_onednn(model: nn.Module) -> None:
@@ -44,6 +47,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         return _linear(x, weight, bias)
     output: torch.Tensor = _Linear.apply(x, weight, bias)
     return output
+
+
+def linear_function(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFunction:
+    """x ↦ linear(x, weight, bias) for plain x with rows, without gradient and without looking at
+    the tensors in every call."""
+    if torch.backends.mkldnn.is_available() and _is_plain_float32(weight):
+        return lambda x: _linear(x, weight, bias)
+    return lambda x: F.linear(x, weight, bias)
 
 
 def _is_plain_float32(tensor: torch.Tensor) -> bool:

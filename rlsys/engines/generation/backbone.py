@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rlsys.engines.attention import AttentionRule, causal_attention
-from rlsys.engines.causal_lm import check_head, head_logits
+from rlsys.engines.causal_lm import Head, check_head
 from rlsys.engines.generation.fused_decoder import FusedDecoder, is_llama_like
 from rlsys.engines.generation.kv_cache import SlotCache, room
 from rlsys.engines.generation.manifest_check import check_manifest
@@ -35,6 +35,7 @@ class Backbone:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.logits = Head(model)
         self._fused: FusedDecoder | None = None
         with torch.no_grad():
             check_head(model)
@@ -64,9 +65,6 @@ class Backbone:
     ) -> torch.Tensor:
         """Hidden states [N, D] of one token [N] of each sequence; see SlotCache.begin_decode."""
         return (self._fused or self._decode_by_model)(token_ids, positions, cache)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return head_logits(self._model, hidden)
 
     def load(self, manifest: WeightManifest) -> None:
         """Overwrite the weights in place.

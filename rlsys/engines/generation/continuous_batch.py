@@ -221,6 +221,8 @@ class ContinuousBatch:
         return self._remove(self._slots.ended(first))
 
     def _remove(self, reasons: dict[int, FinishReason]) -> list[Generation]:
+        if not reasons:
+            return []
         generations, moves = self._slots.remove(reasons)
         lengths = self._slots.running("length")
         for target, source in moves:

@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from rlsys.engines.attention import AttentionRule
 from rlsys.engines.generation.kv_cache import SlotCache
-from rlsys.engines.onednn_linear import linear
+from rlsys.engines.onednn_linear import LinearFunction, linear_function
 
 BACKBONE_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 PRE_NORM_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -41,7 +40,11 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin, [N, A + H, W
 def is_llama_like(model: Any) -> bool:
     """Has the backbone all the parts that FusedDecoder knows, and no other?"""
     backbone = model.get_decoder()
-    return _parts(backbone) == BACKBONE_PARTS and all(map(_is_known, backbone.layers))
+    return (
+        _parts(backbone) == BACKBONE_PARTS
+        and _is_static(backbone.rotary_emb)
+        and all(map(_is_known, backbone.layers))
+    )
 
 
 class FusedDecoder:
@@ -50,14 +53,16 @@ class FusedDecoder:
     def __init__(self, model: Any, rules: Mapping[int, AttentionRule]) -> None:
         backbone = model.get_decoder()
         self._embed = backbone.embed_tokens
-        self._rotary = backbone.rotary_emb
-        typed = "layer_type" in inspect.signature(self._rotary.forward).parameters
+        rotary = backbone.rotary_emb
+        typed = "layer_type" in inspect.signature(rotary.forward).parameters
         types = backbone.config.layer_types if typed else [None] * len(backbone.layers)
         self._layers = [
             _Layer(layer, rules[layer.self_attn.layer_idx], rotary_type)
             for layer, rotary_type in zip(backbone.layers, types, strict=True)
         ]
-        self._rotations = {layer.rotation for layer in self._layers}
+        self._rotations = {
+            layer.rotation: _Rotary(rotary, *layer.rotation) for layer in self._layers
+        }
         self._norm = _Norm(backbone.norm)
 
     def refresh(self) -> None:
@@ -71,23 +76,12 @@ class FusedDecoder:
     ) -> torch.Tensor:
         hidden = self._embed(token_ids)  # [N, D]
         rotations = {
-            (rotary_type, num_heads): self._rotate(hidden, positions, rotary_type, num_heads)
-            for rotary_type, num_heads in self._rotations
+            name: rotary(hidden, positions, cache.capacity)
+            for name, rotary in self._rotations.items()
         }
         for layer in self._layers:
             hidden = layer(hidden, rotations[layer.rotation], cache)
         return self._norm(hidden)
-
-    def _rotate(
-        self, hidden: torch.Tensor, positions: torch.Tensor, rotary_type: str | None, num_heads: int
-    ) -> Rotation:
-        typed = () if rotary_type is None else (rotary_type,)
-        cos, sin = self._rotary(hidden, positions[:, None], *typed)  # [N, 1, W]
-        half = sin.shape[-1] // 2
-        # With the signs of rotate_half in sin, rotating is a mere roll.
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
-        heads = (-1, num_heads, -1)
-        return cos.expand(heads).contiguous(), sin.expand(heads).contiguous()
 
 
 class _Layer:
@@ -99,9 +93,10 @@ class _Layer:
         self._num_heads = attention.q_proj.out_features // self._width  # A
         self._num_rotated = self._num_heads + attention.k_proj.out_features // self._width  # A + H
         self.rotation = (rotary_type, self._num_rotated)
-        self._qkv = _Joined([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._gate_up = _Joined([mlp.gate_proj, mlp.up_proj])
-        self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
+        self._qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._gate_up = _joined([mlp.gate_proj, mlp.up_proj])
+        self._out, self._down = _joined([attention.o_proj]), _joined([mlp.down_proj])
+        self._act = mlp.act_fn
         self._mlp_width: int = mlp.gate_proj.out_features  # M
         self._before_attention = _Norm(layer.input_layernorm)
         self._head_norm = self._after_attention = self._after_mlp = None
@@ -147,26 +142,44 @@ class _Layer:
         x = torch.addcmul(x * cos, x.roll(self._width // 2, -1), sin)
         query, key = x[:, : self._num_heads], x[:, self._num_heads :]
         attended = cache.attend_one(self._index, query, key, value, self._rule)  # [N, A, W]
-        output: torch.Tensor = self._out(attended.flatten(1))
-        return output
+        return self._out(attended.flatten(1))
 
     def _transform(self, x: torch.Tensor) -> torch.Tensor:
         gate_up = self._gate_up(x)  # [N, 2M]
         gated = self._act(gate_up[:, : self._mlp_width]).mul_(gate_up[:, self._mlp_width :])
-        output: torch.Tensor = self._down(gated)
-        return output
+        return self._down(gated)
 
 
-class _Joined:
+class _Rotary:
+    """A table of the model's rotary embedding, as long as the cache's slots."""
+
+    def __init__(self, module: Any, rotary_type: str | None, num_heads: int) -> None:
+        self._module = module
+        self._type = () if rotary_type is None else (rotary_type,)
+        self._num_heads = num_heads
+        self._cos = self._sin = torch.empty(0)  # [C, W]
+
+    def __call__(self, like: torch.Tensor, positions: torch.Tensor, capacity: int) -> Rotation:
+        if len(self._cos) < capacity:
+            positions_of_slot = torch.arange(capacity, device=like.device)[None]
+            cos, sin = self._module(like, positions_of_slot, *self._type)
+            half = sin.shape[-1] // 2
+            self._cos = cos[0]
+            # With the signs of rotate_half in sin, rotating is a mere roll.
+            self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+        return self._of_heads(self._cos[positions]), self._of_heads(self._sin[positions])
+
+    def _of_heads(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, None].expand(-1, self._num_heads, -1).contiguous()
+
+
+def _joined(layers: Sequence[nn.Linear]) -> LinearFunction:
     """Linear layers of one input as one; their parameters become views of its matrix."""
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self._weight = _join([layer.get_parameter("weight") for layer in layers])
-        biased = layers[0].bias is not None
-        self._bias = _join([layer.get_parameter("bias") for layer in layers]) if biased else None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self._weight, self._bias)
+    weight = _join([layer.get_parameter("weight") for layer in layers])
+    biased = layers[0].bias is not None
+    return linear_function(
+        weight, _join([layer.get_parameter("bias") for layer in layers]) if biased else None
+    )
 
 
 def _join(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -183,10 +196,11 @@ class _Norm:
     def __init__(self, *modules: Any) -> None:
         self._modules = modules
         first = modules[0]
-        self._eps: float = getattr(first, "eps", None) or first.variance_epsilon
+        eps: float = getattr(first, "eps", None) or first.variance_epsilon
         weight = first.weight.detach()
         scale = first(torch.ones_like(weight))  # what the norm makes of a row of mean square 1
         self._offset = bool((scale - weight).mean() > 0.5)
+        self._eps = torch.tensor(eps, device=weight.device)
         self.refresh()
 
     def refresh(self) -> None:
@@ -195,7 +209,15 @@ class _Norm:
         self._weight = 1 + weight if self._offset else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._weight.shape[-1:], None, self._eps) * self._weight
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(self._weight).to(x.dtype)
+
+
+def _is_static(rotary: Any) -> bool:
+    """Does a position's rotation not depend on the length of the sequence?"""
+    types = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
+    return not any("dynamic" in kind or kind == "longrope" for kind in types)
 
 
 def _is_known(layer: Any) -> bool:

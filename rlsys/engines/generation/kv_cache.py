@@ -12,6 +12,8 @@ prompt, H key/value heads, G query heads per key/value head, D head width, L tok
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from rlsys.engines.attention import AttentionRule, causal_attention, soft_cap
@@ -33,6 +35,15 @@ def room(num_tokens: int) -> int:
     return round_up(max(num_tokens, FEWEST_TOKENS), TOKEN_BLOCK)
 
 
+class _LayerViews(NamedTuple):
+    """Of one layer's keys and values, what a decode step needs."""
+
+    all_keys: torch.Tensor  # [S·H·C, D]
+    all_values: torch.Tensor  # [S·H·C, D]
+    seen_keys: torch.Tensor  # [N·H, D, L]
+    seen_values: torch.Tensor  # [N·H, L, D]
+
+
 class SlotCache:
     """A rlsys.engines.attention.KeyValueCache over slots.
 
@@ -50,6 +61,7 @@ class SlotCache:
         self._prefill: tuple[int, torch.Tensor] | None = None  # first slot, source [N]
         self._positions = torch.empty(0, dtype=torch.long)  # [N]
         self._num_seen = 0  # L
+        self._views: dict[int, _LayerViews] = {}  # as long as N, L and the layers stay
         self._places: dict[int, torch.Tensor] = {}  # H -> [N·H] rows of K and V as [S·H·C, D]
         # window, H -> [N·H, 1, L], 0 where a sequence sees, −inf elsewhere
         self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
@@ -87,6 +99,7 @@ class SlotCache:
                 _resized(values, slots, capacity),
             )
         self.num_slots, self.capacity = slots, capacity
+        self._views = {}
 
     def move(self, target: int, source: int, num_tokens: int) -> None:
         """Copy a sequence of `num_tokens` into another slot."""
@@ -101,9 +114,12 @@ class SlotCache:
     def begin_decode(self, positions: torch.Tensor, longest: int) -> None:
         """The next pass runs one token of each of the first N slots, at `positions` [N]; `longest`
         is the greatest of them."""
+        num_seen = room(longest + 1)
+        if (len(positions), num_seen) != (len(self._positions), self._num_seen):
+            self._views = {}
         self._prefill = None
         self._positions = positions
-        self._num_seen = room(longest + 1)
+        self._num_seen = num_seen
         self._places = {}
         self._masks = {}
 
@@ -115,10 +131,12 @@ class SlotCache:
         value: torch.Tensor,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        keys, values = self._layer(layer, key, value)
         if self._prefill is None:
             attended = self.attend_one(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], rule)
             return attended[:, None]
+        if layer not in self._layers:
+            self._layers[layer] = (self._allocate(key), self._allocate(value))
+        keys, values = self._layers[layer]
         first, source = self._prefill
         place = (slice(first, first + len(source)), slice(None), slice(key.shape[2]))
         keys[place] = key[source]
@@ -135,14 +153,14 @@ class SlotCache:
     ) -> torch.Tensor:
         """`attend` for a decode step: query [N, H·G, D], key and value [N, H, D]; returns
         [N, H·G, D]."""
-        keys, values = self._layer(layer, key[:, :, None], value[:, :, None])
         num_rows, num_heads, width = key.shape
+        if layer not in self._views:
+            self._views[layer] = self._view(layer)
+        all_keys, all_values, seen_keys, seen_values = self._views[layer]
         places = self._decode_places(num_heads)
-        keys.flatten(0, 2).index_copy_(0, places, key.reshape(-1, width))
-        values.flatten(0, 2).index_copy_(0, places, value.reshape(-1, value.shape[2]))
-        seen = (slice(num_rows), slice(None), slice(self._num_seen))
+        all_keys.index_copy_(0, places, key.reshape(-1, width))
+        all_values.index_copy_(0, places, value.reshape(-1, value.shape[2]))
         grouped = query.reshape(num_rows * num_heads, -1, width)  # [N·H, G, D]
-        seen_keys = keys[seen].flatten(0, 1).mT  # [N·H, D, L]
         mask = self._mask(rule.sliding_window, num_heads, query.dtype)
         if rule.softcap is None:
             mask = mask.expand(-1, grouped.shape[1], -1)
@@ -150,15 +168,18 @@ class SlotCache:
         else:
             scores = soft_cap(torch.bmm(grouped, seen_keys) * rule.scaling, rule.softcap) + mask
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-        attended = torch.bmm(weights, values[seen].flatten(0, 1))  # [N·H, G, D]
+        attended = torch.bmm(weights, seen_values)  # [N·H, G, D]
         return attended.view(num_rows, -1, value.shape[2])
 
-    def _layer(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer not in self._layers:
-            self._layers[layer] = (self._allocate(key), self._allocate(value))
-        return self._layers[layer]
+    def _view(self, layer: int) -> _LayerViews:
+        keys, values = self._layers[layer]
+        seen = (slice(len(self._positions)), slice(None), slice(self._num_seen))
+        return _LayerViews(
+            all_keys=keys.flatten(0, 2),
+            all_values=values.flatten(0, 2),
+            seen_keys=keys[seen].flatten(0, 1).mT,
+            seen_values=values[seen].flatten(0, 1),
+        )
 
     def _allocate(self, state: torch.Tensor) -> torch.Tensor:
         """Zeros, not garbage: what no sequence has written yet is read with weight 0."""
