@@ -232,6 +232,8 @@ class GenerationSide:
             assert manifest is not None
             start = state.clock()
             pauses = await self._load(manifest)
+            if not pauses:  # the last replica has died; whoever collects from it says so
+                return
             state.gate.samplers_at(manifest.version)
             state.observer.weights_loaded(manifest, sync_s=state.clock() - start, pauses_s=pauses)
             state.gate_moved.notify()
