@@ -153,7 +153,7 @@ def test_interrupt_ends_every_process(tmp_path: Path) -> None:
         job.wait_for_output("stale avg/max", timeout_s=120)
         job.process.send_signal(signal.SIGINT)
         assert job.wait(timeout_s=60) == 130
-        assert "Interrupted after step" in job.output
+        assert "Interrupted: " in job.output
         assert "Traceback" not in job.output
         assert job.left_behind() == {}
     finally:
