@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from actors.calls import Worker
+from actors.calls import Worker, WorkerDied
 from rlsys.dataflow.signal import Signal
+from rlsys.observe.trace import TraceBatch
 from rlsys.observe.trace_file import TraceFile
 
 
@@ -23,6 +24,14 @@ class TraceCollector:
             await self.collect()
 
     async def collect(self) -> None:
-        batches = await asyncio.gather(*(w.call("drain_trace") for w in self._workers()))
-        for batch in batches:
-            self._file.write(batch)
+        for batch in await asyncio.gather(*map(_drain, self._workers())):
+            if batch is not None:
+                self._file.write(batch)
+
+
+async def _drain(worker: Worker) -> TraceBatch | None:
+    try:
+        batch: TraceBatch = await worker.call("drain_trace")
+    except WorkerDied:  # whoever waits for its work decides what that means
+        return None
+    return batch
