@@ -24,6 +24,7 @@ from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
 from rlsys.errors import first_error
+from rlsys.layout.transport.shm import shared_memory_dir
 from rlsys.observe.trace import Tracer
 from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import as_rewards
@@ -37,7 +38,7 @@ class Team:
         self._config = _for_other_directories(config)
         self._flow = flow
         self._tokenizer = tokenizer
-        self._run_id = uuid.uuid4().hex[:12]
+        self._weights_prefix = f"rlsys-{uuid.uuid4().hex[:12]}"
         self._max_pending = 100_000 if config.observe.trace else 0
         self._trace = TraceFile(trace) if config.observe.trace else None
         self.learner = RayLearner([])
@@ -64,7 +65,7 @@ class Team:
             config=config,
             loss=train.loss,
             aggregation=train.aggregation,
-            weights_prefix=f"rlsys-{self._run_id}",
+            weights_prefix=self._weights_prefix,
         )
         ranks = [
             self._hire(f"trainer-{rank}", TrainerActor, options, rank, make_trainer)
@@ -128,7 +129,10 @@ class Team:
             lost = await self._lost_shards.get()
             if lost.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
                 continue
-            await self.shards.add(lost.node_id)
+            try:
+                await self.shards.add(lost.node_id)
+            except WorkerDied:  # the node died with it, which Ray notices late
+                continue
             for replica in self.replicas:
                 if replica.node_id == lost.node_id:
                     with contextlib.suppress(WorkerDied):  # whoever collects from it notices
@@ -142,6 +146,9 @@ class Team:
             await self.shards.close()
         for worker in self.workers:
             worker.kill()
+        # Those of a trainer that was killed; shared memory outlives it.
+        for leftover in shared_memory_dir().glob(f"{self._weights_prefix}-*"):
+            leftover.unlink(missing_ok=True)
         if self._trace is not None:
             self._trace.close()
 
