@@ -1,0 +1,64 @@
+"""Contracts of the architecture that no single module can keep by itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipes.grpo_gsm8k import GSM8KConfig
+from recipes.quickstart import QuickstartConfig
+from rlsys.cli import parse
+from rlsys.fields import num_leaf_fields
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = {"quickstart.py": QuickstartConfig, "grpo_gsm8k.py": GSM8KConfig}
+
+
+def imports(package: str) -> Iterator[tuple[Path, str]]:
+    """(file, top-level package that it imports), inside functions too."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import(names=names):
+                    yield from ((path, alias.name.partition(".")[0]) for alias in names)
+                case ast.ImportFrom(module=str(module), level=0):
+                    yield path, module.partition(".")[0]
+
+
+def test_imports_go_one_way() -> None:
+    assert not [path for path, name in imports("rlsys") if name in ("ray", "actors", "recipes")]
+    assert not [path for path, name in imports("actors") if name == "recipes"]
+
+
+def test_optional_packages_stand_in_one_place_each() -> None:
+    found = {(path.name, name) for path, name in imports("rlsys") if name in ("vllm", "wandb")}
+    assert {file for file, name in found if name == "wandb"} == {"wandb_sink.py"}
+    assert all(file.startswith("vllm_") for file, name in found if name == "vllm")
+
+
+@pytest.mark.parametrize("config", CONFIGS.values())
+def test_a_recipe_has_few_options(config: type) -> None:
+    assert num_leaf_fields(config) <= 120
+
+
+def documented_commands() -> list[tuple[str, list[str]]]:
+    """(recipe, arguments) of every `python recipes/...` in the documentation."""
+    found = []
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").glob("*.md")]
+    for page in pages:
+        text = page.read_text().replace("\\\n", " ")
+        for recipe, arguments in re.findall(r"python recipes/(\w+\.py)([^`\n|]*)", text):
+            found.append((recipe, shlex.split(arguments)))
+    return found
+
+
+def test_every_documented_command_is_accepted() -> None:
+    commands = documented_commands()
+    assert len(commands) >= 5
+    for recipe, arguments in commands:
+        parse(CONFIGS[recipe], arguments)
