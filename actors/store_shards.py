@@ -71,7 +71,8 @@ class StoreShards:
         """A writer died: take its leases back, less the rows that are still needed
         (StreamStore.live_rows). `writer` is the id of its actor."""
         for name, shard in list(self._shards.items()):
-            await shard.reclaim(writer, live_rows(name))
+            with contextlib.suppress(WorkerDied):  # with the same node; `run` tells of it
+                await shard.reclaim(writer, live_rows(name))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
