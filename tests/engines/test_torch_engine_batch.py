@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlsys.engines.attention import AttentionRule
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.generation.backbone import Backbone
-from rlsys.engines.generation.kv_cache import SlotCache
+from rlsys.engines.generation.kv_cache import SlotCache, room
 from rlsys.tiny_models import Family
 from rlsys.types import FinishReason, Generation
 from tests.engines.torch_engine_harness import (
@@ -238,25 +238,31 @@ def test_a_fused_decoder_with_other_numbers_is_not_used(
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 70)), min_size=1, max_size=12))
-def test_the_cache_grows_within_its_bound_and_keeps_what_it_holds(
-    sizes: list[tuple[int, int]],
-) -> None:
-    """Each size is (slots, tokens) in use; what both the last and this one cover must stay."""
-    max_tokens = 9 * 80
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 300)), min_size=1, max_size=12))
+def test_the_cache_follows_its_sequences_within_its_bound(sizes: list[tuple[int, int]]) -> None:
+    """Each size is (sequences, tokens of each); what this and the last have in common must stay."""
+    max_tokens = 9 * room(300)
     cache = SlotCache(max_slots=9, max_tokens=max_tokens)
-    cache.reserve(1, 1)
-    kept = (0, 0)
+    num_kept = (0, 0)
     for slots, tokens in sizes:
         cache.reserve(slots, tokens)
         assert slots <= cache.num_slots
-        assert tokens <= cache.capacity
+        assert tokens <= cache.capacity <= max(32, 16 + tokens * 1.125 * 4 / 3)
         assert cache.num_slots * cache.capacity <= max_tokens
-        key = torch.zeros(1, 1, tokens, 2)
+        key = torch.zeros(1, 1, 1, 2)
         cache.begin_prefill(0, torch.zeros(0, dtype=torch.long))
         cache.attend(0, key, key, key, AttentionRule(scaling=1.0))
         keys, _ = cache._layers[0]
-        both = (min(slots, kept[0]), min(tokens, kept[1]))
-        assert (keys[: both[0], :, : both[1]] == 1).all()
+        common = (min(slots, num_kept[0]), min(tokens, num_kept[1]))
+        assert (keys[: common[0], :, : common[1]] == 1).all()
+        assert keys.isfinite().all()
         keys[:slots, :, :tokens] = 1
-        kept = (slots, tokens)
+        num_kept = (slots, tokens)
+
+
+def test_room_is_monotone_and_tight() -> None:
+    rooms = [room(tokens) for tokens in range(1, 5000)]
+    assert rooms == sorted(rooms)
+    assert all(
+        tokens <= given <= max(32, tokens * 1.125 + 16) for tokens, given in enumerate(rooms, 1)
+    )

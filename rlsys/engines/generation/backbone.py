@@ -105,7 +105,7 @@ class Backbone:
         cache.begin_prefill(0, torch.arange(2, device=device))
         self.prefill(token_ids[:, :5], cache)
         positions = torch.full((2,), 5, device=device)
-        cache.begin_decode(positions, 5)
+        cache.begin_decode(positions)
         found = decode(token_ids[:, 5], positions, cache)
         difference = (found - expected[:, 5]).abs().max() / expected.abs().max()
         return float(difference), cache.bytes_per_token

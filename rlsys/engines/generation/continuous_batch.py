@@ -184,7 +184,8 @@ class ContinuousBatch:
         token_ids = np.zeros((num_rows, num_tokens), np.int64)  # [U, T]
         for prompt, row in rows.items():
             token_ids[row, : len(prompt)] = prompt
-        self._cache.reserve(self.num_running, num_tokens)
+        longest = int(self._slots.running("length").max())
+        self._cache.reserve(self.num_running, max(longest, num_tokens))
         self._cache.begin_prefill(first, self._tensor(np.array(source)))
         hidden = self._backbone.prefill(self._tensor(token_ids), self._cache)  # [U, T, D]
         last = [len(request.prompt_token_ids) - 1 for request in requests]
@@ -194,12 +195,11 @@ class ContinuousBatch:
 
     def _decode(self) -> list[Generation]:
         lengths = self._slots.running("length")
-        longest = int(lengths.max())
-        self._cache.reserve(len(lengths), longest)
+        self._cache.reserve(len(lengths), int(lengths.max()))
         num_padded = self._cache.padded(len(lengths))
         positions = self._tensor(_padded(lengths - 1, num_padded))  # [N]
         token_ids = self._tensor(_padded(self._slots.last_tokens(), num_padded))
-        self._cache.begin_decode(positions, longest - 1)
+        self._cache.begin_decode(positions)
         return self._sample(0, self._backbone.decode(token_ids, positions, self._cache))
 
     def _sample(self, first: int, hidden: torch.Tensor) -> list[Generation]:

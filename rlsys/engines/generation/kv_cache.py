@@ -1,13 +1,14 @@
 """Keys and values of the running sequences, one slot each, for every layer.
 
     begin_prefill(first_slot, source) ─┐
-    begin_decode(positions, longest) ──┴─► forward pass ─► attend(layer, ...), once a layer
+    begin_decode(positions) ───────────┴─► forward pass ─► attend(layer, ...), once a layer
 
-Slots lie side by side and the running ones come first, so that a decode step reads one block that
-is as long as its longest sequence, and finished sequences cost nothing.
+The running slots come first, and each is hardly longer than the longest sequence. So a decode step
+reads one block of memory without gaps, and finished sequences cost nothing. Gaps would cost more
+than the copies that avoid them: a CPU fetches ahead along a block, but waits where one ends.
 
 Shape legend: S slots, C capacity of a slot in tokens, N sequences of this pass, T tokens of a
-prompt, H key/value heads, G query heads per key/value head, D head width, L tokens looked at.
+prompt, H key/value heads, G query heads per key/value head, D head width.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def room(num_tokens: int) -> int:
-    """Places that a sequence of `num_tokens` needs."""
-    return round_up(max(num_tokens, FEWEST_TOKENS), TOKEN_BLOCK)
+    """Places in a slot for a sequence of `num_tokens`: at most an eighth more, in few sizes."""
+    block = max(TOKEN_BLOCK, 1 << num_tokens.bit_length() >> 4)
+    return round_up(max(num_tokens, FEWEST_TOKENS), block)
 
 
 class _LayerViews(NamedTuple):
@@ -40,15 +42,15 @@ class _LayerViews(NamedTuple):
 
     all_keys: torch.Tensor  # [S·H·C, D]
     all_values: torch.Tensor  # [S·H·C, D]
-    seen_keys: torch.Tensor  # [N·H, D, L]
-    seen_values: torch.Tensor  # [N·H, L, D]
+    running_keys: torch.Tensor  # [N·H, D, C]
+    running_values: torch.Tensor  # [N·H, C, D]
 
 
 class SlotCache:
     """A rlsys.engines.attention.KeyValueCache over slots.
 
-    Memory grows by doubling, in the number of slots up to `max_slots` and in their capacity, and
-    slots × capacity stays within `max_tokens`.
+    The number of slots grows by doubling, up to `max_slots`; their capacity follows the longest
+    sequence. Slots × capacity stays within `max_tokens`.
     """
 
     def __init__(self, *, max_slots: int, max_tokens: int, device: str = "cpu") -> None:
@@ -60,10 +62,9 @@ class SlotCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # K, V: [S, H, C, D]
         self._prefill: tuple[int, torch.Tensor] | None = None  # first slot, source [N]
         self._positions = torch.empty(0, dtype=torch.long)  # [N]
-        self._num_seen = 0  # L
-        self._views: dict[int, _LayerViews] = {}  # as long as N, L and the layers stay
+        self._views: dict[int, _LayerViews] = {}  # as long as N and the layers stay
         self._places: dict[int, torch.Tensor] = {}  # H -> [N·H] rows of K and V as [S·H·C, D]
-        # window, H -> [N·H, 1, L], 0 where a sequence sees, −inf elsewhere
+        # window, H -> [N·H, 1, C], 0 where a sequence sees, −inf elsewhere
         self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
 
     @property
@@ -76,27 +77,25 @@ class SlotCache:
         """Rows that a decode step over the first `num_rows` slots computes."""
         return min(round_up(num_rows, ROW_BLOCK), self.num_slots)
 
-    def reserve(self, num_slots: int, num_tokens: int) -> None:
-        """Make room for `num_slots` sequences of `num_tokens` each; theirs is kept.
+    def reserve(self, num_slots: int, longest: int) -> None:
+        """Make room for `num_slots` sequences, the longest of `longest` tokens; they are kept.
 
-        The caller sees to it that num_slots · room(num_tokens) fits into max_tokens.
+        The caller sees to it that num_slots · room(longest) fits into max_tokens.
         """
-        if num_slots <= self.num_slots and num_tokens <= self.capacity:
+        capacity = room(longest)
+        fits = num_slots <= self.num_slots and capacity <= self.capacity
+        if fits and 4 * capacity >= 3 * self.capacity:
             return
-        slots, capacity = self.num_slots, self.capacity
-        if num_tokens > capacity:
-            capacity = max(room(num_tokens), 2 * capacity)
+        slots = self.num_slots
         if num_slots > slots:
             slots = max(round_up(num_slots, ROW_BLOCK), min(2 * slots, self._max_slots))
         if slots * capacity > self._max_tokens:
-            # Doubling would break the bound: what there is goes to the sequences at hand.
             slots = num_slots
-            capacity = self._max_tokens // slots // TOKEN_BLOCK * TOKEN_BLOCK
-        assert num_tokens <= capacity
+        assert slots * capacity <= self._max_tokens
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = (
-                _resized(keys, slots, capacity),
-                _resized(values, slots, capacity),
+                _resized(keys, num_slots, slots, capacity),
+                _resized(values, num_slots, slots, capacity),
             )
         self.num_slots, self.capacity = slots, capacity
         self._views = {}
@@ -111,15 +110,12 @@ class SlotCache:
         """The next pass runs whole prompts; slot first_slot + i takes its row source[i]."""
         self._prefill = (first_slot, source)
 
-    def begin_decode(self, positions: torch.Tensor, longest: int) -> None:
-        """The next pass runs one token of each of the first N slots, at `positions` [N]; `longest`
-        is the greatest of them."""
-        num_seen = room(longest + 1)
-        if (len(positions), num_seen) != (len(self._positions), self._num_seen):
+    def begin_decode(self, positions: torch.Tensor) -> None:
+        """The next pass runs one token of each of the first N slots, at `positions` [N]."""
+        if len(positions) != len(self._positions):
             self._views = {}
         self._prefill = None
         self._positions = positions
-        self._num_seen = num_seen
         self._places = {}
         self._masks = {}
 
@@ -156,7 +152,7 @@ class SlotCache:
         num_rows, num_heads, width = key.shape
         if layer not in self._views:
             self._views[layer] = self._view(layer)
-        all_keys, all_values, seen_keys, seen_values = self._views[layer]
+        all_keys, all_values, keys, values = self._views[layer]
         places = self._decode_places(num_heads)
         all_keys.index_copy_(0, places, key.reshape(-1, width))
         all_values.index_copy_(0, places, value.reshape(-1, value.shape[2]))
@@ -164,21 +160,21 @@ class SlotCache:
         mask = self._mask(rule.sliding_window, num_heads, query.dtype)
         if rule.softcap is None:
             mask = mask.expand(-1, grouped.shape[1], -1)
-            scores = torch.baddbmm(mask, grouped, seen_keys, alpha=rule.scaling)  # [N·H, G, L]
+            scores = torch.baddbmm(mask, grouped, keys, alpha=rule.scaling)  # [N·H, G, C]
         else:
-            scores = soft_cap(torch.bmm(grouped, seen_keys) * rule.scaling, rule.softcap) + mask
+            scores = soft_cap(torch.bmm(grouped, keys) * rule.scaling, rule.softcap) + mask
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-        attended = torch.bmm(weights, seen_values)  # [N·H, G, D]
+        attended = torch.bmm(weights, values)  # [N·H, G, D]
         return attended.view(num_rows, -1, value.shape[2])
 
     def _view(self, layer: int) -> _LayerViews:
         keys, values = self._layers[layer]
-        seen = (slice(len(self._positions)), slice(None), slice(self._num_seen))
+        num_rows = len(self._positions)
         return _LayerViews(
             all_keys=keys.flatten(0, 2),
             all_values=values.flatten(0, 2),
-            seen_keys=keys[seen].flatten(0, 1).mT,
-            seen_values=values[seen].flatten(0, 1),
+            running_keys=keys[:num_rows].flatten(0, 1).mT,
+            running_values=values[:num_rows].flatten(0, 1),
         )
 
     def _allocate(self, state: torch.Tensor) -> torch.Tensor:
@@ -194,19 +190,18 @@ class SlotCache:
 
     def _mask(self, window: int | None, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
         if (window, num_heads) not in self._masks:
-            place = torch.arange(self._num_seen, device=self._device)
+            place = torch.arange(self.capacity, device=self._device)
             last = self._positions[:, None, None]
             hidden = place > last if window is None else (place > last) | (place <= last - window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
             mask = mask.masked_fill_(hidden, float("-inf")).expand(-1, num_heads, -1)
-            self._masks[window, num_heads] = mask.reshape(-1, 1, self._num_seen)
+            self._masks[window, num_heads] = mask.reshape(-1, 1, self.capacity)
         return self._masks[window, num_heads]
 
 
-def _resized(stored: torch.Tensor, num_slots: int, capacity: int) -> torch.Tensor:
+def _resized(stored: torch.Tensor, num_kept: int, num_slots: int, capacity: int) -> torch.Tensor:
     _, num_heads, _, width = stored.shape
     resized = stored.new_zeros(num_slots, num_heads, capacity, width)
-    kept = (slice(num_slots), slice(None), slice(capacity))
-    target = (slice(stored.shape[0]), slice(None), slice(stored.shape[2]))
-    resized[target][kept] = stored[kept]
+    kept = stored[:num_kept, :, :capacity]
+    resized[: kept.shape[0], :, : kept.shape[2]] = kept
     return resized
