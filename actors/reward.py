@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from actors.calls import Worker
+from actors.calls import Worker, WorkerDied
 from actors.store import StoreAddress, StoreClient
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardRunner
@@ -102,22 +102,34 @@ class RayScorer:
         await asyncio.gather(*(worker.call("ping", timeout_s=timeout_s) for worker in self._active))
 
     async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
+        """Raises WorkerDied if two workers in a row die over these tasks: a function ends them."""
+        try:
+            return await self._score(tasks)
+        except WorkerDied:  # its node may have died
+            return await self._score(tasks)
+
+    async def _score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
         worker = min(self._active, key=self._load.__getitem__)
         self._load[worker] += len(tasks)
-        scored: list[Scored]
         try:
+            scored: list[Scored]
             scored, num_stuck = await worker.call("score", list(tasks))
+            if num_stuck:
+                self._replace(worker)
+            return scored
+        except WorkerDied:
+            self._replace(worker)
+            raise
         finally:
             self._load[worker] -= len(tasks)
-        if num_stuck and worker in self._active:
-            self._replace(worker)
-        if worker not in self._active and self._load[worker] == 0:
-            del self._load[worker]
-            worker.kill()
-        return scored
+            if worker not in self._active and self._load[worker] == 0:
+                del self._load[worker]
+                worker.kill()
 
     def _replace(self, worker: Worker) -> None:
         """Send it nothing more. Its successor takes calls at once: they wait for its start."""
+        if worker not in self._active:
+            return
         successor = self._start_worker(self._num_started)
         self._num_started += 1
         self._active[self._active.index(worker)] = successor
