@@ -87,12 +87,16 @@ def marked_processes(mark: str) -> dict[int, str]:
 
 
 def start(script: str, arguments: Sequence[str], directory: Path, **environment: str) -> Job:
-    """Start `python script arguments` with its log and Ray's files below `directory`."""
+    """Start `python script arguments` with its log in `directory`."""
+    return start_command([sys.executable, script, *arguments], directory, **environment)
+
+
+def start_command(command: Sequence[str], directory: Path, **environment: str) -> Job:
     mark = uuid.uuid4().hex
     log = directory / f"{mark}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, script, *arguments],
+            command,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=output,
