@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 
 from actors.cluster import SUBMITTED, check_runs_dir
 from rlsys.observe.metrics import read_metrics
-from tests.e2e.job import ROOT, SMALL_QUICKSTART, Job, start
+from tests.e2e.job import ROOT, SMALL_QUICKSTART, Job, start, start_command
 
 BIN = Path(sys.executable).parent  # where `ray` lies beside `python`
 CHECKOUT = ("actors", "recipes", "rlsys", "scripts", ".gitignore")
@@ -173,6 +174,33 @@ def test_a_submitted_quickstart_trains_from_its_upload(
     uploaded = json.loads((tmp_path / "upload").read_text())
     assert "recipes/data/gsm8k/train.jsonl" in uploaded
     assert not set(NOT_UPLOADED) & set(uploaded)
+
+
+@pytest.mark.slow
+def test_ray_job_stop_ends_a_run_in_good_order(head: Head, checkout: Path, tmp_path: Path) -> None:
+    arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
+    job = start_command(
+        ["bash", str(checkout / "scripts" / "submit.sh"), "recipes/quickstart.py", *arguments],
+        tmp_path,
+        **head.environment,
+        RAY_API_SERVER_ADDRESS=head.address,
+    )
+    try:
+        job.wait_for_output("stale avg/max", timeout_s=120)
+        submission = re.search(r"raysubmit_\w+", job.output)
+        assert submission is not None
+        subprocess.run(
+            [BIN / "ray", "job", "stop", "--address", head.address, submission[0]],
+            env=head.environment,
+            stdout=subprocess.DEVNULL,
+            timeout=90,
+            check=True,
+        )
+        job.wait(timeout_s=60)
+        assert "Interrupted: " in job.output
+        assert "Traceback" not in job.output
+    finally:
+        job.end()
 
 
 @pytest.mark.parametrize(
