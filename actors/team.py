@@ -24,6 +24,7 @@ from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
 from rlsys.errors import first_error
+from rlsys.layout.transport.shm import PREFIX
 from rlsys.layout.transport.shm import shared_memory_dir
 from rlsys.observe.trace import Tracer
 from rlsys.observe.trace_file import TraceFile

@@ -1,11 +1,23 @@
 import errno
 import os
+import subprocess
+import sys
+import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from rlsys.layout.transport.shm import ALIGNMENT, WeightFile, open_weights, write_weights
+from rlsys.layout.transport.shm import (
+    ALIGNMENT,
+    PREFIX,
+    WeightFile,
+    local_copy,
+    open_weights,
+    remove_orphans,
+    write_weights,
+)
 
 TENSORS = {
     "embedding": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -82,3 +94,32 @@ def test_no_room_is_an_error_and_leaves_no_file(
         write_weights(1, TENSORS.items(), tmp_path / "weights")
     assert error.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED_WRITER = """
+import os, sys, torch
+from pathlib import Path
+from rlsys.layout.transport.shm import WeightFile
+file = WeightFile(Path(sys.argv[1]), {"w": (torch.float32, (2,))})
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_only_files_of_the_dead_are_removed(tmp_path: Path) -> None:
+    dead, other = tmp_path / f"{PREFIX}dead", tmp_path / "other"
+    subprocess.run([sys.executable, "-c", KILLED_WRITER, dead], timeout=60, check=False)
+    living = WeightFile(tmp_path / f"{PREFIX}living", {"w": (torch.float32, (2,))})
+    other.write_bytes(b"")
+    assert dead.exists()
+    remove_orphans(tmp_path)
+    assert set(tmp_path.iterdir()) == {living.path, other}
+
+
+def test_a_copy_lasts_as_long_as_it_is_used(tmp_path: Path) -> None:
+    manifest = write_weights(1, TENSORS.items(), tmp_path / f"{PREFIX}{uuid.uuid4().hex}")
+    with local_copy(manifest, np.fromfile(manifest.path, np.uint8)) as local:
+        assert local.path != manifest.path
+        remove_orphans(Path(local.path).parent)
+        found = open_weights(local)
+    assert torch.equal(found["embedding"], TENSORS["embedding"])
+    assert not Path(local.path).exists()

@@ -5,14 +5,13 @@ A generation engine may still be reading the previous version when the next one 
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from rlsys.layout.transport.shm import WeightFile
+from rlsys.layout.transport.shm import WeightFile, remove_orphans
 from rlsys.types import WeightManifest
 
 NUM_KEPT = 3
@@ -25,12 +24,8 @@ class Publisher:
         self._directory = directory
         self._prefix = prefix
         self._serial = 0  # a version can be published twice: before and after a warm start
-        self._published: deque[Path] = deque()
-        # A trainer that was killed left its files behind, and shared memory outlives it.
-        ours = re.compile(re.escape(prefix) + r"-\d{6}-v\d+")
-        for path in directory.iterdir():
-            if ours.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+        self._published: deque[WeightFile] = deque()
+        remove_orphans(directory)
 
     def create(
         self, version: int, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]
@@ -39,7 +34,7 @@ class Publisher:
         path = self._directory / f"{self._prefix}-{self._serial:06d}-v{version}"
         file = WeightFile(path, tensors)
         self._serial += 1
-        self._published.append(path)
+        self._published.append(file)
         return file
 
     def commit(self, file: WeightFile, version: int) -> WeightManifest:
@@ -53,4 +48,4 @@ class Publisher:
 
     def _unlink(self, count: int) -> None:
         for _ in range(count):
-            self._published.popleft().unlink(missing_ok=True)
+            self._published.popleft().path.unlink(missing_ok=True)

@@ -4,12 +4,15 @@
 
 The file holds the tensors one after another, each at a 64-byte boundary. Readers map it and see the
 writer's bytes without a copy. A file is written once and never changed; the writer unlinks old
-versions, which leaves readers that have mapped them unharmed.
+versions, which leaves readers that have mapped them unharmed. Shared memory outlives a process that
+is killed, so a file is locked by the one that made it, and those without a living owner are removed
+by whoever comes next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import mmap
 import os
@@ -26,6 +29,9 @@ import torch
 from rlsys.types import TensorEntry, WeightManifest
 
 ALIGNMENT = 64
+
+# Of files that remove_orphans may remove.
+PREFIX = "rlsys-weights-"
 
 
 def shared_memory_dir() -> Path:
@@ -90,8 +96,19 @@ class WeightFile:
 
 
 def _create(path: Path, num_bytes: int) -> mmap.mmap:
-    """A mapped new file whose memory is reserved: a write to it can no longer fail."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    """A mapped new file whose memory is reserved: a write to it can no longer fail. It is locked
+    until the map is gone."""
+    # Locked under another name first: nobody may see it without its lock.
+    unlocked = path.with_name(f".{path.name}-{os.getpid()}")
+    descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.link(unlocked, path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    finally:
+        unlocked.unlink()
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, num_bytes)
@@ -108,6 +125,16 @@ def _create(path: Path, num_bytes: int) -> mmap.mmap:
         ) from error
     finally:
         os.close(descriptor)
+
+
+def remove_orphans(directory: Path) -> None:
+    """Remove weights whose owner was killed: its lock ended with it."""
+    for path in directory.glob(f"{PREFIX}*"):
+        # It may belong to somebody else, be locked by a living owner, or go at any moment.
+        with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
+            with path.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def _free_gib(directory: Path) -> float:
@@ -148,9 +175,12 @@ def local_copy(
     manifest: WeightManifest, content: npt.NDArray[np.uint8]
 ) -> Iterator[WeightManifest]:
     """A version's bytes, brought from another node, as a file of this one while the block runs."""
-    path = shared_memory_dir() / f"{Path(manifest.path).name}-copy-{os.getpid()}"
-    try:
-        content.tofile(path)
-        yield replace(manifest, path=str(path))
-    finally:
-        path.unlink(missing_ok=True)
+    directory = shared_memory_dir()
+    remove_orphans(directory)
+    path = directory / f"{Path(manifest.path).name}-copy-{os.getpid()}"
+    with _create(path, len(content)) as buffer:  # which holds the lock
+        try:
+            buffer.write(content)
+            yield replace(manifest, path=str(path))
+        finally:
+            path.unlink()
