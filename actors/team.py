@@ -24,8 +24,7 @@ from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
 from rlsys.errors import first_error
-from rlsys.layout.transport.shm import PREFIX
-from rlsys.layout.transport.shm import shared_memory_dir
+from rlsys.layout.transport.shm import PREFIX, shared_memory_dir
 from rlsys.observe.trace import Tracer
 from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import as_rewards
@@ -39,7 +38,7 @@ class Team:
         self._config = _for_other_directories(config)
         self._flow = flow
         self._tokenizer = tokenizer
-        self._weights_prefix = f"rlsys-{uuid.uuid4().hex[:12]}"
+        self._weights_prefix = f"{PREFIX}{uuid.uuid4().hex[:12]}"
         self._max_pending = 100_000 if config.observe.trace else 0
         self._trace = TraceFile(trace) if config.observe.trace else None
         self.learner = RayLearner([])

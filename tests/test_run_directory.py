@@ -79,7 +79,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_a_place_without_permission_is_refused() -> None:
     """Nobody may make files in /proc, not even root."""
-    with pytest.raises(ValueError, match="runs_dir=./proc. has 0 bytes free"):
+    with pytest.raises(ValueError, match=r"runs_dir='/proc' has 0 bytes free"):
         RunDirectory.create(Path("/proc"), "demo", CONFIG)
 
 

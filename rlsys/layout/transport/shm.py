@@ -180,7 +180,7 @@ def local_copy(
     path = directory / f"{Path(manifest.path).name}-copy-{os.getpid()}"
     with _create(path, len(content)) as buffer:  # which holds the lock
         try:
-            buffer.write(content)
+            buffer.write(content.data)
             yield replace(manifest, path=str(path))
         finally:
             path.unlink()
