@@ -6,13 +6,16 @@ In: the configuration. Out: factories for engines and reward runners, and what e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from actors.cluster import Need
 from rlsys.config import RunConfig
 from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.engines.training.protocol import Aggregation, LossFn, TrainingEngine
-from rlsys.layout.transport.shm import shared_memory_dir
+from rlsys.layout.transport.owned_file import shared_memory_dir
 from rlsys.rewards import Reward, RewardRunner
+
+if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
+    from rlsys.engines.training.protocol import Aggregation, LossFn, TrainingEngine
 
 
 def needs(config: RunConfig) -> tuple[list[Need], list[Need]]:

@@ -299,6 +299,8 @@ class _Job:
             console=self._console,
             ledger=ledger,
             group_size=config.group_size,
+            queue_depths=store.queue_depths,
+            tracer=team.tracer,
             stepped=stepped,
         )
 
@@ -325,7 +327,7 @@ class _Job:
         team.on_shard_lost = controller.shard_lost
         failed = True
         try:
-            await team.serve_while(controller.run(), stepped)
+            await team.serve_while(controller.run(), stepped, recorder.actor_reported)
             failed = False
         finally:
             recorder.close(failed=failed)

@@ -64,8 +64,12 @@ class RewardActor:
         ]
         self._num_calls = call = self._num_calls + 1
         self._tracer.begin("score", call, rollouts=len(rollouts))  # calls overlap
-        outcomes = await self._runner.score(rollouts)
-        self._tracer.end("score", call)
+        self._tracer.job_begins()
+        try:
+            outcomes = await self._runner.score(rollouts)
+        finally:
+            self._tracer.job_ends()
+            self._tracer.end("score", call)
         scored = [
             Scored(
                 outcome=outcome,

@@ -20,7 +20,7 @@ from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
-from rlsys.layout.transport.shm import local_copy
+from rlsys.layout.transport.owned_file import local_copy
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import Generation, GenerationRequest, WeightManifest
 from rlsys.workers import Collected, FinishedRollout, ReplicaDied
@@ -73,6 +73,8 @@ class RolloutActor:
                 for request in requests
             ]
         )
+        if requests and not self._prompts:
+            self._tracer.job_begins()
         self._prompts.update((r.request_id, r.prompt_token_ids) for r in requests)
         self._priors.update(priors)
 
@@ -86,6 +88,8 @@ class RolloutActor:
             return Collected(finished=[], partial=partial)
         generations = [self._whole(generation) for generation in generations]
         prompts = [self._prompts.pop(g.request_id) for g in generations]
+        if not self._prompts:
+            self._tracer.job_ends()
         for generation in generations:
             self._priors.pop(generation.request_id, None)
         block = await self._put(

@@ -24,8 +24,8 @@ from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
 from rlsys.errors import first_error
-from rlsys.layout.transport.shm import PREFIX, shared_memory_dir
-from rlsys.observe.trace import Tracer
+from rlsys.layout.transport.owned_file import PREFIX, shared_memory_dir
+from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import as_rewards
 
@@ -41,6 +41,7 @@ class Team:
         self._weights_prefix = f"{PREFIX}{uuid.uuid4().hex[:12]}"
         self._max_pending = 100_000 if config.observe.trace else 0
         self._trace = TraceFile(trace) if config.observe.trace else None
+        self.tracer = Tracer("controller", max_pending=self._max_pending)
         self.learner = RayLearner([])
         self.replicas: list[RayReplica] = []
         self.shards = StoreShards(
@@ -97,12 +98,17 @@ class Team:
         handle = actor.options(**options).remote(*args, self.shards.address, tracer)
         return Worker(name, handle, timeout_s=self._config.cluster.call_timeout_s)
 
-    async def serve_while(self, work: Awaitable[None], stepped: Signal) -> None:
-        """Run `work`, and beside it what it needs: freed rows go back, traces come in."""
-        services = [asyncio.create_task(self.shards.run()), asyncio.create_task(self._repair())]
-        if self._trace is not None:
-            traces = TraceCollector(self._trace, lambda: self.workers)
-            services.append(asyncio.create_task(traces.run(stepped)))
+    async def serve_while(
+        self, work: Awaitable[None], stepped: Signal, on_report: Callable[[TraceBatch], None]
+    ) -> None:
+        """Run `work`, and beside it what it needs: freed rows go back, reports come in."""
+        traces = TraceCollector(
+            self._trace, lambda: self.workers, tracer=self.tracer, on_report=on_report
+        )
+        services = [
+            asyncio.create_task(service)
+            for service in (self.shards.run(), self._repair(), traces.run(stepped))
+        ]
         main = asyncio.ensure_future(work)
         try:
             await asyncio.wait([main, *services], return_when=asyncio.FIRST_COMPLETED)
@@ -110,8 +116,7 @@ class Team:
                 if task.done():
                     task.result()
             await main
-            if self._trace is not None:
-                await traces.collect()
+            await traces.collect()
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         finally:

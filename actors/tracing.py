@@ -1,4 +1,5 @@
-"""Collects what the actors recorded, after each optimizer step, into the run's trace.json."""
+"""Collects what the actors recorded, after each optimizer step: how long each worked and waited,
+and the events of the run's trace.json."""
 
 from __future__ import annotations
 
@@ -7,16 +8,26 @@ from collections.abc import Callable, Iterable
 
 from actors.calls import Worker, WorkerDied
 from rlsys.dataflow.signal import Signal
-from rlsys.observe.trace import TraceBatch
+from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
 
 
 class TraceCollector:
-    """`workers` is asked anew each time, since actors come and go."""
+    """`workers` is asked anew each time, since actors come and go; `tracer` is the controller's;
+    `on_report` gets what each actor tells, whether or not there is a file."""
 
-    def __init__(self, file: TraceFile, workers: Callable[[], Iterable[Worker]]) -> None:
+    def __init__(
+        self,
+        file: TraceFile | None,
+        workers: Callable[[], Iterable[Worker]],
+        *,
+        tracer: Tracer,
+        on_report: Callable[[TraceBatch], None],
+    ) -> None:
         self._file = file
         self._workers = workers
+        self._tracer = tracer
+        self._on_report = on_report
 
     async def run(self, stepped: Signal) -> None:
         while True:
@@ -24,9 +35,13 @@ class TraceCollector:
             await self.collect()
 
     async def collect(self) -> None:
-        for batch in await asyncio.gather(*map(_drain, self._workers())):
-            if batch is not None:
+        reports = await asyncio.gather(*map(_drain, self._workers()))
+        present = [report for report in reports if report is not None]
+        if self._file is not None:
+            for batch in (self._tracer.drain(), *present):
                 self._file.write(batch)
+        for report in present:
+            self._on_report(report)
 
 
 async def _drain(worker: Worker) -> TraceBatch | None:

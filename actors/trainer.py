@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +14,17 @@ import ray
 
 from actors.calls import Worker
 from actors.store import StoreAddress, StoreClient
-from rlsys.engines.training.protocol import StepResult, TrainingEngine
 from rlsys.observe.trace import TraceBatch, Tracer
-from rlsys.types import MicroBatch, TrainRow, WeightManifest
+from rlsys.types import MicroBatch, StepResult, TrainRow, WeightManifest
 from rlsys.workers import TrainTask
+
+if TYPE_CHECKING:
+    from rlsys.engines.training.protocol import TrainingEngine
 
 TRAIN_COLUMNS = ("prompt_token_ids", "token_ids", "sampler_logprobs", "policy_versions")
 
 # (rank, host of rank 0, port there) -> this rank's engine, built in the actor's own process.
-EngineFactory = Callable[[int, str, int], TrainingEngine]
+EngineFactory = Callable[[int, str, int], "TrainingEngine"]
 
 
 @ray.remote(concurrency_groups={"beside": 1})
@@ -61,7 +63,7 @@ class TrainerActor:
     def sft_step(
         self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
     ) -> float:
-        with self._tracer.span("trainer", "sft_step"):
+        with self._tracer.working("trainer", "sft_step"):
             loss: float = self._engine.sft_step(
                 token_ids, prompt_lengths, learning_rate=learning_rate
             )
@@ -71,29 +73,29 @@ class TrainerActor:
         self._engine.reset_optimizer()
 
     def accumulate(self, tasks: list[TrainTask]) -> None:
-        columns = self._store.get([task.cell for task in tasks], TRAIN_COLUMNS) if tasks else {}
-        rows = [
-            TrainRow(
-                **{name: columns[name][i] for name in TRAIN_COLUMNS},
-                advantages=np.full(len(columns["token_ids"][i]), task.advantage, np.float32),
-                loss_mask=np.ones(len(columns["token_ids"][i]), np.bool_),
-                group_id=task.group_id,
-                group_size=task.group_size,
-                group_num_tokens=task.group_num_tokens,
-            )
-            for i, task in enumerate(tasks)
-        ]
-        with self._tracer.span("trainer", "accumulate", rows=len(rows)):
+        with self._tracer.working("trainer", "accumulate", rows=len(tasks)):
+            columns = self._store.get([task.cell for task in tasks], TRAIN_COLUMNS) if tasks else {}
+            rows = [
+                TrainRow(
+                    **{name: columns[name][i] for name in TRAIN_COLUMNS},
+                    advantages=np.full(len(columns["token_ids"][i]), task.advantage, np.float32),
+                    loss_mask=np.ones(len(columns["token_ids"][i]), np.bool_),
+                    group_id=task.group_id,
+                    group_size=task.group_size,
+                    group_num_tokens=task.group_num_tokens,
+                )
+                for i, task in enumerate(tasks)
+            ]
             self._engine.accumulate(MicroBatch(rows=rows))
 
     def optimizer_step(self) -> StepResult:
-        with self._tracer.span("trainer", "optimizer_step"):
+        with self._tracer.working("trainer", "optimizer_step"):
             result: StepResult = self._engine.optimizer_step()
             return result
 
     def publish(self) -> WeightManifest | None:
         """A manifest on rank 0."""
-        with self._tracer.span("trainer", "publish"):
+        with self._tracer.working("trainer", "publish"):
             manifest: WeightManifest | None = self._engine.publish()
             return manifest
 

@@ -117,6 +117,16 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One optimizer step, over the global batch; equal on every rank."""
+
+    policy_version: int  # after the step
+    metrics: dict[str, float]  # loss, grad_norm, entropy, kl/sampler_trainer, staleness/..., ...
+    num_tokens: int  # trained completion tokens
+    train_s: float  # time inside forward, backward and the optimizer on this rank
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorEntry:
     """Where one parameter lies in a published weight file."""
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlsys.dataflow.blocks import Cell
-from rlsys.engines.training.protocol import StepResult
 from rlsys.rewards import RewardFailure, RewardResult
-from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
+from rlsys.types import FinishReason, Generation, GenerationRequest, StepResult, WeightManifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

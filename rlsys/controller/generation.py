@@ -112,10 +112,12 @@ class GenerationSide:
         for request in requests:
             by_group[_parse_request_id(request.request_id)[0]].append(request)
         by_replica: defaultdict[str, list[GenerationRequest]] = defaultdict(list)
+        self._router.keep_only(self._state.groups)
         for group_id, members in by_group.items():
             group = self._state.groups[group_id]
             group.replica = self._router.route(
                 [request.request_id for request in members],
+                affinity=group_id,
                 num_tokens=len(group.prompt.token_ids) + self._sampling.max_tokens,
             )
             by_replica[group.replica] += members
@@ -136,8 +138,7 @@ class GenerationSide:
         the replica dies, what it had goes on elsewhere."""
         while True:
             try:
-                with self._state.waiting(replica.name, "rollouts"):
-                    collected = await replica.collect()
+                collected = await replica.collect()
             except ReplicaDied as death:
                 await self._replace(replica, death)
                 return

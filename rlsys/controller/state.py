@@ -14,9 +14,8 @@ from rlsys.dataflow.admission import AdmissionGate
 from rlsys.dataflow.ledger import Ledger, OpenGroup
 from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.store import StreamStore
-from rlsys.engines.training.protocol import StepResult
 from rlsys.rewards import RewardFailure
-from rlsys.types import FinishReason, Prompt, WeightManifest
+from rlsys.types import FinishReason, Prompt, StepResult, WeightManifest
 from rlsys.workers import RolloutText
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from rlsys.config import require
 from rlsys.dataflow.blocks import BlockRef, Bytes, Columns, Layout, write_block
-from rlsys.layout.transport.shm import shared_memory_dir
+from rlsys.layout.transport.owned_file import shared_memory_dir
 
 PREFIX = "rlsys-store-"
 PAGE_BYTES = mmap.PAGESIZE

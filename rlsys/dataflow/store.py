@@ -93,10 +93,14 @@ class StreamStore:
         """Rows that were added and not freed."""
         return sum(group.num_live for group in self._table)
 
+    def queue_depths(self) -> dict[str, int]:
+        """By stage: how many rows wait for it, complete for what it reads and not taken."""
+        return {name: stage.num_ready for name, stage in self._subscriptions.items()}
+
     def describe(self) -> str:
         """One line: what is there, and how many rows each stage has before it."""
         memory = self._memory
-        ready = ", ".join(f"{name} {s.num_ready}" for name, s in self._subscriptions.items())
+        ready = ", ".join(f"{name} {depth}" for name, depth in self.queue_depths().items())
         return (
             f"{self.num_rows} rows of {len(self._table)} groups, {memory.bytes_live} bytes live, "
             f"{memory.bytes_reserved} of {memory.max_bytes} reserved; rows ready for {ready}"

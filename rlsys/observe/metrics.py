@@ -85,6 +85,8 @@ def waited_s(stage: str, reason: str) -> str:
 
 
 def actor_work_s(actor: str) -> str:
+    """Time in which an actor had something to do, up to its last report: that of the step before.
+    What it did not work, it waited: `actor_wait_s`."""
     return f"time/work_s/{actor}"
 
 

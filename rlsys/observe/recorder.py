@@ -1,6 +1,6 @@
 """The controller's observer: what happens, written to the run's files and shown on the console.
 
-controller ─► Recorder ─► metrics.jsonl, rollouts.jsonl, wandb, console
+controller ─► Recorder ─► metrics.jsonl, rollouts.jsonl, trace, wandb, console
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rlsys.controller import Group, TrainedStep
 from rlsys.dataflow.ledger import Ledger
@@ -17,13 +17,18 @@ from rlsys.observe import metrics
 from rlsys.observe.console import RunConsole
 from rlsys.observe.metrics import MetricsWriter
 from rlsys.observe.records import RolloutRecord, RolloutWriter
+from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.wandb_sink import WandbSink
 from rlsys.rewards import RewardFailure
 from rlsys.types import FinishReason, WeightManifest
 
+# A shorter wait is not drawn: a busy stage has thousands.
+MIN_DRAWN_WAIT_S = 0.001
+
 
 class Recorder:
-    """`clock` tells seconds; `stepped` is notified after each optimizer step."""
+    """`queue_depths` tells how many rollouts wait for each stage; `tracer` is the controller's own;
+    `clock` tells seconds; `stepped` is notified after each optimizer step."""
 
     def __init__(
         self,
@@ -34,6 +39,8 @@ class Recorder:
         console: RunConsole,
         ledger: Ledger,
         group_size: int,
+        queue_depths: Callable[[], Mapping[str, int]],
+        tracer: Tracer,
         stepped: Signal,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -43,6 +50,9 @@ class Recorder:
         self._console = console
         self._ledger = ledger
         self._group_size = group_size
+        self._queue_depths = queue_depths
+        self._drawn_depths: dict[str, int] = {}
+        self._tracer = tracer
         self._stepped = stepped
         self._clock = clock
         self._step_started = clock()
@@ -50,6 +60,7 @@ class Recorder:
         self._num_failed: Counter[str] = Counter()  # in this step
         self._shown_failures: set[str] = set()
         self._waited_s: defaultdict[str, float] = defaultdict(float)  # by metric, in this step
+        self._actors_s: dict[str, float] = {}  # work and wait by metric, last reported
         self._sync: dict[str, float] = {}
 
     def tokens_generated(self, num_tokens: int) -> None:
@@ -76,6 +87,20 @@ class Recorder:
 
     def waited(self, stage: str, reason: str, seconds: float) -> None:
         self._waited_s[metrics.waited_s(stage, reason)] += seconds
+        if seconds >= MIN_DRAWN_WAIT_S:
+            now_ns = self._tracer.now()
+            start_ns = now_ns - int(seconds * 1e9)
+            self._tracer.add_span(stage, f"waits for {reason}", start_ns, now_ns)
+        for name, depth in self._queue_depths().items():
+            if self._drawn_depths.get(name) != depth:
+                self._drawn_depths[name] = depth
+                self._tracer.counter(metrics.queue_depth(name), depth)
+
+    def actor_reported(self, report: TraceBatch) -> None:
+        self._actors_s |= {
+            metrics.actor_work_s(report.process): report.work_s,
+            metrics.actor_wait_s(report.process): report.wait_s,
+        }
 
     def step_trained(self, trained: TrainedStep) -> None:
         now = self._clock()
@@ -101,6 +126,8 @@ class Recorder:
                 0.0, step_s - trained.result.train_s - trained.publish_s
             ),
             **self._waited_s,
+            **self._actors_s,
+            **{metrics.queue_depth(name): n for name, n in self._queue_depths().items()},
             metrics.TIME_UNIX_S: time.time(),
             metrics.THROUGHPUT_TRAINED_TOKENS: trained.result.num_tokens / step_s,
             metrics.THROUGHPUT_GENERATED_TOKENS: self._num_generated_tokens / step_s,
@@ -110,6 +137,7 @@ class Recorder:
         self._num_generated_tokens = 0
         self._num_failed.clear()
         self._waited_s.clear()
+        self._actors_s.clear()
         self._metrics.write(line)
         records = _records(trained)
         self._rollouts.write(records)

@@ -1,4 +1,5 @@
-"""What each actor did when: spans, counters and arrows, recorded where the work happens.
+"""What each actor did when: spans, counters and arrows, recorded where the work happens; and for
+how long it worked and waited.
 
     Tracer (one per process) ── drain() ──► TraceBatch ──► TraceFile (one per run) ──► trace.json
 
@@ -11,13 +12,15 @@ node agree to about a microsecond; processes of two nodes as far as NTP brings t
 together, usually a millisecond.
 
 Bound. A tracer holds at most `max_pending` events until it is drained; later ones are counted and
-left out.
+left out. Work and wait times are told all the same.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -53,6 +56,8 @@ class TraceBatch:
     process: str
     events: list[Event]
     num_lost: int
+    work_s: float = 0.0
+    wait_s: float = 0.0
 
 
 class Tracer:
@@ -71,6 +76,10 @@ class Tracer:
         self._events: list[Event] = []
         self._num_lost = 0
         self.now = clock or unix_clock()
+        self._counting = threading.Lock()
+        self._num_jobs = 0
+        self._counted_until_ns = self.now()
+        self._work_ns = self._wait_ns = 0
 
     def span(self, track: str, name: str, **args: Any) -> Span:
         """`with tracer.span("train", "micro-batch", tokens=4096): ...`"""
@@ -103,11 +112,42 @@ class Tracer:
     def arrow_in(self, track: str, name: str, id: int) -> None:
         self._add((ARROW_IN, name, track, self.now(), id, None))
 
+    def job_begins(self) -> None:
+        """The process works from now on, until as many jobs have ended as have begun."""
+        self._count(+1)
+
+    def job_ends(self) -> None:
+        self._count(-1)
+
+    @contextlib.contextmanager
+    def working(self, track: str, name: str, **args: Any) -> Iterator[None]:
+        """A span that counts as work."""
+        self.job_begins()
+        try:
+            with self.span(track, name, **args):
+                yield
+        finally:
+            self.job_ends()
+
     def drain(self) -> TraceBatch:
         """Hand over what was recorded, and forget it."""
-        batch = TraceBatch(self._process, self._events, self._num_lost)
+        self._count(0)
+        batch = TraceBatch(
+            self._process, self._events, self._num_lost, self._work_ns / 1e9, self._wait_ns / 1e9
+        )
         self._events, self._num_lost = [], 0
+        self._work_ns = self._wait_ns = 0
         return batch
+
+    def _count(self, num_jobs: int) -> None:
+        with self._counting:  # trainers drain in a thread of its own
+            now = self.now()
+            if self._num_jobs:
+                self._work_ns += now - self._counted_until_ns
+            else:
+                self._wait_ns += now - self._counted_until_ns
+            self._counted_until_ns = now
+            self._num_jobs += num_jobs
 
     def _add(self, event: Event) -> None:
         if len(self._events) < self._max_pending:

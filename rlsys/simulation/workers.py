@@ -17,9 +17,15 @@ import numpy as np
 
 from rlsys.controller import Group, TrainedStep
 from rlsys.dataflow.blocks import BlockRef, layout_of
-from rlsys.engines.training.protocol import StepResult
 from rlsys.rewards import RewardFailure, RewardResult
-from rlsys.types import FinishReason, Generation, GenerationRequest, Prompt, WeightManifest
+from rlsys.types import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Prompt,
+    StepResult,
+    WeightManifest,
+)
 from rlsys.workers import Collected, FinishedRollout, ReplicaDied, Scored, ScoreTask, TrainTask
 
 NUM_PROMPT_TOKENS = 4

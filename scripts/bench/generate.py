@@ -26,7 +26,8 @@ from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm_engine import VLLMEngine
-from rlsys.layout.transport.shm import shared_memory_dir, write_weights
+from rlsys.layout.transport.owned_file import shared_memory_dir
+from rlsys.layout.transport.shm import write_weights
 from rlsys.types import GenerationRequest, SamplingParams
 
 NUM_SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 128, 8, 64

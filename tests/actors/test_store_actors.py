@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.store import ShardAddress, ShardLost, StoreAddress, StoreClient
@@ -21,6 +19,7 @@ from actors.store_shards import StoreShards
 from rlsys.dataflow.arena import PAGE_BYTES, PREFIX
 from rlsys.dataflow.blocks import Array, BlockRef, Cell
 from rlsys.dataflow.store import StageSpec, StreamStore
+from tests.clusters import NODE_OPTIONS, cluster_of_one
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
@@ -77,12 +76,7 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    options = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
-    # Sockets lie below it, and their paths may have 107 characters.
-    short = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
-    with pytest.MonkeyPatch.context() as patch, short as directory:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        cluster = Cluster(initialize_head=True, head_node_args={**options, "temp_dir": directory})
+    with cluster_of_one(num_cpus=2) as cluster:
         try:
             ray.init(
                 address=cluster.address,
@@ -90,11 +84,10 @@ def nodes() -> Iterator[Nodes]:
                 log_to_driver=False,
                 runtime_env={"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}"}},
             )
-            second = cluster.add_node(**options)
+            second = cluster.add_node(num_cpus=2, **NODE_OPTIONS)
             yield Nodes(cluster, cluster.head_node.node_id, second.node_id, second)
         finally:
             ray.shutdown()
-            cluster.shutdown()
 
 
 @asynccontextmanager

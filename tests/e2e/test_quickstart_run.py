@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -25,7 +26,12 @@ def test_a_run_leaves_what_it_promises_and_resumes(tmp_path: Path) -> None:
     assert abs(metrics[0]["kl/sampler_trainer"]) < 1e-6
     records = [json.loads(line) for line in (directory / "rollouts.jsonl").open()]
     assert {"prompt", "completion", "reward", "policy_versions"} <= records[0].keys()
-    assert isinstance(json.loads((directory / "trace.json").read_text()), list)
+    for actor in ("trainer-0", "rollout-0", "reward-0"):
+        assert metrics[-1][f"time/work_s/{actor}"] > 0
+        assert metrics[-1][f"time/wait_s/{actor}"] >= 0
+    assert {"queue/score", "queue/train", "time/wait_s/train/groups"} <= metrics[-1].keys()
+    trace = {event["name"] for event in json.loads((directory / "trace.json").read_text())}
+    assert {"waits for groups", "queue/train", "accumulate", "update_weights"} <= trace
     assert (directory / "wandb").is_dir()
     AutoModelForCausalLM.from_pretrained(directory / "hf")
     AutoTokenizer.from_pretrained(directory / "hf")
@@ -144,6 +150,31 @@ def test_a_killed_process_ends_the_run_with_its_name(
         assert job.left_behind() == {}
     finally:
         job.end()
+
+
+def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
+    options = "--rollout.num-replicas 2 --trainer.num-cpus 0.5 --rollout.num-cpus 0.5 "
+    options += "--asynchrony.weight-update delayed --num-steps 60"
+    arguments = [*SMALL_QUICKSTART, *options.split(), "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path)
+    try:
+        job.wait_for_output("stale avg/max", timeout_s=120)
+        replicas = [
+            p for p, name in job.processes().items() if name.startswith("ray::RolloutActor")
+        ]
+        assert len(replicas) == 2
+        os.kill(replicas[0], signal.SIGKILL)
+        assert job.wait(timeout_s=120) == 0, job.output
+        assert re.search(r"warning: rollout-[01] died.* rollouts go on elsewhere", job.output)
+        assert job.left_behind() == {}
+    finally:
+        job.end()
+    directory = tmp_path / "runs" / "quickstart"
+    metrics = read_metrics(directory / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [*range(1, 61)]
+    assert max(line["staleness/max"] for line in metrics) <= 1
+    ledger = Ledger.replay(read_events(directory / "ledger.jsonl"), lambda event: None)
+    assert (ledger.num_trained, ledger.open_groups) == (60 * 4, [])
 
 
 def test_interrupt_ends_every_process(tmp_path: Path) -> None:

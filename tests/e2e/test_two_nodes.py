@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import socket
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.cluster_utils import Cluster
 
 from actors.cluster import connected
 from rlsys.config import ClusterConfig
 from rlsys.observe.metrics import read_metrics
+from tests.clusters import NODE_OPTIONS, cluster_of_one
 from tests.e2e.job import MARK, SMALL_QUICKSTART, Job, marked_processes, start
-
-NODE_OPTIONS = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 
 
 @dataclass(kw_only=True)
@@ -61,18 +58,11 @@ def _parent(pid: int) -> int:
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[TwoNodes]:
     mark = uuid.uuid4().hex
-    # Paths of sockets lie below it, and may have 107 characters.
-    short = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
-    with pytest.MonkeyPatch.context() as patch, short as directory:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MARK, mark)
-        head_options = {**NODE_OPTIONS, "num_cpus": 1, "temp_dir": directory}
-        cluster = Cluster(initialize_head=True, head_node_args=head_options)
-        try:
+        with cluster_of_one(num_cpus=1) as cluster:
             second = cluster.add_node(num_cpus=2, **NODE_OPTIONS)
             yield TwoNodes(cluster=cluster, second=second, mark=mark)
-        finally:
-            cluster.shutdown()
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float, job: Job) -> None:

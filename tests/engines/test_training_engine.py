@@ -15,7 +15,8 @@ from rlsys.algorithms.losses import reinforce
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.training.protocol import Aggregation, LossInputs
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.layout.transport.shm import PREFIX, open_weights
+from rlsys.layout.transport.owned_file import PREFIX
+from rlsys.layout.transport.shm import open_weights
 from rlsys.tiny_models import Family
 from rlsys.types import MicroBatch, TrainRow
 from tests.engines.training_harness import (

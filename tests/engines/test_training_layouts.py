@@ -17,9 +17,8 @@ import torch
 from rlsys.algorithms.aggregation import prompt_mean, sequence_mean
 from rlsys.algorithms.losses import entropy_bonus, gspo
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.protocol import StepResult
 from rlsys.tiny_models import Family
-from rlsys.types import Float32Array, MicroBatch, TrainRow
+from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow
 from tests.engines.training_harness import (
     Weights,
     accumulate,

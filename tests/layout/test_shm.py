@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.layout.transport.shm import (
-    ALIGNMENT,
-    PREFIX,
-    WeightFile,
-    local_copy,
-    open_weights,
-    remove_orphans,
-    write_weights,
-)
+from rlsys.layout.transport.owned_file import PREFIX, local_copy, remove_orphans
+from rlsys.layout.transport.shm import ALIGNMENT, WeightFile, open_weights, write_weights
 
 TENSORS = {
     "embedding": torch.arange(12, dtype=torch.float32).view(3, 4),

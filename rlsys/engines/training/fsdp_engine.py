@@ -32,7 +32,7 @@ from rlsys.engines.training.optimizer import (
     set_learning_rate,
     squared_norm,
 )
-from rlsys.engines.training.protocol import Aggregation, LossFn, LossInputs, StepResult
+from rlsys.engines.training.protocol import Aggregation, LossFn, LossInputs
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks
 from rlsys.engines.training.sharding import recompute_activations, shard, whole
@@ -41,7 +41,7 @@ from rlsys.engines.training.supervised import supervised_loss, supervised_row
 from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.engines.training.trainer_state import load_state, save_state
 from rlsys.observe import metrics
-from rlsys.types import Float32Array, MicroBatch, TrainRow, WeightManifest
+from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
 class FSDPEngine:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from rlsys.types import Float32Array, MicroBatch, WeightManifest
+from rlsys.types import Float32Array, MicroBatch, StepResult, WeightManifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +42,6 @@ LossFn = Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 # (group_size, group_num_tokens, row_num_tokens) of a rollout -> (weight of each of its tokens, what
 # the rollout adds to the denominator). The loss is Σ weight·loss / Σ denominator over the batch.
 Aggregation = Callable[[int, int, int], tuple[float, float]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """One optimizer step, over the global batch; equal on every rank."""
-
-    policy_version: int  # after the step
-    metrics: dict[str, float]  # loss, grad_norm, entropy, kl/sampler_trainer, staleness/..., ...
-    num_tokens: int  # trained completion tokens
-    train_s: float  # time inside forward, backward and the optimizer on this rank
 
 
 class TrainingEngine(Protocol):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from rlsys.layout.transport.shm import WeightFile, remove_orphans
+from rlsys.layout.transport.owned_file import remove_orphans
+from rlsys.layout.transport.shm import WeightFile
 from rlsys.types import WeightManifest
 
 NUM_KEPT = 3

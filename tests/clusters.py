@@ -1,0 +1,32 @@
+"""Ray clusters of several nodes on this machine, for tests."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+
+NODE_OPTIONS = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+
+
+@contextmanager
+def cluster_of_one(**head_options: Any) -> Iterator[Any]:
+    """A cluster with a head node, in a temporary directory of its own; it ends with the block."""
+    # Paths of sockets lie below it, and may have 107 characters.
+    short = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+    with pytest.MonkeyPatch.context() as patch, short as directory:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        # Ray writes the address there, and does not make the folder itself.
+        patch.setenv("RAY_TMPDIR", directory)
+        Path(directory, "ray").mkdir()
+        options = {**NODE_OPTIONS, **head_options, "temp_dir": directory}
+        cluster = Cluster(initialize_head=True, head_node_args=options)
+        try:
+            yield cluster
+        finally:
+            cluster.shutdown()

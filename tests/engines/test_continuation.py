@@ -1,0 +1,53 @@
+"""A rollout that another replica goes on with: the request that is left, and both parts as one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlsys.engines.generation.continuation import continued, merged
+from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
+
+
+def generation(token_ids: list[int], version: int, reason: FinishReason) -> Generation:
+    return Generation(
+        request_id="3.1.0",
+        token_ids=np.array(token_ids, np.int32),
+        sampler_logprobs=np.array([-0.1 * token for token in token_ids], np.float32),
+        policy_versions=np.full(len(token_ids), version, np.int32),
+        finish_reason=reason,
+    )
+
+
+REQUEST = GenerationRequest(
+    request_id="3.1.0",
+    prompt_token_ids=(7, 8),
+    sampling=SamplingParams(max_tokens=5, temperature=0.5, stop=("#",)),
+    seed=42,
+)
+
+
+def test_the_rest_starts_where_the_first_part_ended() -> None:
+    once = continued(REQUEST, generation([1, 2], 4, FinishReason.ABORTED))
+    assert list(once.prompt_token_ids) == [7, 8, 1, 2]
+    assert (once.num_prior_tokens, once.seed, once.request_id) == (2, 42, "3.1.0")
+    assert once.sampling == SamplingParams(max_tokens=3, temperature=0.5, stop=("#",))
+
+    twice = continued(once, generation([3], 5, FinishReason.ABORTED))
+    assert list(twice.prompt_token_ids) == [7, 8, 1, 2, 3]
+    assert (twice.num_prior_tokens, twice.sampling.max_tokens) == (3, 2)
+
+
+def test_nothing_left_to_sample_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="nothing is left"):
+        continued(REQUEST, generation([1, 2, 3, 4, 5], 4, FinishReason.LENGTH))
+
+
+def test_every_token_keeps_its_logprob_and_version() -> None:
+    whole = merged(
+        generation([1, 2], 4, FinishReason.ABORTED), generation([3], 6, FinishReason.STOP)
+    )
+    assert whole.token_ids.tolist() == [1, 2, 3]
+    assert whole.sampler_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
+    assert whole.policy_versions.tolist() == [4, 4, 6]
+    assert (whole.request_id, whole.finish_reason) == ("3.1.0", FinishReason.STOP)

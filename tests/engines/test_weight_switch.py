@@ -1,0 +1,143 @@
+"""New weights in the middle of generation, or when what runs has ended: what the engine sees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import pytest
+
+from rlsys.engines.generation.protocol import EngineStats
+from rlsys.engines.generation.weight_switch import WeightSwitch
+from rlsys.types import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    SamplingParams,
+    WeightManifest,
+)
+
+MANIFEST = WeightManifest(version=1, path="", num_bytes=0, entries={}, checksum=0)
+
+
+class ScriptedEngine:
+    """Requests end when the test says so; `calls` is what happened, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.ended: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.load_error: Exception | None = None
+
+    async def start(self) -> None: ...
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self.calls.append("submit " + " ".join(r.request_id for r in requests))
+
+    async def collect(self) -> list[Generation]:
+        return [
+            Generation(
+                request_id=request_id,
+                token_ids=np.zeros(0, np.int32),
+                sampler_logprobs=np.zeros(0, np.float32),
+                policy_versions=np.zeros(0, np.int32),
+                finish_reason=FinishReason.STOP,
+            )
+            for request_id in await self.ended.get()
+        ]
+
+    async def progress(self) -> list[Generation]:
+        return []
+
+    async def abort(self, request_ids: Collection[str]) -> None: ...
+
+    async def pause(self) -> None:
+        self.calls.append("pause")
+
+    async def load(self, manifest: WeightManifest) -> None:
+        self.calls.append(f"load {manifest.version}")
+        if self.load_error:
+            raise self.load_error
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_waiting=0, num_running=0, num_generated_tokens=0, policy_version=0)
+
+    async def close(self) -> None: ...
+
+
+def requests(*names: str) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(request_id=n, prompt_token_ids=(1,), sampling=SamplingParams(), seed=0)
+        for n in names
+    ]
+
+
+async def until_it_waits(task: asyncio.Task[float]) -> None:
+    """Let the task run as far as it can without outside help."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not task.done()
+
+
+def test_in_flight_loads_at_once() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        switch = WeightSwitch(engine)
+        switch.submit(requests("a", "b"))
+        pause_s = await switch.switch(MANIFEST, delayed=False)
+        assert 0 <= pause_s < 5
+        switch.submit(requests("c"))
+        assert engine.calls == ["submit a b", "pause", "load 1", "resume", "submit c"]
+
+    asyncio.run(scenario())
+
+
+def test_delayed_waits_for_what_runs_and_holds_what_comes() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        switch = WeightSwitch(engine)
+        switch.submit(requests("a", "b"))
+        loading = asyncio.create_task(switch.switch(MANIFEST, delayed=True))
+        await until_it_waits(loading)
+        switch.submit(requests("c", "d"))
+        switch.submit(requests("e"))
+        engine.ended.put_nowait(["b"])
+        await switch.collect()
+        await until_it_waits(loading)
+        assert engine.calls == ["submit a b"]
+
+        engine.ended.put_nowait(["a"])
+        await switch.collect()
+        await loading
+        # The held batches stay whole and in order, and are not held a second time.
+        assert engine.calls[1:] == ["pause", "load 1", "resume", "submit c d", "submit e"]
+        switch.submit(requests("f"))
+        assert engine.calls[-1] == "submit f"
+
+    asyncio.run(scenario())
+
+
+def test_delayed_loads_at_once_where_nothing_runs() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        await WeightSwitch(engine).switch(MANIFEST, delayed=True)
+        assert engine.calls == ["pause", "load 1", "resume"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_weights_that_do_not_fit_leave_generation_running(delayed: bool) -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        engine.load_error = ValueError("the checksum differs")
+        switch = WeightSwitch(engine)
+        with pytest.raises(ValueError, match="checksum"):
+            await switch.switch(MANIFEST, delayed=delayed)
+        switch.submit(requests("a"))
+        assert engine.calls == ["pause", "load 1", "resume", "submit a"]
+
+    asyncio.run(scenario())
