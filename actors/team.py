@@ -44,6 +44,7 @@ class Team:
         self.tracer = Tracer("controller", max_pending=self._max_pending)
         self.learner = RayLearner([])
         self.replicas: list[RayReplica] = []
+        self.scorer = RayScorer(self._hire_reward, num_workers=0)
         self.shards = StoreShards(
             capacity_bytes=int(config.cluster.store_gib * 2**30),
             timeout_s=config.cluster.call_timeout_s,

@@ -65,7 +65,7 @@ class Tracer:
 
     `process` names the actor ("rollout 0"), `track` what it was busy with ("generate", "weights").
     Spans of one track must nest, so each thread needs tracks of its own. With max_pending=0 nothing
-    is recorded.
+    is recorded. Pickled, it arrives empty, with the clock of the process that it has come to.
     """
 
     def __init__(
@@ -80,6 +80,9 @@ class Tracer:
         self._num_jobs = 0
         self._counted_until_ns = self.now()
         self._work_ns = self._wait_ns = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self._process, self._max_pending)
 
     def span(self, track: str, name: str, **args: Any) -> Span:
         """`with tracer.span("train", "micro-batch", tokens=4096): ...`"""
@@ -154,6 +157,10 @@ class Tracer:
             self._events.append(event)
         else:
             self._num_lost += 1
+
+
+def _arrived(process: str, max_pending: int) -> Tracer:
+    return Tracer(process, max_pending=max_pending)
 
 
 class Span:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import pickle
 import statistics
 import time
 from collections.abc import Iterator
@@ -181,6 +182,18 @@ def test_work_and_wait_times_add_up() -> None:
     clock.now_ns += 7_000_000_000
     tracer.job_ends()
     assert tracer.drain().work_s == 7.0
+
+
+def test_a_tracer_takes_the_clock_of_where_it_arrives() -> None:
+    tracer = Tracer("rollout 0", clock=FakeClock(), max_pending=3)
+    tracer.instant("generate", "token")
+    arrived = pickle.loads(pickle.dumps(tracer))
+    before_ns = time.time_ns()
+    for _ in range(5):
+        arrived.instant("generate", "token")
+    batch = arrived.drain()
+    assert (batch.process, len(batch.events), batch.num_lost) == ("rollout 0", 3, 2)
+    assert abs(batch.events[0][3] - before_ns) < 60e9
 
 
 def test_a_tracer_that_nobody_drains_stays_bounded(tmp_path: Path) -> None:
