@@ -3,8 +3,9 @@
     query, key, value [B, heads, T, D] ──► attended values [B, T, heads, D]
 
 Without a cache the rows are whole sequences, right-padded, and attention is causal: padding needs
-no mask, because no real token looks at what stands behind it. With a cache (the sampler's) the keys
-and values go there, and the cache answers.
+no mask, because no real token looks at what stands behind it. With a packing (the trainer's) whole
+sequences stand in one row, one after another. With a cache (the sampler's) the keys and values go
+there, and the cache answers.
 
 transformers hands a model's keyword arguments through to its attention function; that is how the
 cache gets here.
@@ -19,6 +20,8 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
+
+from rlsys.engines.packing import Packing
 
 ATTENTION = "rlsys"
 
@@ -113,16 +116,20 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     kv_cache: KeyValueCache | None = None,
+    packing: Packing | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature."""
-    assert attention_mask is None, "rlsys attention is causal over right-padded rows; pass no mask"
+    assert attention_mask is None, "rlsys attention is causal over whole sequences; pass no mask"
     rule = AttentionRule(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         softcap=softcap,
     )
-    if kv_cache is None:
+    if packing is not None:
+        query, key, value = (packing.pad(heads) for heads in (query, key, value))
+        attended = packing.unpad(causal_attention(query, key, value, rule, dropout=dropout))
+    elif kv_cache is None:
         attended = causal_attention(query, key, value, rule, dropout=dropout)
     else:
         layer: Any = module.layer_idx

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from rlsys.engines import onednn_linear
 from rlsys.engines.attention import ATTENTION, register_attention
-from rlsys.engines.onednn_linear import use_onednn
 
 
 def hide_progress_bars() -> None:
@@ -43,7 +43,8 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
             f"model.path={str(path)!r} holds no causal language model ({error}); give a Hugging "
             "Face model directory or hub name."
         ) from error
-    use_onednn(model)
+    if onednn_linear.is_faster():
+        onednn_linear.use_onednn(model)
     return model.to(device)
 
 

@@ -71,6 +71,18 @@ def test_sampler_and_trainer_agree(
     assert difference.abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("onednn", [True, False])
+def test_with_either_matrix_product(
+    onednn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which one runs depends on the CPU."""
+    monkeypatch.setattr("rlsys.engines.onednn_linear.is_faster", lambda: onednn)
+    model = load_causal_lm(build_model(tmp_path, "qwen3"), dtype="float32")
+    ended = run(batch_of(model), [request("a", prompt(7), max_tokens=20)])["a"]
+    (expected,) = trainer_logprobs(model, [prompt(7)], [ended.token_ids.tolist()], temperature=1.0)
+    np.testing.assert_allclose(ended.sampler_logprobs, expected, atol=1e-5)
+
+
 def test_a_completion_does_not_depend_on_its_companions(model: Any) -> None:
     """Bitwise, whatever runs beside it, whenever it was submitted, in whichever slot."""
     requests = [

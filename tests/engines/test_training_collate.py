@@ -25,14 +25,24 @@ def make_row(prompt: list[int], tokens: list[int], mask: list[bool] | None = Non
 def test_two_rollouts_by_hand() -> None:
     rows = [make_row([1, 2], [3, 4, 5], [True, False, True]), make_row([6], [8])]
     batch = collate(rows)
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4], [6, 0, 0, 0]]
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 6]]
     # Token 3 is predicted where 2 stands, 5 where 4 stands, 8 where 6 stands.
     assert batch.positions.tolist() == [1, 3, 4]
+    assert batch.packing is not None
+    assert batch.packing.position_ids.tolist() == [[0, 1, 2, 3, 0]]
     assert batch.targets.tolist() == [3, 5, 8]
     assert batch.sampler_logprobs.tolist() == [-3, -5, -8]
     assert batch.advantages.tolist() == [1.5, 2.5, 4.0]
     assert batch.policy_versions.tolist() == [0, 2, 0]
     assert batch.row_index.tolist() == [0, 0, 1]
+
+
+def test_two_padded_rollouts_by_hand() -> None:
+    batch = collate([make_row([6], [8]), make_row([1, 2], [3, 4, 5])], packed=False)
+    assert batch.input_ids.tolist() == [[6, 0, 0, 0], [1, 2, 3, 4]]
+    assert batch.positions.tolist() == [0, 5, 6, 7]
+    assert batch.targets.tolist() == [8, 3, 4, 5]
+    assert batch.packing is None
 
 
 def test_no_rows_are_one_input_that_predicts_nothing() -> None:
@@ -53,15 +63,16 @@ rows = st.builds(
 )
 
 
-@given(rows=st.lists(rows, max_size=20), max_tokens=st.integers(1, 100))
+@given(rows=st.lists(rows, max_size=20), max_tokens=st.integers(1, 100), packed=st.booleans())
 def test_passes_hold_each_row_once_and_stay_within_the_limit(
-    rows: list[TrainRow], max_tokens: int
+    rows: list[TrainRow], max_tokens: int, packed: bool
 ) -> None:
-    passes = split_passes(rows, max_tokens)
+    passes = split_passes(rows, max_tokens, packed=packed)
     assert sorted(index for chosen in passes for index in chosen) == list(range(len(rows)))
     for chosen in passes:
-        padded = len(chosen) * max(input_length(rows[index]) for index in chosen)
-        assert padded <= max_tokens or len(chosen) == 1
+        lengths = [input_length(rows[index]) for index in chosen]
+        num_tokens = sum(lengths) if packed else len(chosen) * max(lengths)
+        assert num_tokens <= max_tokens or len(chosen) == 1
 
 
 @given(rows=st.lists(rows, min_size=1, max_size=20))
@@ -70,16 +81,12 @@ def test_rows_of_a_pass_are_neighbours_in_length(rows: list[TrainRow]) -> None:
     assert lengths == sorted(lengths, reverse=True)
 
 
-@given(rows=st.lists(rows, min_size=1, max_size=8))
-def test_each_target_is_the_input_after_its_position(rows: list[TrainRow]) -> None:
-    batch = collate(rows)
+@given(rows=st.lists(rows, min_size=1, max_size=8), packed=st.booleans())
+def test_each_target_is_the_input_after_its_position(rows: list[TrainRow], packed: bool) -> None:
+    batch = collate(rows, packed=packed)
     flat = batch.input_ids.flatten()
-    longest = batch.input_ids.shape[1]
-    last_of_row = [
-        place % longest == input_length(rows[place // longest]) - 1
-        for place in batch.positions.tolist()
-    ]
-    for place, target, last in zip(
-        batch.positions.tolist(), batch.targets.tolist(), last_of_row, strict=True
-    ):
-        assert last or flat[place + 1] == target
+    lengths = np.array([input_length(row) for row in rows])
+    starts = np.cumsum(lengths) - lengths if packed else np.arange(len(rows)) * lengths.max()
+    last_of_row = set((starts + lengths - 1).tolist())
+    for place, target in zip(batch.positions.tolist(), batch.targets.tolist(), strict=True):
+        assert place in last_of_row or flat[place + 1] == target

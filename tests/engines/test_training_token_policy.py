@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.training.collate import collate
 from rlsys.engines.training.token_policy import TokenPolicy, token_logprobs
-from tests.engines.training_harness import VOCABULARY, tiny_model
+from tests.engines.training_harness import VOCABULARY, make_rows, tiny_model
 
 
 def test_two_tokens_by_hand() -> None:
@@ -32,13 +33,12 @@ def test_gradients_are_those_of_the_definition(which: str) -> None:
 
 def test_chunks_of_the_head_change_nothing(tmp_path: Path) -> None:
     model = load_causal_lm(tiny_model(tmp_path), dtype="float32")
-    input_ids = torch.arange(24).view(2, 12) % VOCABULARY
-    positions, targets = torch.tensor([0, 5, 11, 12, 20]), torch.tensor([1, 2, 3, 4, 5])
+    batch = collate(make_rows(3))
     results = []
     for max_logits in (1 << 20, 40):  # one chunk, and chunks of two tokens
         policy = TokenPolicy(model, max_logits=max_logits)
         model.zero_grad()
-        logprobs, entropy = policy(input_ids, positions, targets, 0.7)
+        logprobs, entropy = policy(batch, 0.7)
         (logprobs.sum() + 0.1 * entropy.sum()).backward()
         results.append([logprobs, entropy, *(p.grad.clone() for p in model.parameters())])
     torch.testing.assert_close(results[0], results[1])
@@ -65,11 +65,14 @@ def test_a_large_vocabulary_is_never_held_at_once(tmp_path: Path) -> None:
 
 def test_logprobs_are_those_of_the_model_at_temperature(tmp_path: Path) -> None:
     model = load_causal_lm(tiny_model(tmp_path), dtype="float32")
-    input_ids = torch.tensor([[3, 4, 5, 6]])
+    (row,) = make_rows(1)
+    tokens = torch.tensor([*row.prompt_token_ids, *row.token_ids])
+    first = len(row.prompt_token_ids)
+    chosen = torch.from_numpy(row.loss_mask)
     with torch.no_grad():
-        expected = torch.log_softmax(model(input_ids=input_ids).logits[0] / 0.5, -1)
-        found, entropy = TokenPolicy(model)(
-            input_ids, torch.tensor([1, 3]), torch.tensor([7, 8]), 0.5
-        )
-    torch.testing.assert_close(found, torch.stack([expected[1, 7], expected[3, 8]]))
-    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1)[[1, 3]])
+        logits = model(input_ids=tokens[None]).logits[0, first - 1 : -1]
+        expected = torch.log_softmax(logits / 0.5, -1)[chosen]  # [N, V]
+        found, entropy = TokenPolicy(model)(collate([row]), 0.5)
+    targets = tokens[first:][chosen][:, None]
+    torch.testing.assert_close(found, expected.gather(1, targets)[:, 0])
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))

@@ -17,7 +17,7 @@ width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 
 from rlsys.engines.attention import AttentionRule
 from rlsys.engines.generation.kv_cache import SlotCache
-from rlsys.engines.onednn_linear import LinearFunction, linear_function
+from rlsys.engines.onednn_linear import LinearFunction, laid_out, linear_function
 
 BACKBONE_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 PRE_NORM_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -175,15 +175,18 @@ class _Rotary:
 
 def _joined(layers: Sequence[nn.Linear]) -> LinearFunction:
     """Linear layers of one input as one; their parameters become views of its matrix."""
-    weight = _join([layer.get_parameter("weight") for layer in layers])
+    weight = _join([layer.get_parameter("weight") for layer in layers], laid_out)
     biased = layers[0].bias is not None
     return linear_function(
         weight, _join([layer.get_parameter("bias") for layer in layers]) if biased else None
     )
 
 
-def _join(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    joined = torch.cat([parameter.data for parameter in parameters])
+def _join(
+    parameters: Sequence[nn.Parameter],
+    lay_out: Callable[[torch.Tensor], torch.Tensor] = lambda joined: joined,
+) -> torch.Tensor:
+    joined = lay_out(torch.cat([parameter.data for parameter in parameters]))
     sizes = [len(parameter) for parameter in parameters]
     for parameter, view in zip(parameters, joined.split(sizes), strict=True):
         parameter.data = view

@@ -200,8 +200,11 @@ class SlotCache:
 
 
 def _resized(stored: torch.Tensor, num_kept: int, num_slots: int, capacity: int) -> torch.Tensor:
-    _, num_heads, _, width = stored.shape
-    resized = stored.new_zeros(num_slots, num_heads, capacity, width)
-    kept = stored[:num_kept, :, :capacity]
-    resized[: kept.shape[0], :, : kept.shape[2]] = kept
+    """What is new is zero: see _allocate."""
+    kept = stored[:num_kept, :, :capacity]  # [S, H, C, D]
+    num_filled, num_heads, length, width = kept.shape
+    resized = stored.new_empty(num_slots, num_heads, capacity, width)
+    resized[:num_filled, :, :length] = kept
+    resized[:num_filled, :, length:] = 0
+    resized[num_filled:] = 0
     return resized

@@ -23,6 +23,7 @@ import torch
 
 from rlsys.config import RolloutConfig
 from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.generation.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.protocol import EngineError, EngineStats
 from rlsys.types import Generation, GenerationRequest, WeightManifest
@@ -226,6 +227,8 @@ class TorchEngine:
 
     def _load_model(self) -> None:
         torch.set_num_threads(self._num_threads)  # OpenMP keeps this per thread
+        if self._device == "cpu":
+            keep_freed_memory()
         model = load_causal_lm(self._model_path, dtype=self._dtype, device=self._device)
         self._batch = ContinuousBatch(
             model,

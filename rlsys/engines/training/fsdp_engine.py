@@ -22,8 +22,8 @@ from rlsys.algorithms import kl
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.causal_lm import check_head, load_causal_lm
+from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.training.collate import Batch, collate, split_passes
-from rlsys.engines.training.cpu_memory import keep_freed_memory
 from rlsys.engines.training.export import export_model
 from rlsys.engines.training.optimizer import (
     build_adamw,
@@ -149,11 +149,11 @@ class FSDPEngine:
         ]
         found = [np.zeros(len(row.token_ids), np.float32) for row in rows]
         indices = [index for index, row in enumerate(rows) if len(row.token_ids)]
-        passes = split_passes([rows[index] for index in indices], self._config.micro_batch_tokens)
+        passes = self._split_passes([rows[index] for index in indices])
         with torch.no_grad():
             for number in range(self._ranks.max(len(passes))):
                 chosen = [indices[i] for i in passes[number]] if number < len(passes) else []
-                batch = collate([rows[index] for index in chosen], self._device)
+                batch = self._collate([rows[index] for index in chosen])
                 logprobs, _ = self._forward(batch, self._temperature)
                 lengths = [len(rows[index].token_ids) for index in chosen]
                 for index, part in zip(chosen, logprobs.cpu().split(lengths), strict=True):
@@ -219,13 +219,20 @@ class FSDPEngine:
     ) -> None:
         weights = [self._count(row, aggregation) for row in rows]
         trained = [index for index, row in enumerate(rows) if row.loss_mask.any()]
-        passes = split_passes([rows[index] for index in trained], self._config.micro_batch_tokens)
+        passes = self._split_passes([rows[index] for index in trained])
         # FSDP2 gathers and reduces in every pass, so all ranks run equally many.
         for number in range(self._ranks.max(len(passes))):
             chosen = [trained[i] for i in passes[number]] if number < len(passes) else []
-            batch = collate([rows[index] for index in chosen], self._device)
+            batch = self._collate([rows[index] for index in chosen])
             row_weights = torch.tensor([weights[index] for index in chosen])
             self._backward(batch, row_weights.to(self._device)[batch.row_index], loss, temperature)
+
+    def _split_passes(self, rows: Sequence[TrainRow]) -> list[list[int]]:
+        max_tokens = self._config.micro_batch_tokens
+        return split_passes(rows, max_tokens, packed=self._policy.packs)
+
+    def _collate(self, rows: Sequence[TrainRow]) -> Batch:
+        return collate(rows, self._device, packed=self._policy.packs)
 
     def _count(self, row: TrainRow, aggregation: Aggregation) -> float:
         """Add a rollout to the sums; returns the weight of each of its tokens."""
@@ -267,9 +274,7 @@ class FSDPEngine:
         self._statistics.add_pass(total, {**token_metrics, **own})
 
     def _forward(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        result: tuple[torch.Tensor, torch.Tensor] = self._policy(
-            batch.input_ids, batch.positions, batch.targets, temperature
-        )
+        result: tuple[torch.Tensor, torch.Tensor] = self._policy(batch, temperature)
         return result
 
     def _apply_gradients(self, rate: float, what: str) -> StepSums:

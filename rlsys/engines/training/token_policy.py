@@ -1,19 +1,20 @@
 """The policy as the trainer needs it: log-probability and entropy of chosen tokens.
 
-    input_ids [B, L] ──► backbone ──► hidden [N, D] at `positions` ──► head ──► logits [N, V]
-                                                                          └──► [N], [N]
+    Batch ──► backbone ──► hidden [N, D] at `positions` ──► head ──► logits [N, V] ──► [N], [N]
 
 One module holds backbone and head, so that FSDP2 sees a single forward pass. Logits of a large
 vocabulary are the largest tensor of training: they are computed for completion tokens only, a chunk
 at a time, and a second time in the backward pass instead of being kept.
 
-Shape legend: B rows, L tokens, N chosen tokens, D width, V vocabulary.
+Shape legend: N chosen tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -21,6 +22,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rlsys.engines.causal_lm import head_logits
+from rlsys.engines.packing import Packing
+from rlsys.engines.training.collate import Batch
 
 MAX_LOGITS = 1 << 26  # of one chunk: 256 MiB in float32
 
@@ -29,22 +32,18 @@ class TokenPolicy(nn.Module):
     def __init__(self, model: Any, *, max_logits: int = MAX_LOGITS) -> None:
         super().__init__()
         self.model = model
+        self.packs = _packs(model)
+        """Whether batches may be packed; otherwise they must be padded."""
         self.chunk_tokens = max(1, max_logits // model.config.get_text_config().vocab_size)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of `targets` [N] int64 under the distribution at `temperature`, predicted
-        at `positions` [N] int64 of the flattened rows, and that distribution's entropy in nats.
+    def forward(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of the batch's targets under the distribution at `temperature`, and that
+        distribution's entropy in nats.
 
         Both are [N] float32 and carry gradients.
         """
-        hidden = self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
-        hidden = hidden.flatten(0, 1).index_select(0, positions)  # [N, D]
+        hidden = self._backbone(batch).flatten(0, 1).index_select(0, batch.positions)  # [N, D]
+        targets = batch.targets
         if len(targets) <= self.chunk_tokens:
             return self._score(hidden, targets, temperature)
         chunks = [
@@ -56,6 +55,15 @@ class TokenPolicy(nn.Module):
         logprobs, entropy = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropy)
 
+    def _backbone(self, batch: Batch) -> torch.Tensor:
+        """Hidden states of every input token, in the input's shape."""
+        packed = {}
+        if batch.packing is not None:
+            packed = {"packing": batch.packing, "position_ids": batch.packing.position_ids}
+        output = self.model.get_decoder()(input_ids=batch.input_ids, use_cache=False, **packed)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
     def _score(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,6 +71,30 @@ class TokenPolicy(nn.Module):
         if temperature != 1:
             logits = logits / temperature
         return token_logprobs(logits, targets)
+
+
+def _packs(model: Any) -> bool:
+    """Do rows that stand one after another in one row give what each gives alone? Not where tokens
+    see others by other means than attention: a convolution, a recurrent state."""
+    decoder = model.get_decoder()
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return False
+    device = next(model.parameters()).device
+    token_ids = torch.arange(5, device=device)[None] % model.config.get_text_config().vocab_size
+    packing = Packing(np.array([2, 3]), device)
+    with torch.no_grad():
+        packed = decoder(
+            input_ids=token_ids,
+            position_ids=packing.position_ids,
+            packing=packing,
+            use_cache=False,
+        ).last_hidden_state
+        alone = [
+            decoder(input_ids=row, use_cache=False).last_hidden_state
+            for row in token_ids.split([2, 3], dim=1)
+        ]
+    tolerance = 1e-3 if packed.dtype == torch.float32 else 5e-2
+    return torch.allclose(packed, torch.cat(alone, dim=1), rtol=tolerance, atol=tolerance)
 
 
 def token_logprobs(

@@ -1,7 +1,7 @@
 """Memory of activations on the CPU, kept from one pass to the next.
 
 glibc hands large freed blocks back to the kernel, which fills them with zeros again, a page fault
-at a time, when the next layer asks for memory: about a tenth of a training step's time.
+at a time, when the next layer asks for memory: about a tenth of an engine's time.
 """
 
 from __future__ import annotations
