@@ -1,0 +1,53 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.rms_norm import rms_norm, use_fast_norms
+from tests.engines.torch_engine_harness import FAMILIES, build_model
+
+
+def test_one_row_by_hand() -> None:
+    x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0])
+    # mean(x²) = 12.5, and 12.5 + 3.5 = 4².
+    assert rms_norm(x, weight, 3.5).tolist() == [[0.75, 2.0]]
+
+
+def test_gradients_are_those_of_the_definition() -> None:
+    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, weight: rms_norm(x, weight, 0.1), (x, weight))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_computes_the_same(family: Any, tmp_path: Path) -> None:
+    model = load_causal_lm(build_model(tmp_path, family), dtype="float32")
+    token_ids = torch.arange(12).view(2, 6)
+    results = []
+    for fast in (False, True):
+        if fast:
+            use_fast_norms(model)
+            norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
+            assert norms
+            assert all(type(norm).__name__.startswith("Fast") for norm in norms)
+        model.zero_grad()
+        logits = model(input_ids=token_ids, use_cache=False).logits
+        logits.square().mean().backward()
+        results.append([logits, *(parameter.grad.clone() for parameter in model.parameters())])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-5)
+
+
+def test_what_computes_otherwise_and_other_precisions_are_left_alone() -> None:
+    class OddRMSNorm(nn.RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 0.5
+
+    model = nn.Sequential(OddRMSNorm(4, eps=1e-6), nn.RMSNorm(4, eps=1e-6))
+    use_fast_norms(model)
+    assert type(model[0]) is OddRMSNorm
+    assert type(model[1]).__name__ == "FastRMSNorm"
+    half = model[1].to(torch.bfloat16)
+    assert half(torch.ones(2, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
