@@ -7,6 +7,7 @@ reply = await worker.call("submit", requests)
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import ray
@@ -38,8 +39,16 @@ class Worker:
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Call and wait. Raises WorkerDied, or WorkerError for a time-out; an exception of the
         method itself is raised as it is, where it can travel, else as WorkerError."""
+        return await self.begin(method, *args, timeout_s=timeout_s)
+
+    def begin(
+        self, method: str, *args: Any, timeout_s: float | None = None
+    ) -> Coroutine[Any, Any, Any]:
+        """Call at once; the answer, or the error of `call`, comes when it is awaited."""
         limit = self._timeout_s if timeout_s is None else timeout_s
-        reference = getattr(self.handle, method).remote(*args)
+        return self._answer(method, getattr(self.handle, method).remote(*args), limit)
+
+    async def _answer(self, method: str, reference: Any, limit: float) -> Any:
         try:
             async with asyncio.timeout(limit):
                 return await reference

@@ -29,6 +29,10 @@ from rlsys.workers import Collected, FinishedRollout, ReplicaDied
 # waiting. It bounds how late the death of an actor is noticed.
 COLLECT_WAIT_S = 5.0
 
+# How long rollouts that have ended wait for others to travel with, while the engine samples on: a
+# call costs every process about a millisecond.
+GATHER_S = 0.03
+
 # For the controller to notice a dead shard and to start another.
 NEW_SHARD_TIMEOUT_S = 60.0
 
@@ -170,15 +174,27 @@ class RolloutActor:
         await self._engine.close()
 
     async def _next_generations(self) -> list[Generation]:
+        generations = await self._ended_within(COLLECT_WAIT_S)
+        deadline = time.monotonic() + GATHER_S
+        while generations and self._is_sampling and (left := deadline - time.monotonic()) > 0:
+            generations += await self._ended_within(left)
+        return generations
+
+    async def _ended_within(self, timeout_s: float) -> list[Generation]:
         # The engine's own collect is left waiting over several calls: cancelling it could lose what
         # it is about to return.
         if self._collecting is None:
             self._collecting = asyncio.create_task(self._switch.collect())
-        done, _ = await asyncio.wait([self._collecting], timeout=COLLECT_WAIT_S)
+        done, _ = await asyncio.wait([self._collecting], timeout=timeout_s)
         if not done:
             return []
         task, self._collecting = self._collecting, None
         return task.result()
+
+    @property
+    def _is_sampling(self) -> bool:
+        stats = self._engine.stats()
+        return stats.num_running + stats.num_waiting > 0
 
 
 class RayReplica:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +43,7 @@ class TrainerActor:
         self._make_engine = make_engine
         self._store = StoreClient(store)
         self._engine: Any = None  # a TrainingEngine, from `start` on
+        self._train_s = 0.0  # since the last optimizer step
 
     def rendezvous(self) -> tuple[str, str, int]:
         """Id and address of this rank's node, and a free port there for the others to meet at."""
@@ -73,7 +77,7 @@ class TrainerActor:
         self._engine.reset_optimizer()
 
     def accumulate(self, tasks: list[TrainTask]) -> None:
-        with self._tracer.working("trainer", "accumulate", rows=len(tasks)):
+        with self._working("accumulate", rows=len(tasks)):
             columns = self._store.get([task.cell for task in tasks], TRAIN_COLUMNS) if tasks else {}
             rows = [
                 TrainRow(
@@ -89,15 +93,23 @@ class TrainerActor:
             self._engine.accumulate(MicroBatch(rows=rows))
 
     def optimizer_step(self) -> StepResult:
-        with self._tracer.working("trainer", "optimizer_step"):
+        with self._working("optimizer_step"):
             result: StepResult = self._engine.optimizer_step()
-            return result
+        train_s, self._train_s = self._train_s, 0.0
+        return replace(result, train_s=train_s)
 
     def publish(self) -> WeightManifest | None:
         """A manifest on rank 0."""
-        with self._tracer.working("trainer", "publish"):
+        with self._working("publish"):
             manifest: WeightManifest | None = self._engine.publish()
             return manifest
+
+    @contextlib.contextmanager
+    def _working(self, name: str, **args: Any) -> Iterator[None]:
+        start = time.perf_counter()
+        with self._tracer.working("trainer", name, **args):
+            yield
+        self._train_s += time.perf_counter() - start
 
     def save(self, directory: Path) -> None:
         self._engine.save(directory)
@@ -114,7 +126,8 @@ class TrainerActor:
 
 
 class RayLearner:
-    """All ranks; every call goes to each of them, and the answer of rank 0 is the answer."""
+    """All ranks; every call goes to each of them, before anything is awaited, and the answer of
+    rank 0 is the answer."""
 
     def __init__(self, ranks: Sequence[Worker]) -> None:
         self.ranks = ranks
@@ -141,12 +154,11 @@ class RayLearner:
         await self._all("reset_optimizer")
 
     async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
-        await asyncio.gather(
-            *(
-                rank.call("accumulate", list(share))
-                for rank, share in zip(self.ranks, shares, strict=True)
-            )
-        )
+        calls = [
+            rank.begin("accumulate", list(share))
+            for rank, share in zip(self.ranks, shares, strict=True)
+        ]
+        await asyncio.gather(*calls)
 
     async def optimizer_step(self) -> StepResult:
         result: StepResult = await self._all("optimizer_step")
@@ -166,10 +178,8 @@ class RayLearner:
         await self._all("export", _absolute(directory))
 
     async def _all(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        answers = await asyncio.gather(
-            *(rank.call(method, *args, timeout_s=timeout_s) for rank in self.ranks)
-        )
-        return answers[0]
+        calls = [rank.begin(method, *args, timeout_s=timeout_s) for rank in self.ranks]
+        return (await asyncio.gather(*calls))[0]
 
 
 def _absolute(directory: Path) -> Path:

@@ -113,7 +113,8 @@ class Scorer(Protocol):
 
 
 class Learner(Protocol):
-    """All ranks of the trainer."""
+    """All ranks of the trainer. Calls are carried out one after another, in the order in which they
+    were made, whether or not the one before has been answered."""
 
     async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
         """Forward and backward; `shares[r]` goes to rank r."""

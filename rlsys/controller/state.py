@@ -61,7 +61,6 @@ class TrainedStep:
     step: int
     result: StepResult
     groups: Sequence[Group]
-    publish_s: float
 
 
 class Observer(Protocol):
@@ -117,10 +116,10 @@ class RunState:
         self.gate_moved = Signal()
         self.progress = Signal()  # of any kind
 
-    @property
-    def oldest_version_allowed(self) -> int:
-        """Tokens of an older version may not enter the gradient of the step under way."""
-        return self.step - self.config.asynchrony.max_staleness
+    def oldest_version_allowed(self, num_steps: int) -> int:
+        """Tokens of an older version may not enter the gradient of the step that comes after
+        `num_steps` others."""
+        return num_steps - self.config.asynchrony.max_staleness
 
     def drop(self, group_id: int, reason: str) -> None:
         """End a group without training it; another is issued in its stead."""
@@ -130,6 +129,14 @@ class RunState:
         self.gate.drop()
         self.cancelled.put_nowait(group)
         self.gate_moved.notify()
+
+    def drop_rest(self, reason: str) -> None:
+        """The run has what it needs: end every group that is left."""
+        self.gate.close()
+        for group_id in list(self.groups):
+            self.drop(group_id, reason)
+        while self.to_reissue:
+            self.ledger.drop(self.to_reissue.popleft().group_id, reason=reason)
 
     def issue_again(self, group: Group) -> None:
         """From the beginning, under its own id; the store has dropped its rows."""

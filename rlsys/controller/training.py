@@ -1,20 +1,24 @@
 """The training side of the controller: groups to micro-batches, optimizer steps, weights out.
 
 store ─► groups with advantages ─► parts of a step ─► ranks ─► optimizer step ─► publish
+
+The learner answers its calls in the order in which they were made. So the optimizer step and the
+publication are asked for right behind a step's last part, and the next step's parts right behind
+those: the trainer never waits for an answer to travel.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from rlsys.controller.state import RunState, TrainedStep
 from rlsys.dataflow.batching import ReadyGroup, StepAssembler
 from rlsys.dataflow.blocks import Cell
 from rlsys.dataflow.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
 from rlsys.dataflow.store import RowBatch
-from rlsys.types import WeightManifest
+from rlsys.types import StepResult, WeightManifest
 from rlsys.workers import Learner, RowsLost, TrainTask
 
 # Parts of a step handed to the trainer at a time: one that runs, and the next that waits for it.
@@ -46,26 +50,44 @@ class TrainingSide:
             "train", at_most=config.group_size, selection=whole_groups(order)
         )
         self._cells: dict[int, Cell] = {}  # of rows that wait for their part
+        self._num_handed_out = state.step  # steps of which the learner has every part
 
     def describe(self) -> str:
-        return f"step {self._state.step + 1} lacks {self._assembler.num_wanted} groups"
+        return f"step {self._num_handed_out + 1} lacks {self._assembler.num_wanted} groups"
 
     async def run(self) -> None:
         """Consumes groups with advantages, in the order of asynchrony.order. Waits for the next
         group of the step; a group's last reward unblocks it."""
-        while self._state.step < self._state.config.num_steps:
-            in_flight: deque[asyncio.Task[None]] = deque()
-            while not self._assembler.is_finished:
-                if self._assembler.num_wanted:
-                    with self._state.waiting("train", "groups"):
-                        batch = await self._to_train.take(timeout_s=None)
-                    self._assembler.add(self._fresh(batch))
-                while (part := self._assembler.next_part()) is not None:
-                    if len(in_flight) == MAX_PARTS_IN_FLIGHT:
-                        await in_flight.popleft()
-                    in_flight.append(asyncio.create_task(self._train(part)))
-            await asyncio.gather(*in_flight)
-            await self._finish_step()
+        async with asyncio.TaskGroup() as tasks:
+            finishing: asyncio.Task[None] | None = None
+            while self._num_handed_out < self._state.config.num_steps:
+                parts = await self._hand_out(tasks)
+                stepped = tasks.create_task(self._learner.optimizer_step())
+                published = tasks.create_task(self._learner.publish())
+                await asyncio.gather(*parts)
+                if finishing is not None:
+                    await finishing
+                group_ids = self._assembler.group_ids
+                self._assembler.finish()
+                self._num_handed_out += 1
+                finishing = tasks.create_task(self._finish_step(group_ids, stepped, published))
+                if self._checkpoint_is_due(self._num_handed_out):
+                    await finishing  # what is saved belongs to one step
+
+    async def _hand_out(self, tasks: asyncio.TaskGroup) -> deque[asyncio.Task[None]]:
+        """Send the learner the parts of one step, as its groups come; returns the last ones, still
+        under way."""
+        in_flight: deque[asyncio.Task[None]] = deque()
+        while not self._assembler.is_finished:
+            if self._assembler.num_wanted:
+                with self._state.waiting("train", "groups"):
+                    batch = await self._to_train.take(timeout_s=None)
+                self._assembler.add(self._fresh(batch))
+            while (part := self._assembler.next_part()) is not None:
+                if len(in_flight) == MAX_PARTS_IN_FLIGHT:
+                    await in_flight.popleft()
+                in_flight.append(tasks.create_task(self._train(part)))
+        return in_flight
 
     def shard_lost(self, group_id: int, shard: str) -> None:
         """A group's rows are gone: forget it. Raises RowsLost if the trainer may be reading it."""
@@ -75,7 +97,8 @@ class TrainingSide:
         if group is None:
             raise RowsLost(
                 f"shard {shard} of the store died with rows of group {group_id}, which the trainer "
-                f"was reading for step {self._state.step + 1}; resume from the newest checkpoint."
+                f"was reading for step {self._num_handed_out + 1}; resume from the newest "
+                "checkpoint."
             )
         for row in group.row_ids:
             del self._cells[row]
@@ -88,7 +111,8 @@ class TrainingSide:
         for start in range(0, len(batch), size):
             rows = batch.rows[start : start + size]
             group = state.groups[batch.group_ids[start]]
-            if min(note.min_version for note in group.rollouts) < state.oldest_version_allowed:
+            oldest_allowed = state.oldest_version_allowed(self._num_handed_out)
+            if min(note.min_version for note in group.rollouts) < oldest_allowed:
                 state.drop(group.group_id, "stale")
                 state.store.release("train", rows)
                 continue
@@ -122,33 +146,38 @@ class TrainingSide:
             for row, note in zip(ready.row_ids, group.rollouts, strict=True)
         ]
 
-    async def _finish_step(self) -> None:
-        state, config = self._state, self._state.config
-        result = await self._learner.optimizer_step()
+    async def _finish_step(
+        self,
+        group_ids: Sequence[int],
+        stepped: Awaitable[StepResult],
+        published: Awaitable[WeightManifest],
+    ) -> None:
+        state = self._state
+        result = await stepped
         state.step += 1
-        group_ids = self._assembler.group_ids
-        self._assembler.finish()
         state.ledger.train(group_ids, step=state.step)
         trained = [state.groups.pop(group_id) for group_id in sorted(group_ids)]
         self._drop_what_comes_too_late()
-        start = state.clock()
-        self._publish(await self._learner.publish())
-        state.observer.step_trained(
-            TrainedStep(
-                step=state.step, result=result, groups=trained, publish_s=state.clock() - start
-            )
-        )
-        is_due = config.checkpoint_every and state.step % config.checkpoint_every == 0
-        if is_due or state.step == config.num_steps:
+        self._publish(await published)
+        state.observer.step_trained(TrainedStep(step=state.step, result=result, groups=trained))
+        if self._checkpoint_is_due(state.step):
             await self._checkpoint(state.step)
         state.progress.notify()
+
+    def _checkpoint_is_due(self, step: int) -> bool:
+        config = self._state.config
+        regular = config.checkpoint_every and step % config.checkpoint_every == 0
+        return bool(regular) or step == config.num_steps
 
     def _drop_what_comes_too_late(self) -> None:
         """Groups whose first tokens may be older than the next step may train on; after the last
         step, whatever is left of what was issued beyond it."""
         state = self._state
-        for group in list(state.groups.values()):
-            if state.step == state.config.num_steps:
-                state.drop(group.group_id, "surplus")
-            elif group.version < state.oldest_version_allowed:
-                state.drop(group.group_id, "stale")
+        if state.step == state.config.num_steps:
+            state.drop_rest("surplus")
+            return
+        oldest_allowed = state.oldest_version_allowed(state.step)
+        chosen = set(self._assembler.group_ids)  # for the next step, by their tokens' versions
+        for group_id, group in list(state.groups.items()):
+            if group.version < oldest_allowed and group_id not in chosen:
+                state.drop(group_id, "stale")

@@ -34,6 +34,7 @@ class AdmissionGate:
         self._num_issued = 0
         self._num_dropped = 0
         self._sampler_version = 0
+        self._is_closed = False
 
     @property
     def version(self) -> int:
@@ -43,6 +44,8 @@ class AdmissionGate:
     @property
     def num_open(self) -> int:
         """Groups that may be issued now."""
+        if self._is_closed:
+            return 0
         bound = (self._sampler_version + self._max_staleness + 1) * self._groups_per_step
         allowed = min(bound, self._num_groups) + self._over_issue
         return max(0, allowed - (self._num_issued - self._num_dropped))
@@ -55,6 +58,10 @@ class AdmissionGate:
         """Dropped groups free their place: others are issued in their stead."""
         assert self._num_dropped + num_groups <= self._num_issued, "dropped more than was issued"
         self._num_dropped += num_groups
+
+    def close(self) -> None:
+        """The last step has its groups: nothing more is issued, whatever is dropped."""
+        self._is_closed = True
 
     def samplers_at(self, version: int) -> None:
         """Every sampler has loaded at least this version."""

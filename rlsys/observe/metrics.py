@@ -45,7 +45,7 @@ ROLLOUTS_DROPPED = "rollouts/dropped"
 WEIGHTS_BYTES = "weights/bytes"  # published for the generation engines
 
 TIME_STEP_S = "time/step_s"  # between the ends of two optimizer steps
-TIME_TRAIN_S = "time/train_s"  # forward, backward and optimizer
+TIME_TRAIN_S = "time/train_s"  # rank 0 at work, publishing the weights included
 TIME_TRAINER_IDLE_S = "time/trainer_idle_s"  # the trainer waits for rollouts
 TIME_WEIGHT_SYNC_S = "time/weight_sync_s"  # from publishing to the last replica's resume
 TIME_GENERATION_PAUSE_S = "time/generation_pause_s"  # a replica stands still, mean over replicas

@@ -122,9 +122,7 @@ class Recorder:
             **self._sync,
             metrics.TIME_STEP_S: step_s,
             metrics.TIME_TRAIN_S: trained.result.train_s,
-            metrics.TIME_TRAINER_IDLE_S: max(
-                0.0, step_s - trained.result.train_s - trained.publish_s
-            ),
+            metrics.TIME_TRAINER_IDLE_S: max(0.0, step_s - trained.result.train_s),
             **self._waited_s,
             **self._actors_s,
             **{metrics.queue_depth(name): n for name, n in self._queue_depths().items()},

@@ -163,12 +163,15 @@ class SimulatedLearner:
             self.trained[-1] += [task for share in shares for task in share]
 
     async def optimizer_step(self) -> StepResult:
-        self.version += 1
-        self.trained.append([])
-        return StepResult(policy_version=self.version, metrics={}, num_tokens=0, train_s=0.0)
+        async with self._lock:
+            self.version += 1
+            self.trained.append([])
+            return StepResult(policy_version=self.version, metrics={}, num_tokens=0)
 
     async def publish(self) -> WeightManifest:
-        return WeightManifest(version=self.version, path="", num_bytes=0, entries={}, checksum=0)
+        async with self._lock:
+            version = self.version
+            return WeightManifest(version=version, path="", num_bytes=0, entries={}, checksum=0)
 
 
 @dataclass(kw_only=True)

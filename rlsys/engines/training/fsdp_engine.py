@@ -10,7 +10,6 @@ optimizer step, where one reduction brings the sums of all micro-batches and ran
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -94,23 +93,18 @@ class FSDPEngine:
         self._parameters = dict(self._policy.model.named_parameters())  # tied ones stand once
         self.reset_optimizer()
         self._publisher = Publisher(weights_dir, weights_prefix) if rank == 0 else None
-        self._train_s = 0.0
         self._begin_step()
 
     def reset_optimizer(self) -> None:
         self._optimizer = build_adamw(list(self._parameters.values()), self._config)
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
-        start_s = time.perf_counter()
         self._accumulate(micro_batch.rows, self._loss, self._aggregation, self._temperature)
-        self._train_s += time.perf_counter() - start_s
 
     def optimizer_step(self) -> StepResult:
-        start_s = time.perf_counter()
         rate = learning_rate(self._config, self.policy_version, self._num_total_steps)
         sums = self._apply_gradients(rate, f"optimizer step {self.policy_version + 1}")
         self.policy_version += 1
-        train_s, self._train_s = self._train_s + time.perf_counter() - start_s, 0.0
         return StepResult(
             policy_version=self.policy_version,
             metrics={
@@ -122,7 +116,6 @@ class FSDPEngine:
                 **sums.token_means,
             },
             num_tokens=sums.num_tokens,
-            train_s=train_s,
         )
 
     def sft_step(
