@@ -68,6 +68,7 @@ class World:
     observer: Record = field(default_factory=Record)
     ledger: Ledger = field(default_factory=lambda: Ledger(lambda event: None))
     checkpoints: list[int] = field(default_factory=list)
+    store_bytes: int = 1 << 20
     freed: list[Any] = field(default_factory=list)
 
     async def run(self) -> None:
@@ -76,7 +77,7 @@ class World:
 
         dataflow = flow(self.config.group_size)
         self.store = dataflow.open_store(
-            max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=self.freed.append
+            max_bytes=self.store_bytes, max_row_bytes=1 << 10, on_free=self.freed.append
         )
         self.controller = Controller(
             flow=dataflow,
@@ -112,6 +113,7 @@ def world(seed: int = 0, *, num_replicas: int = 1, **changes: Any) -> World:
     stream=st.booleans(),
     num_replicas=st.integers(1, 3),
     row_s=st.sampled_from([0.0, 0.1, 1.0]),
+    answer_s=st.sampled_from([0.0, 0.5, 5.0]),
     failing=st.sampled_from([0.0, 0.1]),
     order=st.sampled_from(["issued", "complete"]),
     over_issue=st.integers(0, 3),
@@ -124,6 +126,7 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     stream: bool,
     num_replicas: int,
     row_s: float,
+    answer_s: float,
     failing: float,
     order: Literal["issued", "complete"],
     over_issue: int,
@@ -152,7 +155,7 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     if num_replicas > 1:
         w.replicas[0].dies_after = dies_after
     w.scorer = SimulatedScorer(latency_s=exponential(rng, 0.2), outcome=outcome)
-    w.learner = SimulatedLearner(row_s=row_s)
+    w.learner = SimulatedLearner(row_s=row_s, answer_s=answer_s)
     run_in_virtual_time(w.run())
     assert len(w.observer.steps) == w.config.num_steps
     assert max(w.observer.staleness) <= max_staleness
@@ -168,6 +171,17 @@ def test_generation_goes_on_while_the_trainer_works() -> None:
     w.learner = SimulatedLearner(row_s=1.0)
     run_in_virtual_time(w.run())
     assert max(w.observer.staleness) == 1
+
+
+def test_the_trainer_waits_for_no_answer() -> None:
+    """It has the next call before it is done with the one before, from step to step."""
+    w = world(asynchrony=AsyncConfig(max_staleness=2), num_steps=8)
+    w.replicas[0].latency_s = lambda: 0.5
+    w.learner = SimulatedLearner(row_s=1.0, answer_s=1.5)
+    run_in_virtual_time(w.run())
+    assert len(w.learner.idle_s) >= 8
+    assert max(w.learner.idle_s[1:]) == 0
+    assert max(w.observer.staleness) <= 2
 
 
 def test_on_policy_trains_groups_in_the_order_of_issue() -> None:
@@ -194,6 +208,13 @@ def test_a_reward_that_always_fails_ends_the_run() -> None:
         run_in_virtual_time(w.run())
 
 
+def test_a_step_that_the_store_cannot_hold_is_refused() -> None:
+    w = world(prompts_per_step=4, group_size=2)
+    w.store_bytes = 3 * 2 << 10  # three groups
+    with pytest.raises(ValueError, match=r"prompts_per_step=4 groups would wait for ever"):
+        run_in_virtual_time(w.run())
+
+
 def test_a_replica_that_never_answers_is_a_stall_and_not_a_hang() -> None:
     w = world(cluster=ClusterConfig(call_timeout_s=50.0))
     w.replicas[0].latency_s = lambda: 1e9
@@ -209,6 +230,25 @@ def test_an_error_of_a_worker_is_raised_as_it_is() -> None:
 
     w.replicas[0].collect = fail  # type: ignore[method-assign]
     with pytest.raises(ConnectionError, match="rollout-0 died"):
+        run_in_virtual_time(w.run())
+
+
+@pytest.mark.parametrize("method", ["accumulate", "optimizer_step", "publish"])
+def test_an_error_of_the_learner_is_raised_while_the_next_step_waits(method: str) -> None:
+    w = world(num_steps=8)
+    calls = 0
+    working = getattr(w.learner, method)
+
+    async def fail_the_third_time(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            w.replicas[0].latency_s = lambda: 1e9  # nothing more comes to train on
+            raise FloatingPointError("loss nan at optimizer step 3")
+        return await working(*args)
+
+    setattr(w.learner, method, fail_the_third_time)
+    with pytest.raises(FloatingPointError, match="loss nan"):
         run_in_virtual_time(w.run())
 
 

@@ -51,6 +51,8 @@ class TrainingSide:
         )
         self._cells: dict[int, Cell] = {}  # of rows that wait for their part
         self._num_handed_out = state.step  # steps of which the learner has every part
+        self._in_flight: deque[asyncio.Task[None]] = deque()  # parts, without an answer yet
+        self._being_read: set[int] = set()  # their groups
 
     def describe(self) -> str:
         return f"step {self._num_handed_out + 1} lacks {self._assembler.num_wanted} groups"
@@ -61,10 +63,9 @@ class TrainingSide:
         async with asyncio.TaskGroup() as tasks:
             finishing: asyncio.Task[None] | None = None
             while self._num_handed_out < self._state.config.num_steps:
-                parts = await self._hand_out(tasks)
+                await self._hand_out(tasks)
                 stepped = tasks.create_task(self._learner.optimizer_step())
                 published = tasks.create_task(self._learner.publish())
-                await asyncio.gather(*parts)
                 if finishing is not None:
                     await finishing
                 group_ids = self._assembler.group_ids
@@ -74,32 +75,30 @@ class TrainingSide:
                 if self._checkpoint_is_due(self._num_handed_out):
                     await finishing  # what is saved belongs to one step
 
-    async def _hand_out(self, tasks: asyncio.TaskGroup) -> deque[asyncio.Task[None]]:
-        """Send the learner the parts of one step, as its groups come; returns the last ones, still
-        under way."""
-        in_flight: deque[asyncio.Task[None]] = deque()
+    async def _hand_out(self, tasks: asyncio.TaskGroup) -> None:
+        """Send the learner the parts of one step, as its groups come."""
         while not self._assembler.is_finished:
             if self._assembler.num_wanted:
                 with self._state.waiting("train", "groups"):
                     batch = await self._to_train.take(timeout_s=None)
                 self._assembler.add(self._fresh(batch))
             while (part := self._assembler.next_part()) is not None:
-                if len(in_flight) == MAX_PARTS_IN_FLIGHT:
-                    await in_flight.popleft()
-                in_flight.append(tasks.create_task(self._train(part)))
-        return in_flight
+                if len(self._in_flight) == MAX_PARTS_IN_FLIGHT:
+                    await self._in_flight.popleft()
+                self._being_read.update(ready.group_id for share in part for ready in share)
+                self._in_flight.append(tasks.create_task(self._train(part)))
 
     def shard_lost(self, group_id: int, shard: str) -> None:
         """A group's rows are gone: forget it. Raises RowsLost if the trainer may be reading it."""
-        if group_id not in self._assembler.group_ids:
-            return
-        group = self._assembler.take_back(group_id)
-        if group is None:
+        if group_id in self._being_read:
             raise RowsLost(
                 f"shard {shard} of the store died with rows of group {group_id}, which the trainer "
                 f"was reading for step {self._num_handed_out + 1}; resume from the newest "
                 "checkpoint."
             )
+        group = self._assembler.take_back(group_id)
+        if group is None:
+            return
         for row in group.row_ids:
             del self._cells[row]
         self._state.store.release("train", group.row_ids)
@@ -129,8 +128,9 @@ class TrainingSide:
         await self._learner.accumulate(
             [[task for ready in share for task in self._tasks(ready)] for share in shares]
         )
-        rows = [row for share in shares for ready in share for row in ready.row_ids]
-        self._state.store.release("train", rows)
+        groups = [ready for share in shares for ready in share]
+        self._being_read.difference_update(ready.group_id for ready in groups)
+        self._state.store.release("train", [row for ready in groups for row in ready.row_ids])
         self._state.progress.notify()
 
     def _tasks(self, ready: ReadyGroup) -> list[TrainTask]:

@@ -7,9 +7,10 @@ what the controller did.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,25 +154,44 @@ class SimulatedScorer:
 @dataclass(kw_only=True)
 class SimulatedLearner:
     row_s: float = 0.0
+    answer_s: float = 0.0  # how long an answer travels, while the next call is carried out
     version: int = 0
     trained: list[list[TrainTask]] = field(default_factory=lambda: [[]])
+    idle_s: list[float] = field(default_factory=list)  # before each part, without a call to do
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _busy_until_s: float | None = None
 
     async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
-        async with self._lock:
+        async with self._carrying_out() as idle_s:
+            self.idle_s.append(idle_s)
             await asyncio.sleep(self.row_s * max(len(share) for share in shares))
             self.trained[-1] += [task for share in shares for task in share]
+        await asyncio.sleep(self.answer_s)
 
     async def optimizer_step(self) -> StepResult:
-        async with self._lock:
+        async with self._carrying_out():
             self.version += 1
             self.trained.append([])
-            return StepResult(policy_version=self.version, metrics={}, num_tokens=0)
+            result = StepResult(policy_version=self.version, metrics={}, num_tokens=0)
+        await asyncio.sleep(self.answer_s)
+        return result
 
     async def publish(self) -> WeightManifest:
+        async with self._carrying_out():
+            manifest = WeightManifest(
+                version=self.version, path="", num_bytes=0, entries={}, checksum=0
+            )
+        await asyncio.sleep(self.answer_s)
+        return manifest
+
+    @contextlib.asynccontextmanager
+    async def _carrying_out(self) -> AsyncIterator[float]:
+        """One call at a time, in order; yields for how long there was none."""
+        clock = asyncio.get_running_loop().time
         async with self._lock:
-            version = self.version
-            return WeightManifest(version=version, path="", num_bytes=0, entries={}, checksum=0)
+            now = clock()
+            yield now - (now if self._busy_until_s is None else self._busy_until_s)
+            self._busy_until_s = clock()
 
 
 @dataclass(kw_only=True)
