@@ -9,4 +9,5 @@ PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest "$@"
+# Two at a time: most of an end-to-end test is waiting for processes to start.
+exec python -m pytest -n 2 --dist loadfile "$@"

@@ -1,0 +1,120 @@
+"""What goes wrong while the quickstart runs: rewards that break, processes that die, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from rlsys.dataflow.ledger import Ledger, read_events
+from rlsys.observe.metrics import read_metrics
+from tests.e2e.job import ROOT, SMALL_QUICKSTART, run, start
+
+BROKEN_REWARD = """
+import sys
+sys.path.insert(0, {root!r})
+import time
+import recipes.quickstart as recipe
+import rlsys
+
+@rlsys.reward
+def broken(rollout: rlsys.Rollout):
+    {body}
+
+recipe.correct = broken
+recipe.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("raise KeyError('no such column')", "exception"),
+        ("return float('nan')", "nan"),
+        ("return 'high'", "type"),
+        ("time.sleep(3600)", "timeout"),
+    ],
+)
+def test_a_reward_that_never_works_ends_the_run(body: str, kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "recipe.py"
+    script.write_text(BROKEN_REWARD.format(root=str(ROOT), body=body))
+    arguments = [*SMALL_QUICKSTART, "--runs-dir", str(tmp_path / "runs"), "--reward.timeout-s", "1"]
+    job = run(str(script), arguments, tmp_path)
+    assert job.returncode == 1
+    assert "groups in a row were dropped because of reward 'broken'" in job.output
+    ledger = read_events(tmp_path / "runs" / "quickstart" / "ledger.jsonl")
+    assert {e["reason"] for e in ledger if e["event"] == "dropped"} == {f"reward {kind}"}
+
+
+def test_a_reward_that_sometimes_fails_is_counted_and_dropped(tmp_path: Path) -> None:
+    script = tmp_path / "recipe.py"
+    body = "assert rollout.group_id % 3, 'every third'; return 1.0"
+    script.write_text(BROKEN_REWARD.format(root=str(ROOT), body=body))
+    job = run(str(script), [*SMALL_QUICKSTART, "--runs-dir", str(tmp_path / "runs")], tmp_path)
+    assert job.returncode == 0, job.output
+    lines = read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")
+    assert lines[-1]["rollouts/dropped"] >= 2 * 4
+    assert sum(line["rewards/failed"] for line in lines) >= 4
+    assert lines[-1]["reward/mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("actor", "message"),
+    [("RolloutActor", "rollout-0 died"), ("TrainerActor", "trainer-0 died")],
+)
+def test_a_killed_process_ends_the_run_with_its_name(
+    actor: str, message: str, tmp_path: Path
+) -> None:
+    arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path)
+    try:
+        job.wait_for_output("stale avg/max", timeout_s=120)
+        (pid,) = (pid for pid, name in job.processes().items() if name.startswith(f"ray::{actor}"))
+        os.kill(pid, signal.SIGKILL)
+        assert job.wait(timeout_s=60) == 1
+        assert message in job.output
+        assert job.left_behind() == {}
+    finally:
+        job.end()
+
+
+def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
+    options = "--rollout.num-replicas 2 --trainer.num-cpus 0.5 --rollout.num-cpus 0.5 "
+    options += "--asynchrony.weight-update delayed --num-steps 60"
+    arguments = [*SMALL_QUICKSTART, *options.split(), "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path)
+    try:
+        job.wait_for_output("stale avg/max", timeout_s=120)
+        replicas = [
+            p for p, name in job.processes().items() if name.startswith("ray::RolloutActor")
+        ]
+        assert len(replicas) == 2
+        os.kill(replicas[0], signal.SIGKILL)
+        assert job.wait(timeout_s=120) == 0, job.output
+        assert re.search(r"warning: rollout-[01] died.* rollouts go on elsewhere", job.output)
+        assert job.left_behind() == {}
+    finally:
+        job.end()
+    directory = tmp_path / "runs" / "quickstart"
+    metrics = read_metrics(directory / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [*range(1, 61)]
+    assert max(line["staleness/max"] for line in metrics) <= 1
+    ledger = Ledger.replay(read_events(directory / "ledger.jsonl"), lambda event: None)
+    assert (ledger.num_trained, ledger.open_groups) == (60 * 4, [])
+
+
+def test_interrupt_ends_every_process(tmp_path: Path) -> None:
+    arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path)
+    try:
+        job.wait_for_output("stale avg/max", timeout_s=120)
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(timeout_s=60) == 130
+        assert "Interrupted: " in job.output
+        assert "Traceback" not in job.output
+        assert job.left_behind() == {}
+    finally:
+        job.end()
