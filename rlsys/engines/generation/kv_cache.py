@@ -49,7 +49,8 @@ class _LayerViews(NamedTuple):
 class SlotCache:
     """A rlsys.engines.attention.KeyValueCache over slots.
 
-    The number of slots grows by doubling, up to `max_slots`; their capacity follows the longest
+    The number of slots grows by doubling, up to `max_slots`, and shrinks when their capacity changes;
+    it follows the longest
     sequence. Slots × capacity stays within `max_tokens`.
     """
 
@@ -86,9 +87,9 @@ class SlotCache:
         fits = num_slots <= self.num_slots and capacity <= self.capacity
         if fits and 4 * capacity >= 3 * self.capacity:
             return
-        slots = self.num_slots
-        if num_slots > slots:
-            slots = max(round_up(num_slots, ROW_BLOCK), min(2 * slots, self._max_slots))
+        slots = round_up(num_slots, ROW_BLOCK)
+        if num_slots > self.num_slots:
+            slots = max(slots, min(2 * self.num_slots, self._max_slots))
         if slots * capacity > self._max_tokens:
             slots = num_slots
         assert slots * capacity <= self._max_tokens

@@ -78,6 +78,8 @@ class TorchEngine:
         this engine cannot run."""
         assert self._thread is None, "started twice"
         self._loop = asyncio.get_running_loop()
+        if self._device == "cpu":
+            keep_freed_memory()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
         try:
@@ -227,8 +229,6 @@ class TorchEngine:
 
     def _load_model(self) -> None:
         torch.set_num_threads(self._num_threads)  # OpenMP keeps this per thread
-        if self._device == "cpu":
-            keep_freed_memory()
         model = load_causal_lm(self._model_path, dtype=self._dtype, device=self._device)
         self._batch = ContinuousBatch(
             model,
