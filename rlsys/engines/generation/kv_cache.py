@@ -49,9 +49,8 @@ class _LayerViews(NamedTuple):
 class SlotCache:
     """A rlsys.engines.attention.KeyValueCache over slots.
 
-    The number of slots grows by doubling, up to `max_slots`, and shrinks when their capacity changes;
-    it follows the longest
-    sequence. Slots × capacity stays within `max_tokens`.
+    Their number grows by doubling, up to `max_slots`, and shrinks when their capacity changes; that
+    follows the longest sequence. Slots × capacity stays within `max_tokens`.
     """
 
     def __init__(self, *, max_slots: int, max_tokens: int, device: str = "cpu") -> None:
