@@ -24,7 +24,7 @@ from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
 from rlsys.errors import first_error
-from rlsys.layout.transport.owned_file import PREFIX, shared_memory_dir
+from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX, shared_memory_dir
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import as_rewards
@@ -38,7 +38,7 @@ class Team:
         self._config = _for_other_directories(config)
         self._flow = flow
         self._tokenizer = tokenizer
-        self._weights_prefix = f"{PREFIX}{uuid.uuid4().hex[:12]}"
+        self._weights_prefix = f"{WEIGHTS_PREFIX}{uuid.uuid4().hex[:12]}"
         self._max_pending = 100_000 if config.observe.trace else 0
         self._trace = TraceFile(trace) if config.observe.trace else None
         self.tracer = Tracer("controller", max_pending=self._max_pending)

@@ -12,8 +12,6 @@ error then, not a killed process later, and writers meet warm pages.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import mmap
 import os
 import uuid
@@ -26,7 +24,7 @@ import numpy as np
 
 from rlsys.config import require
 from rlsys.dataflow.blocks import BlockRef, Bytes, Columns, Layout, write_block
-from rlsys.layout.transport.owned_file import shared_memory_dir
+from rlsys.layout.transport.owned_file import remove_orphans, reserve, shared_memory_dir
 
 PREFIX = "rlsys-store-"
 PAGE_BYTES = mmap.PAGESIZE
@@ -69,8 +67,11 @@ class Arena:
         self.shard = shard
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
         directory = directory or shared_memory_dir()
-        remove_orphans(directory)
-        self.path, self._descriptor = _create(directory, self.capacity_bytes)
+        remove_orphans(directory, PREFIX)
+        self.path = directory / f"{PREFIX}{uuid.uuid4().hex}"
+        self._descriptor = reserve(
+            self.path, self.capacity_bytes, purpose="the store (cluster.store_gib)"
+        )
         self.buffer = _map(self._descriptor, self.capacity_bytes, mmap.MAP_POPULATE)
         self._leases: dict[int, _LeaseState] = {}
         self._num_leased = 0
@@ -224,37 +225,6 @@ def read_only(arena: Bytes) -> Bytes:
     view = arena.view()
     view.flags.writeable = False
     return view
-
-
-def remove_orphans(directory: Path) -> None:
-    """Remove arenas whose owner was killed. The owner's lock on the file ends with its process."""
-    for path in directory.glob(f"{PREFIX}*"):
-        # It may belong to somebody else, be locked by a living owner, or go at any moment.
-        with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
-            with path.open("r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-
-
-def _create(directory: Path, num_bytes: int) -> tuple[Path, int]:
-    """A new file under its owner's lock, with its memory reserved, and its descriptor."""
-    path = directory / f"{PREFIX}{uuid.uuid4().hex}"
-    # Locked under another name first: nobody may see an arena without its lock.
-    unlocked = path.with_name(f".{path.name}")
-    descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    unlocked.rename(path)
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError as error:
-        path.unlink()
-        os.close(descriptor)
-        raise OSError(
-            error.errno,
-            f"the store cannot reserve {num_bytes} bytes in {directory} ({error.strerror}); lower "
-            "its capacity, or enlarge the shared memory of the machine or container",
-        ) from None
-    return path, descriptor
 
 
 def _map(descriptor: int, num_bytes: int, flags: int = 0) -> Bytes:

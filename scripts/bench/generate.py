@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of vLLM's processes
     result = asyncio.run(measure(args.model_dir, args.engine, args.threads))
-    print(json.dumps({"engine": args.engine, "threads": args.threads, **result}))
+    print(json.dumps({"peer": f"rlsys, {args.engine}", **result}))
 
 
 async def measure(model_dir: str, engine_name: str, num_threads: int) -> dict[str, float]:

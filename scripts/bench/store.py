@@ -300,7 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--control", action="store_true", help="measure the control plane alone")
     if parser.parse_args().control:
-        print(json.dumps(measure_control()))
+        print(json.dumps({"peer": "rlsys", **measure_control()}))
         return
     ray.init(
         address="local",
@@ -311,7 +311,7 @@ def main() -> None:
         runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
     )
     try:
-        print(json.dumps(asyncio.run(measure())))
+        print(json.dumps({"peer": "rlsys", **asyncio.run(measure())}))
     finally:
         ray.shutdown()
 

@@ -15,7 +15,7 @@ from rlsys.algorithms.losses import reinforce
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.training.protocol import Aggregation, LossInputs
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.layout.transport.owned_file import PREFIX
+from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX
 from rlsys.layout.transport.shm import open_weights
 from rlsys.tiny_models import Family
 from rlsys.types import MicroBatch, TrainRow
@@ -258,8 +258,8 @@ def test_three_versions_are_kept_and_none_after_close(model_path: Path, tmp_path
 
 
 def test_leftovers_of_a_killed_trainer_go(model_path: Path, tmp_path: Path) -> None:
-    (tmp_path / f"{PREFIX}run-000007-v3").touch()
-    make_engine(model_path, weights_dir=tmp_path, weights_prefix=f"{PREFIX}other").close()
+    (tmp_path / f"{WEIGHTS_PREFIX}run-000007-v3").touch()
+    make_engine(model_path, weights_dir=tmp_path, weights_prefix=f"{WEIGHTS_PREFIX}other").close()
     assert list(tmp_path.iterdir()) == []
 
 

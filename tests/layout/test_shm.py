@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.layout.transport.owned_file import PREFIX, local_copy, remove_orphans
+from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX, local_copy, remove_orphans
 from rlsys.layout.transport.shm import ALIGNMENT, WeightFile, open_weights, write_weights
 
 TENSORS = {
@@ -82,7 +82,7 @@ def test_no_room_is_an_error_and_leaves_no_file(
 
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     with pytest.raises(
-        OSError, match=r"cannot publish 0\.00 GiB of weights .* --shm-size"
+        OSError, match=r"cannot reserve 0\.00 GiB for a version of the weights .* --shm-size"
     ) as error:
         write_weights(1, TENSORS.items(), tmp_path / "weights")
     assert error.value.errno == errno.ENOSPC
@@ -99,20 +99,20 @@ os.kill(os.getpid(), 9)
 
 
 def test_only_files_of_the_dead_are_removed(tmp_path: Path) -> None:
-    dead, other = tmp_path / f"{PREFIX}dead", tmp_path / "other"
+    dead, other = tmp_path / f"{WEIGHTS_PREFIX}dead", tmp_path / "other"
     subprocess.run([sys.executable, "-c", KILLED_WRITER, dead], timeout=60, check=False)
-    living = WeightFile(tmp_path / f"{PREFIX}living", {"w": (torch.float32, (2,))})
+    living = WeightFile(tmp_path / f"{WEIGHTS_PREFIX}living", {"w": (torch.float32, (2,))})
     other.write_bytes(b"")
     assert dead.exists()
-    remove_orphans(tmp_path)
+    remove_orphans(tmp_path, WEIGHTS_PREFIX)
     assert set(tmp_path.iterdir()) == {living.path, other}
 
 
 def test_a_copy_lasts_as_long_as_it_is_used(tmp_path: Path) -> None:
-    manifest = write_weights(1, TENSORS.items(), tmp_path / f"{PREFIX}{uuid.uuid4().hex}")
+    manifest = write_weights(1, TENSORS.items(), tmp_path / f"{WEIGHTS_PREFIX}{uuid.uuid4().hex}")
     with local_copy(manifest, np.fromfile(manifest.path, np.uint8)) as local:
         assert local.path != manifest.path
-        remove_orphans(Path(local.path).parent)
+        remove_orphans(Path(local.path).parent, WEIGHTS_PREFIX)
         found = open_weights(local)
     assert torch.equal(found["embedding"], TENSORS["embedding"])
     assert not Path(local.path).exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rlsys.layout.transport.owned_file import remove_orphans
+from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX, remove_orphans
 from rlsys.layout.transport.shm import WeightFile
 from rlsys.types import WeightManifest
 
@@ -26,7 +26,7 @@ class Publisher:
         self._prefix = prefix
         self._serial = 0  # a version can be published twice: before and after a warm start
         self._published: deque[WeightFile] = deque()
-        remove_orphans(directory)
+        remove_orphans(directory, WEIGHTS_PREFIX)
 
     def create(
         self, version: int, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]

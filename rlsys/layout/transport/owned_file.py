@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from rlsys.types import WeightManifest
 
-# Of files that remove_orphans may remove.
-PREFIX = "rlsys-weights-"
+WEIGHTS_PREFIX = "rlsys-weights-"
 
 
 def shared_memory_dir() -> Path:
@@ -32,9 +31,12 @@ def shared_memory_dir() -> Path:
     return Path(os.environ.get("TMPDIR", "/tmp"))
 
 
-def create(path: Path, num_bytes: int) -> mmap.mmap:
-    """A mapped new file whose memory is reserved: a write to it can no longer fail. It is locked
-    until the map is gone."""
+def reserve(path: Path, num_bytes: int, *, purpose: str) -> int:
+    """The descriptor of a new file whose memory is there: a write to it can no longer fail. It is
+    locked until descriptor and maps are gone.
+
+    Raises FileExistsError, or OSError naming the purpose where memory is short; no file is left.
+    """
     # Locked under another name first: nobody may see it without its lock.
     unlocked = path.with_name(f".{path.name}-{os.getpid()}")
     descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -51,22 +53,30 @@ def create(path: Path, num_bytes: int) -> mmap.mmap:
             os.posix_fallocate(descriptor, 0, num_bytes)
         else:
             os.ftruncate(descriptor, num_bytes)
-        return mmap.mmap(descriptor, num_bytes)
     except OSError as error:
         path.unlink()
+        os.close(descriptor)
         raise OSError(
             error.errno,
-            f"cannot publish {num_bytes / 2**30:.2f} GiB of weights to {path.parent} "
+            f"cannot reserve {num_bytes / 2**30:.2f} GiB for {purpose} in {path.parent} "
             f"({error.strerror}), where {_free_gib(path.parent):.2f} GiB are free; enlarge it "
-            "(Docker: --shm-size) or delete what lies there",
+            "(Docker: --shm-size), or delete what lies there",
         ) from error
+    return descriptor
+
+
+def create(path: Path, num_bytes: int) -> mmap.mmap:
+    """A new file for weights, mapped; see `reserve`."""
+    descriptor = reserve(path, num_bytes, purpose="a version of the weights")
+    try:
+        return mmap.mmap(descriptor, num_bytes)
     finally:
         os.close(descriptor)
 
 
-def remove_orphans(directory: Path) -> None:
-    """Remove weights whose owner was killed: its lock ended with it."""
-    for path in directory.glob(f"{PREFIX}*"):
+def remove_orphans(directory: Path, prefix: str) -> None:
+    """Remove files whose owner was killed: its lock ended with it."""
+    for path in directory.glob(f"{prefix}*"):
         # It may belong to somebody else, be locked by a living owner, or go at any moment.
         with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
             with path.open("r+b") as file:
@@ -84,7 +94,7 @@ def local_copy(
 ) -> Iterator[WeightManifest]:
     """A version's bytes, brought from another node, as a file of this one while the block runs."""
     directory = shared_memory_dir()
-    remove_orphans(directory)
+    remove_orphans(directory, WEIGHTS_PREFIX)
     path = directory / f"{Path(manifest.path).name}-copy-{os.getpid()}"
     with create(path, len(content)) as buffer:  # which holds the lock
         try:
