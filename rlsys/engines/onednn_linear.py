@@ -68,11 +68,14 @@ def laid_out(weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear_function(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFunction:
-    """x ↦ linear(x, weight, bias) for plain x with rows, without gradient and without looking at
+    """x ↦ linear(x, weight, bias) for plain x [N, I], N > 0, without gradient and without looking at
     the tensors in every call."""
     if is_faster() and _is_plain_float32(weight):
         return lambda x: _linear(x, weight, bias)
-    return lambda x: F.linear(x, weight, bias)
+    transposed = weight.t()  # [I, O]
+    if bias is None:
+        return lambda x: torch.mm(x, transposed)
+    return lambda x: torch.addmm(bias, x, transposed)
 
 
 def _is_plain_float32(tensor: torch.Tensor) -> bool:
