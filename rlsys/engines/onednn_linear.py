@@ -68,8 +68,8 @@ def laid_out(weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear_function(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFunction:
-    """x ↦ linear(x, weight, bias) for plain x [N, I], N > 0, without gradient and without looking at
-    the tensors in every call."""
+    """x ↦ linear(x, weight, bias) for plain x [N, I], N > 0, without gradient; looks at the weight
+    once, not in every call."""
     if is_faster() and _is_plain_float32(weight):
         return lambda x: _linear(x, weight, bias)
     transposed = weight.t()  # [I, O]

@@ -3,7 +3,7 @@
     event loop                                engine thread
     submit, pause, load, resume, abort ─────► commands, in order, between two steps
                                               ContinuousBatch.step, while there is work
-    collect ◄─────── what a step has ended ── (or the error that ended the thread)
+    collect ◄───── what steps have ended ──── (or the error that ended the thread)
 
 The model and the requests belong to the thread. Nothing is shared, so nothing is locked, and the
 event loop never waits for a pass: a call into the thread is a future that the thread completes.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -30,6 +31,10 @@ from rlsys.types import Generation, GenerationRequest, WeightManifest
 
 # The thread leaves after the pass at hand: seconds for the largest prompts.
 CLOSE_TIMEOUT_S = 60.0
+
+# While it samples on, the thread hands over what has ended this often: each time it then waits for
+# the event loop's turn at the interpreter.
+DELIVER_EVERY_S = 0.02
 
 Result = TypeVar("Result")
 
@@ -64,6 +69,8 @@ class TorchEngine:
         self._batch: ContinuousBatch | None = None
         self._paused = False
         self._leaving = False
+        self._undelivered: list[Generation] = []
+        self._delivered_s = 0.0
 
         # The event loop's own.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -209,9 +216,9 @@ class TorchEngine:
                 self._run_commands()
                 if self._has_work:
                     assert self._batch is not None
-                    ended = self._batch.step()
-                    if ended:
-                        self._post(self._deliver, ended)
+                    self._undelivered += self._batch.step()
+                if not self._has_work or time.monotonic() >= self._delivered_s + DELIVER_EVERY_S:
+                    self._deliver_all()
         except Exception as error:  # noqa: BLE001 - not swallowed: every waiting call raises it
             failure = EngineError(f"torch engine: its thread died of {error!r}.")
             failure.__cause__ = error
@@ -240,7 +247,14 @@ class TorchEngine:
             decode_text=_text_decoder(self._model_path),
         )
 
+    def _deliver_all(self) -> None:
+        if self._undelivered:
+            self._post(self._deliver, self._undelivered)
+            self._undelivered = []
+            self._delivered_s = time.monotonic()
+
     def _set_paused(self, paused: bool) -> None:
+        self._deliver_all()
         self._paused = paused
 
     def _leave(self) -> None:
