@@ -45,6 +45,7 @@ class GSM8KConfig(GRPOConfig):
             prompt_column="question",
             system_prompt=INSTRUCTION,
             chat_template=True,
+            max_prompt_tokens=1280,  # all of GSM8K fits, even byte by byte
         )
     )
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=512))
