@@ -123,7 +123,7 @@ class StepResult:
     policy_version: int  # after the step
     metrics: dict[str, float]  # loss, grad_norm, entropy, kl/sampler_trainer, staleness/..., ...
     num_tokens: int  # trained completion tokens
-    train_s: float = 0.0  # time in which the rank has worked since the step before
+    train_s: float = 0.0  # the rank's work since the step before, told by whoever calls its engine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -287,6 +287,27 @@ def test_groups_of_a_lost_shard_are_issued_again() -> None:
     assert sum(replica.num_submitted for replica in w.replicas) > 3 * 8
 
 
+def test_groups_that_the_learner_has_read_are_not_issued_again() -> None:
+    """Their shard dies while the optimizer step that they are part of is under way."""
+    w = world(num_steps=2, asynchrony=AsyncConfig(max_staleness=0))
+    w.replicas[0].latency_s = lambda: 1.0
+    w.learner = SimulatedLearner(step_s=5.0)
+
+    async def lose_a_shard() -> None:
+        await asyncio.sleep(3.0)
+        assert len(w.learner.trained[0]) == 8  # all of the first step
+        w.replicas[0].shard = "shard-2"
+        w.controller.shard_lost("shard")
+
+    async def run() -> None:
+        await asyncio.gather(w.run(), lose_a_shard())
+
+    run_in_virtual_time(run())
+    trained = [task.group_id for step in w.learner.trained for task in step]
+    assert sorted(trained) == sorted([*range(8)] * 2)
+    assert (w.ledger.num_issued, w.ledger.num_trained) == (8, 8)
+
+
 def test_checkpoints_come_when_asked_for_and_at_the_end() -> None:
     w = world(num_steps=5, checkpoint_every=2)
     run_in_virtual_time(w.run())

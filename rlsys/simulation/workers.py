@@ -154,6 +154,7 @@ class SimulatedScorer:
 @dataclass(kw_only=True)
 class SimulatedLearner:
     row_s: float = 0.0
+    step_s: float = 0.0  # of the optimizer
     answer_s: float = 0.0  # how long an answer travels, while the next call is carried out
     version: int = 0
     trained: list[list[TrainTask]] = field(default_factory=lambda: [[]])
@@ -170,6 +171,7 @@ class SimulatedLearner:
 
     async def optimizer_step(self) -> StepResult:
         async with self._carrying_out():
+            await asyncio.sleep(self.step_s)
             self.version += 1
             self.trained.append([])
             result = StepResult(policy_version=self.version, metrics={}, num_tokens=0)
