@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
 from rlsys.errors import first_error
-from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX, shared_memory_dir
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import as_rewards
@@ -38,7 +36,6 @@ class Team:
         self._config = _for_other_directories(config)
         self._flow = flow
         self._tokenizer = tokenizer
-        self._weights_prefix = f"{WEIGHTS_PREFIX}{uuid.uuid4().hex[:12]}"
         self._max_pending = 100_000 if config.observe.trace else 0
         self._trace = TraceFile(trace) if config.observe.trace else None
         self.tracer = Tracer("controller", max_pending=self._max_pending)
@@ -67,7 +64,6 @@ class Team:
             config=config,
             loss=train.loss,
             aggregation=train.aggregation,
-            weights_prefix=self._weights_prefix,
         )
         ranks = [
             self._hire(f"trainer-{rank}", TrainerActor, options, rank, make_trainer)
@@ -152,9 +148,6 @@ class Team:
             await self.shards.close()
         for worker in self.workers:
             worker.kill()
-        # Those of a trainer that was killed; shared memory outlives it.
-        for leftover in shared_memory_dir().glob(f"{self._weights_prefix}-*"):
-            leftover.unlink(missing_ok=True)
         if self._trace is not None:
             self._trace.close()
 

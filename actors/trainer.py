@@ -17,6 +17,7 @@ import ray
 
 from actors.calls import Worker
 from actors.store import StoreAddress, StoreClient
+from rlsys.layout.transport.shm import read_weights
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, TrainRow, WeightManifest
 from rlsys.workers import TrainTask
@@ -61,8 +62,8 @@ class TrainerActor:
 
     @ray.method(concurrency_group="beside")
     def read_weights(self, manifest: WeightManifest) -> npt.NDArray[np.uint8]:
-        """The bytes of a published version, for replicas on other nodes."""
-        return np.fromfile(manifest.path, np.uint8)
+        """The bytes of a published version, for replicas on other nodes. Raises MemoryGone."""
+        return read_weights(manifest)
 
     def sft_step(
         self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
@@ -132,7 +133,8 @@ class RayLearner:
     def __init__(self, ranks: Sequence[Worker]) -> None:
         self.ranks = ranks
         self.node_id = ""  # of rank 0, from `start` on
-        self._content: tuple[str, Any] = ("", None)  # path of a version, reference to its bytes
+        # Which version, and a reference to its bytes.
+        self._content: tuple[WeightManifest | None, Any] = (None, None)
 
     async def start(self, timeout_s: float) -> None:
         self.node_id, host, port = await self.ranks[0].call("rendezvous", timeout_s=timeout_s)
@@ -140,8 +142,8 @@ class RayLearner:
 
     def weights_content(self, manifest: WeightManifest) -> Any:
         """A reference to the bytes of a version; Ray brings them to each node once."""
-        if self._content[0] != manifest.path:
-            self._content = (manifest.path, self.ranks[0].handle.read_weights.remote(manifest))
+        if self._content[0] != manifest:
+            self._content = (manifest, self.ranks[0].handle.read_weights.remote(manifest))
         return self._content[1]
 
     async def sft_step(

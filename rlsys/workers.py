@@ -100,7 +100,8 @@ class Replica(Protocol):
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         """Load a new version: in the middle of generation, or delayed until what runs has ended.
-        Returns the pause in seconds."""
+        Returns the pause in seconds. Raises MemoryGone if the learner has given the version up by
+        now; there is a newer one then, or will be."""
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         """The replica has died: take back the store's memory that it held, less the rows that are

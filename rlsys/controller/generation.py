@@ -16,6 +16,7 @@ from rlsys.controller.state import Group, RolloutNote, RunState
 from rlsys.dataflow.blocks import BlockRef
 from rlsys.dataflow.router import Router
 from rlsys.dataflow.signal import Signal
+from rlsys.layout.transport.shared_memory import MemoryGone
 from rlsys.types import Generation, GenerationRequest, Prompt, WeightManifest
 from rlsys.workers import FinishedRollout, Replica, ReplicaDied
 
@@ -246,8 +247,15 @@ class GenerationSide:
         pauses: list[float] = []
 
         async def load(replica: Replica) -> None:
-            with contextlib.suppress(ReplicaDied):
-                pauses.append(await replica.update_weights(manifest, delayed=delayed))
+            wanted = manifest
+            while True:
+                try:
+                    pauses.append(await replica.update_weights(wanted, delayed=delayed))
+                    return
+                except ReplicaDied:
+                    return
+                except MemoryGone:
+                    wanted = await self._other_than(wanted)
 
         alive = [self._replicas[name] for name in self._router.replicas]
         if delayed:
@@ -256,6 +264,12 @@ class GenerationSide:
         else:
             await asyncio.gather(*(load(replica) for replica in alive))
         return pauses
+
+    async def _other_than(self, given_up: WeightManifest) -> WeightManifest:
+        """A version that was published after this one."""
+        await self._weights_published.until(lambda: self._published not in (None, given_up))
+        assert self._published is not None
+        return self._published
 
     async def _cancel(self) -> None:
         """Consumes groups that were dropped or issued again; ends what still runs of them."""
