@@ -23,13 +23,16 @@ vLLM's own processes alone import.
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import tempfile
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.manifest_check import Shapes, check_manifest, parameter_shapes
 from rlsys.engines.generation.protocol import EngineError, EngineStats
+from rlsys.engines.generation.vllm_leftovers import Watchman, unlink_shared_files
 from rlsys.engines.generation.vllm_process import end_vllm, start_vllm
 from rlsys.engines.generation.vllm_requests import (
     generation,
@@ -84,18 +87,23 @@ class VLLMEngine:
         EngineError if vLLM's processes do not come up.
         """
         self._shapes = await asyncio.to_thread(parameter_shapes, self._path)
-        try:
-            await asyncio.to_thread(self._start_vllm)
-        except RuntimeError as error:
-            raise EngineError(
-                f"vLLM did not start: {error} Its messages above have the cause. If memory is "
-                "short, lower rollout.kv_cache_gib (CPU) or rollout.gpu_memory_frac (GPU)."
-            ) from error
-        try:
-            await self._prepare()
-        except BaseException:
-            await self.close()
-            raise
+        with (
+            tempfile.TemporaryDirectory(prefix="rlsys-vllm-") as sockets,
+            Watchman(directory=sockets),
+        ):
+            try:
+                await asyncio.to_thread(self._start_vllm, sockets)
+            except RuntimeError as error:
+                raise EngineError(
+                    f"vLLM did not start: {error} Its messages above have the cause. If memory is "
+                    "short, lower rollout.kv_cache_gib (CPU) or rollout.gpu_memory_frac (GPU)."
+                ) from error
+            try:
+                await self._prepare()
+                await asyncio.to_thread(unlink_shared_files, os.getpid())
+            except BaseException:
+                await self.close()
+                raise
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._check_alive()
@@ -172,13 +180,14 @@ class VLLMEngine:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _start_vllm(self) -> None:
+    def _start_vllm(self, sockets: str) -> None:
         self._llm = start_vllm(
             self._path,
             self._rollout,
             dtype=self._dtype,
             seed=self._seed,
             max_context=self._max_context,
+            sockets=sockets,
         )
 
     async def _prepare(self) -> None:
