@@ -79,6 +79,7 @@ class GenerationSide:
         if state.to_reissue:
             opened = state.to_reissue.popleft()
             group_id, prompt = opened.group_id, self._prompts.at(opened.prompt_index)
+            state.ledger.reissue(group_id, version=state.gate.version)
         else:
             group_id, prompt = state.ledger.num_issued, self._prompts.at(state.ledger.next_prompt)
             state.ledger.issue(group_id, prompt_index=prompt.index, version=state.gate.version)

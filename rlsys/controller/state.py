@@ -53,6 +53,11 @@ class Group:
     def num_completion_tokens(self) -> int:
         return sum(note.num_tokens for note in self.rollouts)
 
+    @property
+    def oldest_version(self) -> int:
+        """Of all tokens; 0 while a rollout has not ended."""
+        return min(note.min_version for note in self.rollouts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep:
@@ -142,7 +147,11 @@ class RunState:
         """From the beginning, under its own id; the store has dropped its rows."""
         del self.groups[group.group_id]
         self.cancelled.put_nowait(group)
-        self.to_reissue.append(OpenGroup(group_id=group.group_id, prompt_index=group.prompt.index))
+        self.to_reissue.append(
+            OpenGroup(
+                group_id=group.group_id, prompt_index=group.prompt.index, version=group.version
+            )
+        )
         self.gate_moved.notify()
 
     @contextlib.contextmanager
