@@ -282,7 +282,9 @@ class _Job:
             on_free=team.shards.free,
         )
         ledger_file = LedgerFile(directory.ledger)
-        ledger = Ledger.replay(read_events(directory.ledger), ledger_file)
+        ledger = Ledger.replay(
+            read_events(directory.ledger), ledger_file, groups_per_step=config.prompts_per_step
+        )
         if self._resume_from:
             ledger.resume(step=self._first_step)
         stepped = Signal()

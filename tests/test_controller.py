@@ -66,7 +66,7 @@ class World:
     scorer: SimulatedScorer = field(default_factory=SimulatedScorer)
     learner: SimulatedLearner = field(default_factory=SimulatedLearner)
     observer: Record = field(default_factory=Record)
-    ledger: Ledger = field(default_factory=lambda: Ledger(lambda event: None))
+    ledger: Ledger = field(default_factory=lambda: Ledger(lambda event: None, groups_per_step=4))
     checkpoints: list[int] = field(default_factory=list)
     store_bytes: int = 1 << 20
     freed: list[Any] = field(default_factory=list)

@@ -16,7 +16,6 @@ from rlsys.controller.partials import PartialRollouts
 from rlsys.controller.replicas import Batch, ReplicaPool
 from rlsys.controller.state import Group, OpenWork, RolloutNote, RunState
 from rlsys.dataflow.blocks import BlockRef
-from rlsys.dataflow.ledger import OpenGroup
 from rlsys.types import GenerationRequest, Prompt, WeightManifest
 from rlsys.workers import Collected, FinishedRollout, Fleet, Part, Replica
 
@@ -98,19 +97,25 @@ class GenerationSide:
             while state.gate.num_open and state.store.has_room():
                 group = self._next_group()
                 self._restore(group)
-                batches += self._batches([group])
+                if group.group_id in state.groups:  # else the shard with its rows is lost
+                    batches += self._batches([group])
             await self.pool.submit(batches, keep_only=state.groups)
             state.progress.notify()
 
     def _next_group(self) -> Group:
         """The next group to issue: one that was lost, or that a crash left open, else a new one."""
-        state = self._state
+        state, ledger = self._state, self._state.ledger
         version = state.gate.version
         if state.to_reissue:
-            group_id, prompt = self._reissue(state.to_reissue.popleft(), version)
+            opened = state.to_reissue.popleft()
+            group_id, prompt = opened.group_id, self._prompts.at(opened.prompt_index)
+            if group_id in self._carried:
+                version = opened.version
+            else:
+                ledger.reissue(group_id, version=version)
         else:
-            group_id, prompt = state.ledger.num_issued, self._prompts.at(state.ledger.next_prompt)
-            state.ledger.issue(group_id, prompt_index=prompt.index, version=version)
+            group_id, prompt = ledger.num_issued, self._prompts.at(ledger.next_prompt)
+            ledger.issue(group_id, prompt_index=prompt.index, version=version)
         state.gate.issue()
         group = Group(
             group_id=group_id,
@@ -124,16 +129,11 @@ class GenerationSide:
         state.groups[group_id] = group
         return group
 
-    def _reissue(self, opened: OpenGroup, version: int) -> tuple[int, Prompt]:
-        self._state.ledger.reissue(opened.group_id, version=version)
-        return opened.group_id, self._prompts.at(opened.prompt_index)
-
     def _restore(self, group: Group) -> None:
         """Give a group of a resumed run what its checkpoint has of it."""
         for told in self._carried.pop(group.group_id, []):
             index = _parse_request_id(told.request_id)[1]
             told = replace(told, request_id=_request_id(group, index))
-            group.version = min(group.version, told.min_version)
             if isinstance(told, Part):
                 self._partials.add(told)
             else:

@@ -71,6 +71,11 @@ class Group:
     def num_completion_tokens(self) -> int:
         return sum(note.num_tokens for note in self.rollouts)
 
+    @property
+    def oldest_version(self) -> int:
+        """Of all tokens of rollouts that have ended."""
+        return min(note.min_version for note in self.rollouts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OpenWork:
@@ -171,7 +176,11 @@ class RunState:
         """From the beginning, under its own id, as soon as the gate lets it; the store has dropped
         its rows."""
         del self.groups[group.group_id]
-        self.to_reissue.append(OpenGroup(group_id=group.group_id, prompt_index=group.prompt.index))
+        self.to_reissue.append(
+            OpenGroup(
+                group_id=group.group_id, prompt_index=group.prompt.index, version=group.version
+            )
+        )
         self._cancel(group)
 
     def roll_back(self, step: int) -> None:

@@ -111,7 +111,7 @@ class TrainingSide:
             rows = batch.rows[start : start + size]
             group = state.groups[batch.group_ids[start]]
             oldest_allowed = state.oldest_version_allowed(self._num_handed_out)
-            if min(note.min_version for note in group.rollouts) < oldest_allowed:
+            if group.oldest_version < oldest_allowed:
                 state.drop(group.group_id, "stale")
                 state.store.release("train", rows)
                 continue
@@ -155,8 +155,10 @@ class TrainingSide:
         state = self._state
         result = await stepped
         state.step += 1
-        state.ledger.train(group_ids, step=state.step)
         trained = [state.groups.pop(group_id) for group_id in sorted(group_ids)]
+        state.ledger.train(
+            {group.group_id: group.oldest_version for group in trained}, step=state.step
+        )
         self._drop_what_comes_too_late()
         self._publish(await published)
         state.observer.step_trained(TrainedStep(step=state.step, result=result, groups=trained))

@@ -100,7 +100,7 @@ async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
         config=config,
         prompts=SimulatedPrompts(),
         store=flow.open_store(max_bytes=1 << 26, max_row_bytes=1 << 8, on_free=lambda freed: None),
-        ledger=Ledger(lambda event: None),
+        ledger=Ledger(lambda event: None, groups_per_step=config.prompts_per_step),
         replicas=[
             SimulatedReplica(name=f"rollout-{i}", latency_s=lengths, load_s=LOAD_S, num_slots=SLOTS)
             for i in range(REPLICAS)
