@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import AsyncConfig, ClusterConfig, DataConfig, RunConfig, TrainerConfig
-from rlsys.controller import Controller, RewardsFailed, StallError
+from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.dataflow.graph import Dataflow, Prompts
 from rlsys.dataflow.ledger import Ledger
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time
 from rlsys.simulation.workers import (
     Record,
+    SimulatedFleet,
     SimulatedLearner,
     SimulatedPrompts,
     SimulatedReplica,
@@ -70,10 +72,16 @@ class World:
     checkpoints: list[int] = field(default_factory=list)
     store_bytes: int = 1 << 20
     freed: list[Any] = field(default_factory=list)
+    fleet: SimulatedFleet = field(default_factory=SimulatedFleet)
+    carried: OpenWork = field(default_factory=OpenWork)
+    first_step: int = 0
+    saved: list[OpenWork] = field(default_factory=list)
+    chaos: Callable[[World], Coroutine[Any, Any, None]] | None = None
 
     async def run(self) -> None:
-        async def save(step: int) -> None:
+        async def save(step: int, work: OpenWork) -> None:
             self.checkpoints.append(step)
+            self.saved.append(work)
 
         dataflow = flow(self.config.group_size)
         self.store = dataflow.open_store(
@@ -85,14 +93,25 @@ class World:
             prompts=SimulatedPrompts(),
             store=self.store,
             ledger=self.ledger,
+            fleet=self.fleet,
             replicas=self.replicas,
             scorer=self.scorer,
             learner=self.learner,
             observer=self.observer,
             checkpoint=save,
+            carried=self.carried,
+            first_step=self.first_step,
             clock=asyncio.get_running_loop().time,
         )
-        await self.controller.run()
+        chaos = asyncio.create_task(self.chaos(self)) if self.chaos else None
+        try:
+            await self.controller.run()
+        finally:
+            if chaos is not None:
+                chaos.cancel()
+                await asyncio.wait({chaos})
+                if not chaos.cancelled():
+                    chaos.result()
 
 
 def world(seed: int = 0, *, num_replicas: int = 1, **changes: Any) -> World:
@@ -164,6 +183,99 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     assert [len(step) for step in w.learner.trained[:-1]] == [w.config.rollouts_per_step] * 4
     if order == "issued":  # else the run may end while surplus rows are being scored
         assert w.store.bytes_live == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    max_staleness=st.integers(0, 3),
+    num_replicas=st.integers(1, 2),
+    order=st.sampled_from(["issued", "complete"]),
+    over_issue=st.integers(0, 3),
+    deaths=st.lists(
+        st.tuples(
+            st.floats(0.0, 30.0),
+            st.sampled_from(["replica", "learner", "learner back to an older step", "shard"]),
+        ),
+        max_size=5,
+    ),
+    row_s=st.sampled_from([0.0, 0.1]),
+    answer_s=st.sampled_from([0.0, 0.5, 5.0]),
+    step_s=st.sampled_from([0.0, 1.0]),
+    checkpoint_every=st.integers(0, 2),
+)
+def test_deaths_cost_time_and_nothing_else(
+    seed: int,
+    max_staleness: int,
+    num_replicas: int,
+    order: Literal["issued", "complete"],
+    over_issue: int,
+    deaths: list[tuple[float, str]],
+    row_s: float,
+    answer_s: float,
+    step_s: float,
+    checkpoint_every: int,
+) -> None:
+    """Replicas, the learner and shards die at random moments, all of them, several times: each step
+    is trained whole and once in the surviving history, within the bound."""
+    events: list[dict[str, Any]] = []
+
+    async def chaos(w: World) -> None:
+        for delay_s, kind in deaths:
+            await asyncio.sleep(delay_s)
+            alive = [r for r in [*w.replicas, *w.fleet.hired] if not r.dead]
+            if kind == "replica" and alive:
+                alive[0].die()
+            elif kind.startswith("learner"):
+                w.learner.loses = 1 if "older" in kind else 0
+                w.learner.die()
+            elif kind == "shard" and alive:
+                lost = alive[0].shard
+                for replica in alive:
+                    replica.shard = f"{lost}+"
+                w.fleet.prepare = lambda replica, shard=f"{lost}+": setattr(replica, "shard", shard)
+                w.controller.shard_lost(lost)
+
+    w = world(
+        seed,
+        num_replicas=num_replicas,
+        checkpoint_every=checkpoint_every,
+        asynchrony=AsyncConfig(
+            max_staleness=max_staleness,
+            order=order,
+            over_issue=over_issue if order == "complete" else 0,
+        ),
+    )
+    rng = random.Random(seed)
+    w.fleet.latency_s = exponential(rng, 1.0)
+    w.scorer = SimulatedScorer(latency_s=exponential(rng, 0.2))
+    w.learner = SimulatedLearner(row_s=row_s, answer_s=answer_s, step_s=step_s)
+    w.ledger = Ledger(events.append, groups_per_step=w.config.prompts_per_step)
+    w.chaos = chaos
+    run_in_virtual_time(w.run())
+    assert len(w.observer.steps) == w.config.num_steps
+    assert max(w.observer.staleness) <= max_staleness
+    assert not w.ledger.open_groups
+    assert w.ledger.num_trained == w.config.num_steps * w.config.prompts_per_step
+    assert [len(step) for step in w.learner.trained[:-1]] == [w.config.rollouts_per_step] * 4
+    trained = [{task.group_id for task in step} for step in w.learner.trained[:-1]]
+    recorded = [
+        set(event["groups"])
+        for event in _surviving(events)
+        if event["event"] == "trained"
+    ]
+    assert trained == recorded
+    assert w.checkpoints[-1] == w.config.num_steps
+
+
+def _surviving(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Less the steps that were taken back."""
+    kept: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "resumed":
+            kept = [e for e in kept if e["event"] != "trained" or e["step"] <= event["step"]]
+        kept.append(event)
+    return kept
 
 
 def test_generation_goes_on_while_the_trainer_works() -> None:

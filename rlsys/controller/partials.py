@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from rlsys.dataflow.blocks import Cell
 from rlsys.dataflow.store import StreamStore
 from rlsys.workers import Part
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -115,7 +114,7 @@ class ReplicaPool:
         """Each batch to the replica that has the least to do; `keep_only`: groups of which more
         requests may come."""
         self._router.keep_only(keep_only)
-        by_replica: defaultdict[str, list[GenerationRequest]] = defaultdict(list)
+        by_replica: dict[str, tuple[Replica, list[GenerationRequest]]] = {}
         for batch in batches:
             if not self._serving:
                 self._homeless.append(batch)
@@ -127,8 +126,8 @@ class ReplicaPool:
             )
             if batch.group_id in self._state.groups:
                 self._state.groups[batch.group_id].replica = name
-            by_replica[name] += batch.requests
-        await asyncio.gather(*(self._send(*item) for item in by_replica.items()))
+            by_replica.setdefault(name, (self._serving[name], []))[1].extend(batch.requests)
+        await asyncio.gather(*(self._send(*item) for item in by_replica.values()))
 
     async def abort(self, name: str | None, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
@@ -179,7 +178,8 @@ class ReplicaPool:
                 await replica.update_weights(newest, delayed=False)
                 loaded = newest
             except WeightsGone:
-                await self._weights_published.until(lambda old=newest: self._newest is not old)
+                while self._newest is newest:
+                    await self._weights_published.next()
         # No wait from here on: whatever is published next finds it among those that serve.
         version = loaded.version if loaded is not None else self._state.gate.version
         self._router.add(replica.name)
@@ -215,7 +215,7 @@ class ReplicaPool:
         if replica is not None:
             await replica.bury(self._state.store.live_rows)
 
-    async def _send(self, name: str, requests: Sequence[GenerationRequest]) -> None:
+    async def _send(self, replica: Replica, requests: Sequence[GenerationRequest]) -> None:
         priors = {
             request.request_id: [part.cell for part in parts]
             for request in requests
@@ -223,7 +223,7 @@ class ReplicaPool:
         }
         # Whoever collects from a dead replica sends on what it had.
         with contextlib.suppress(ReplicaDied):
-            await self._serving[name].submit(requests, priors)
+            await replica.submit(requests, priors)
 
     async def _sync(self) -> None:
         """Consumes published weights. Waits for a new version; loads the newest into all replicas,

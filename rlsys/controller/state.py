@@ -86,6 +86,9 @@ class OpenWork:
     parts: Sequence[Part] = ()  # of running rollouts, those of each in their order
 
 
+NO_WORK = OpenWork()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep:
     """One optimizer step, for the observer."""
@@ -187,13 +190,12 @@ class RunState:
         """The steps after `step` are lost: their groups and all that are under way are issued
         again, once the samplers have loaded the weights of this step."""
         for group in list(self.groups.values()):
-            self.store.drop_group(group.group_id)
+            if self.store.is_live(group.rows[0]):  # else it went with its shard
+                self.store.drop_group(group.group_id)
             self.issue_again(group)
         self.ledger.resume(step=step)
         self.to_reissue = deque(self.ledger.open_groups)
-        self.gate.restore(
-            num_trained=self.ledger.num_trained, version=step, wait_for_samplers=True
-        )
+        self.gate.restore(num_trained=self.ledger.num_trained, version=step, wait_for_samplers=True)
         self.step = step
 
     def _cancel(self, group: Group) -> None:

@@ -79,9 +79,7 @@ class AdmissionGate:
         self._sampler_version = version
         self._waits_for_samplers = False
 
-    def restore(
-        self, *, num_trained: int, version: int, wait_for_samplers: bool = False
-    ) -> None:
+    def restore(self, *, num_trained: int, version: int, wait_for_samplers: bool = False) -> None:
         """A history goes on after `version` optimizer steps: the groups that they trained hold
         their places, all others take theirs when they are issued again.
 
