@@ -119,6 +119,9 @@ class Replica(Protocol):
     async def collect(self) -> Collected:
         """What has ended since the last call; waits a bounded time for the first."""
 
+    async def progress(self) -> Sequence[Part]:
+        """All that running requests have sampled and that was not told yet."""
+
     async def abort(self, request_ids: Sequence[str]) -> None: ...
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:

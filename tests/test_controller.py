@@ -28,7 +28,7 @@ from rlsys.simulation.workers import (
     SimulatedScorer,
     exponential,
 )
-from rlsys.workers import ScoreTask
+from rlsys.workers import ReplicaDied, ScoreTask
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -372,6 +372,108 @@ def test_a_dead_replicas_requests_go_on_elsewhere_with_what_they_had() -> None:
     assert w.replicas[0].buried
     assert w.replicas[1].continued
     assert w.ledger.num_trained == 8 * 4
+
+
+def test_a_replica_that_died_has_a_successor_with_the_newest_weights() -> None:
+    w = world(num_replicas=1, num_steps=8)
+    w.replicas[0].dies_after = 20
+    run_in_virtual_time(w.run())
+    assert w.observer.deaths == ["rollout-0"]
+    assert w.observer.joined == ["rollout-0", "rollout-0.1"]
+    assert w.fleet.hired[0].version >= 2  # of the steps that 20 rollouts had trained
+    assert w.ledger.num_trained == 8 * 4
+
+
+def test_the_last_replicas_death_pauses_the_run_until_another_has_started() -> None:
+    w = world(num_replicas=2, num_steps=4)
+    w.replicas[0].dies_after = w.replicas[1].dies_after = 3
+    w.fleet.start_s = 200.0
+    run_in_virtual_time(w.run())
+    assert len(w.fleet.hired) == 2
+    assert w.observer.waited_s["train", "groups"] >= 200.0
+    assert w.ledger.num_trained == 4 * 4
+    assert w.ledger.num_dropped == 0
+
+
+def test_replicas_that_cannot_start_end_the_run_with_the_last_reason() -> None:
+    w = world(num_replicas=1)
+    w.replicas[0].dies_after = 0
+    w.fleet.num_duds = 99
+    with pytest.raises(ReplicaDied, match="rollout-0 died during start"):
+        run_in_virtual_time(w.run())
+    assert len(w.observer.deaths) == 5
+
+
+def test_a_group_that_replicas_die_of_is_dropped() -> None:
+    """Its rollouts never end, and the replica dies whenever it has been at them for a while."""
+    w = world(num_replicas=1, num_steps=2, asynchrony=AsyncConfig(max_staleness=0))
+
+    def poison(replica: SimulatedReplica) -> None:
+        submit = replica.submit
+
+        async def submit_and_die(requests: Any, priors: Any) -> None:
+            healthy = [r for r in requests if not r.request_id.startswith("2.")]
+            await submit(healthy, priors)
+            if len(healthy) < len(requests):
+                asyncio.get_running_loop().call_later(30.0, replica.die)
+
+        replica.submit = submit_and_die  # type: ignore[method-assign]
+
+    w.fleet.prepare = poison
+    poison(w.replicas[0])
+    run_in_virtual_time(w.run())
+    assert w.ledger.drop_reasons == {"replica died": 1}
+    assert w.ledger.num_trained == 8
+    assert len(w.observer.deaths) == 3
+
+
+def test_over_issue_replaces_no_group_that_could_only_be_stale() -> None:
+    """On-policy, 4 groups a step and 4 more in flight: after each step the 4 that came too late
+    are dropped once, not again and again until the samplers have the new weights."""
+    w = world(
+        num_steps=8,
+        asynchrony=AsyncConfig(max_staleness=0, order="complete", over_issue=4),
+    )
+    w.replicas[0].load_s = 10.0
+    run_in_virtual_time(w.run())
+    assert w.ledger.num_dropped == 8 * 4
+
+
+def test_what_a_checkpoint_has_of_open_groups_goes_on_after_a_crash() -> None:
+    """Finished rollouts are not sampled again, running ones go on from what they had."""
+    w = world(num_steps=4, checkpoint_every=2, asynchrony=AsyncConfig(max_staleness=2))
+    events: list[dict[str, Any]] = []
+    w.ledger = Ledger(events.append, groups_per_step=4)
+    w.learner.step_s = 2.0
+    run_in_virtual_time(w.run())
+    work = w.saved[0]
+    assert work.finished
+    assert work.parts
+    at_crash = next(i for i, e in enumerate(events) if e.get("step") == 3)
+    later = world(1, num_steps=4, asynchrony=AsyncConfig(max_staleness=2))
+    later.ledger = Ledger.replay(events[:at_crash], events.append, groups_per_step=4)
+    later.ledger.resume(step=2)
+    open_ids = {group.group_id for group in later.ledger.open_groups}
+    later.carried, later.first_step, later.learner.version = work, 2, 2
+    later.observer.first_step = 2
+    run_in_virtual_time(later.run())
+    kept = {rollout.request_id for rollout in work.finished}
+    assert {int(request_id.split(".")[0]) for request_id in kept} <= open_ids
+    assert later.replicas[0].num_submitted == 2 * 8 - len(kept)
+    assert len(later.replicas[0].continued) == len({part.request_id for part in work.parts})
+    assert later.ledger.num_trained == 16
+    assert max(later.observer.staleness) <= 2
+    assert later.store.bytes_live == 0
+
+
+def test_a_resumed_run_issues_no_more_than_the_bound_lets_it() -> None:
+    """At a bound of 0: of 12 groups that a crash left open, a step's worth goes at a time."""
+    w = world(num_steps=4, asynchrony=AsyncConfig(max_staleness=0))
+    for group_id in range(12):
+        w.ledger.issue(group_id, prompt_index=group_id, version=0)
+    run_in_virtual_time(w.run())
+    assert w.ledger.num_dropped == 0
+    assert w.replicas[0].num_submitted == 4 * 8
 
 
 def test_stragglers_are_cancelled_and_surplus_groups_end_as_dropped() -> None:

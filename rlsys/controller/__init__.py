@@ -136,6 +136,7 @@ class Controller:
         self._generation.pool.rolled_back()
 
     async def _save(self, step: int) -> None:
+        await self._generation.pool.tell_progress()
         with self._generation.open_work() as work:
             await self._checkpoint(step, work)
 

@@ -132,7 +132,7 @@ class GenerationSide:
     def _restore(self, group: Group) -> None:
         """Give a group of a resumed run what its checkpoint has of it."""
         for told in self._carried.pop(group.group_id, []):
-            index = _parse_request_id(told.request_id)[1]
+            index = _index_of(told.request_id)
             told = replace(told, request_id=_request_id(group, index))
             if isinstance(told, Part):
                 self._partials.add(told)
@@ -173,10 +173,10 @@ class GenerationSide:
     def _collected(self, collected: Collected) -> None:
         """What a replica has told, into the store."""
         for part in collected.parts:
-            if self._group_of(part.request_id) is None:
-                self._partials.refuse(part)
-            else:
+            if self._is_running(part.request_id):
                 self._partials.add(part)
+            else:
+                self._partials.refuse(part)
         for rollout in collected.finished:
             self._partials.forget(rollout.request_id)
         if collected.finished:
@@ -190,6 +190,10 @@ class GenerationSide:
         group_id, _, attempt = _parse_request_id(request_id)
         group = self._state.groups.get(group_id)
         return group if group is not None and group.attempt == attempt else None
+
+    def _is_running(self, request_id: str) -> bool:
+        group = self._group_of(request_id)
+        return group is not None and group.rollouts[_index_of(request_id)].finished is None
 
     def _write(self, finished: Sequence[FinishedRollout]) -> None:
         by_block: defaultdict[BlockRef, list[FinishedRollout]] = defaultdict(list)
@@ -209,7 +213,7 @@ class GenerationSide:
             if group is None:  # dropped, or issued again, in the meantime
                 self._state.store.discard(block, [rollout.cell[1]])
                 continue
-            index = _parse_request_id(rollout.request_id)[1]
+            index = _index_of(rollout.request_id)
             group.rollouts[index].finished = rollout
             live.append(rollout)
             rows.append(group.rows[index])
@@ -248,6 +252,10 @@ def _parse_request_id(request_id: str) -> tuple[int, int, int]:
     """Group, index within it, attempt."""
     group_id, index, attempt = request_id.split(".")
     return int(group_id), int(index), int(attempt)
+
+
+def _index_of(request_id: str) -> int:
+    return _parse_request_id(request_id)[1]
 
 
 def _by_group(

@@ -129,6 +129,12 @@ class ReplicaPool:
             by_replica.setdefault(name, (self._serving[name], []))[1].extend(batch.requests)
         await asyncio.gather(*(self._send(*item) for item in by_replica.values()))
 
+    async def tell_progress(self) -> None:
+        """All that running requests have sampled is told before this returns."""
+        for replica in list(self._serving.values()):
+            with contextlib.suppress(ReplicaDied):
+                self._on_collected(Collected(finished=[], parts=await replica.progress()))
+
     async def abort(self, name: str | None, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
         self._homeless = [

@@ -159,11 +159,11 @@ class TrainingSide:
         self._assembler.reset()
         self._num_handed_out = step
         self._checkpointed = min(self._checkpointed, step)
-        self._publish(await self._learner.publish())
         state.observer.learner_restarted(
             str(death), step=step, lost_steps=reached - step, seconds=state.clock() - start
         )
         state.progress.notify()
+        self._publish(await self._learner.publish())
 
     def _forget(self, group_id: int) -> None:
         """Let a group's rows go."""

@@ -121,6 +121,10 @@ class SimulatedReplica:
             self.die()
         self._require_alive()
         assert rollout is not None
+        return Collected(finished=[rollout], parts=await self.progress(), has_sampled=True)
+
+    async def progress(self) -> list[Part]:
+        self._require_alive()
         parts = [
             Part(
                 request_id=request_id,
@@ -133,7 +137,7 @@ class SimulatedReplica:
             if request_id not in self._told
         ]
         self._told.update(part.request_id for part in parts)
-        return Collected(finished=[rollout], parts=parts, has_sampled=True)
+        return parts
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._require_alive()
@@ -273,6 +277,7 @@ class SimulatedLearner:
 
 @dataclass(kw_only=True)
 class Record:
+    first_step: int = 0
     steps: list[TrainedStep] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     failures: list[RewardFailure] = field(default_factory=list)
@@ -284,7 +289,8 @@ class Record:
     )
 
     def step_trained(self, trained: TrainedStep) -> None:
-        assert trained.step == len(self.steps) + 1, "a step is told twice, or out of order"
+        after = self.steps[-1].step if self.steps else self.first_step
+        assert trained.step == after + 1, "a step is told twice, or out of order"
         self.steps.append(trained)
         for group in trained.groups:
             self.staleness.append(_staleness(trained, group))

@@ -49,7 +49,9 @@ class ScriptedEngine:
     async def progress(self) -> list[Generation]:
         return []
 
-    async def abort(self, request_ids: Collection[str]) -> None: ...
+    async def abort(self, request_ids: Collection[str]) -> None:
+        if request_ids:
+            self.calls.append("abort " + " ".join(sorted(request_ids)))
 
     async def pause(self) -> None:
         self.calls.append("pause")
@@ -116,6 +118,24 @@ def test_delayed_waits_for_what_runs_and_holds_what_comes() -> None:
         assert engine.calls[1:] == ["pause", "load 1", "resume", "submit c d", "submit e"]
         switch.submit(requests("f"))
         assert engine.calls[-1] == "submit f"
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_reaches_requests_that_are_held() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        switch = WeightSwitch(engine)
+        switch.submit(requests("a"))
+        loading = asyncio.create_task(switch.switch(MANIFEST, delayed=True))
+        await until_it_waits(loading)
+        switch.submit(requests("b", "c"))
+        await switch.abort(["a", "c"])
+        assert engine.calls[1:] == ["abort a"]
+        engine.ended.put_nowait(["a"])
+        await switch.collect()
+        await loading
+        assert engine.calls[-2:] == ["submit b c", "abort c"]
 
     asyncio.run(scenario())
 
