@@ -56,7 +56,7 @@ class SimulatedReplica:
     num_slots: int = 1 << 20
     load_s: float = 0.0
     version: int = 0
-    num_submitted: int = 0
+    submitted: list[str] = field(default_factory=list)  # request ids
     num_collected: int = 0
     buried: bool = False
     dies_after: int | None = None  # rollouts
@@ -88,7 +88,7 @@ class SimulatedReplica:
         self.continued += priors
         self._told.update(priors)
         for request in requests:
-            self.num_submitted += 1
+            self.submitted.append(request.request_id)
             self._running[request.request_id] = asyncio.create_task(self._sample(request))
 
     async def _sample(self, request: GenerationRequest) -> None:
