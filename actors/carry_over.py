@@ -1,6 +1,6 @@
 """Rollouts of groups that have not ended, from the store into a checkpoint and back.
 
-    OpenWork (cells) ──save──► rollouts.npz ──load──► OpenWork (other cells, of the resumed run)
+OpenWork (cells) ──save──► rollouts.npz ──load──► OpenWork (other cells, of the resumed run)
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
         by_request[part.request_id].append(part.cell)
     try:
         whole = await client.get_async(cells, tuple(COLUMNS)) if cells else {}
-        running = [
-            await client.get_async(parts, PART_COLUMNS) for parts in by_request.values()
-        ]
+        running = [await client.get_async(parts, PART_COLUMNS) for parts in by_request.values()]
     except RowsLost:
         await asyncio.to_thread(write_rollouts, directory / FILE, [])
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from actors.calls import Worker, WorkerDied
+from actors.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied
 from actors.store import StoreAddress, StoreClient
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardRunner
@@ -22,8 +22,8 @@ from rlsys.workers import RolloutText, Scored, ScoreTask
 SCORE_COLUMNS = ("prompt_token_ids", "token_ids", "policy_versions")
 
 
-@ray.remote
-class RewardActor:
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
+class RewardActor(Heartbeat):
     def __init__(
         self,
         make_runner: Callable[[], RewardRunner],

@@ -73,7 +73,9 @@ class RolloutActor:
         self, requests: list[GenerationRequest], priors: dict[str, list[Cell]]
     ) -> None:
         self._tracer.instant("engine", "submit", rollouts=len(requests))
-        known = {name: prior for name, cells in priors.items() if (prior := await self._prior(cells))}
+        known = {
+            name: prior for name, cells in priors.items() if (prior := await self._prior(cells))
+        }
         self._switch.submit(
             [
                 continued(request, known[request.request_id])

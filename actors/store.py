@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from actors.calls import Heartbeat
 from rlsys.dataflow.arena import Arena, BlockWriter, Lease, map_arena, read_only
 from rlsys.dataflow.blocks import (
     Array,
@@ -37,10 +38,6 @@ T = TypeVar("T")
 Cells = Mapping[str, Sequence[Cell]]  # by column
 Calls = dict[str, Any]  # shard -> reference to the answer of a call
 Steps = Generator[Calls, list[Any], T]
-
-# How long one `watch` call of a healthy shard takes. A dead one ends the call at once; a hung one
-# is noticed when an answer is overdue.
-WATCH_S = 10.0
 
 
 class ShardLost(RowsLost):
@@ -62,7 +59,7 @@ class StoreAddress:
     timeout_s: float  # of each call, and of each wait for room
 
 
-class StoreShard:
+class StoreShard(Heartbeat):
     """Owns one arena. An asynchronous actor; StoreShards starts it."""
 
     def __init__(self, name: str, capacity_bytes: int) -> None:
@@ -125,10 +122,6 @@ class StoreShard:
                 f"{freed}); release rows only when their bytes have been read."
             )
         return pack_cells(self._arena.buffer, cells)
-
-    async def watch(self, seconds: float) -> None:
-        """Answers late, so that the caller learns at once when the process dies."""
-        await asyncio.sleep(seconds)
 
     async def bytes_leased(self) -> int:
         return self._arena.bytes_leased
@@ -299,7 +292,10 @@ class StoreClient:
 
     def _handle(self, shard: str) -> Any:
         if shard not in self._handles:
-            self._handles[shard] = ray.get_actor(shard)
+            try:
+                self._handles[shard] = ray.get_actor(shard)
+            except ValueError:  # Ray forgets the name of an actor that has died
+                raise ShardLost(f"a shard of the store died ({shard})") from None
         return self._handles[shard]
 
 

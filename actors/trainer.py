@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.calls import Worker
+from actors.calls import HEARTBEAT_GROUP, Heartbeat, Worker
 from actors.store import StoreAddress, StoreClient
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, TrainRow, WeightManifest
@@ -30,8 +30,8 @@ TRAIN_COLUMNS = ("prompt_token_ids", "token_ids", "sampler_logprobs", "policy_ve
 EngineFactory = Callable[[int, str, int], "TrainingEngine"]
 
 
-@ray.remote(concurrency_groups={"beside": 1})
-class TrainerActor:
+@ray.remote(concurrency_groups={"beside": 1, **HEARTBEAT_GROUP})
+class TrainerActor(Heartbeat):
     """Calls run one at a time, in the order in which they were made; but what is `beside` the
     training waits for none of it."""
 

@@ -1,4 +1,4 @@
-"""What the controller asks of the actors: three protocols and the messages that travel.
+"""What the controller asks of the actors: four protocols and the messages that travel.
 
 Messages carry metadata only. Token ids and log-probabilities stay in the store's shared memory;
 a `Cell` says where.
@@ -78,7 +78,8 @@ class Part:
 
 
 class ReplicaDied(RuntimeError):
-    """A replica is gone or does not answer; the message names it and says why. Others can take
+    """A replica cannot go on: its process is gone or does not answer, its engine has failed, or it
+    could not be started. The message names it and says why. Its process is ended; others can take
     over."""
 
 
@@ -105,11 +106,11 @@ class Collected:
 
 
 class Replica(Protocol):
-    """One generation engine. Every method but `bury` raises ReplicaDied if the replica is gone, or
-    does not answer."""
+    """One generation engine. Every method but `bury` raises ReplicaDied when it cannot go on."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Of this life: "rollout-0" is followed by "rollout-0.1"."""
 
     async def submit(
         self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
@@ -137,9 +138,10 @@ class Fleet(Protocol):
     """Where replicas come from."""
 
     async def hire(self, number: int) -> Replica:
-        """Start the replica of this number: waits as long as the cluster has no place for it, then
-        until its engine runs with the weights of model.path. Raises ReplicaDied if it could not be
-        started. Cancelled: whatever was begun is ended."""
+        """Start the replica of this number (0 <= number < rollout.num_replicas), whose life before
+        has been buried. Waits as long as the cluster has no place for it, then until its engine
+        runs, with the weights of model.path. Raises ReplicaDied if it could not be started.
+        Cancelled: whatever was begun is ended."""
 
 
 class Scorer(Protocol):
