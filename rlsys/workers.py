@@ -70,6 +70,11 @@ class ReplicaDied(RuntimeError):
     """A replica's process is gone; the message names it and says why. Others can take over."""
 
 
+class LearnerDied(RuntimeError):
+    """A rank of the trainer is gone, or does not answer, so that none can go on; the message names
+    it and says why."""
+
+
 class RowsLost(RuntimeError):
     """Rows could not be read: the shard of the store that held them is gone."""
 
@@ -114,11 +119,23 @@ class Scorer(Protocol):
 
 class Learner(Protocol):
     """All ranks of the trainer. Calls are carried out one after another, in the order in which they
-    were made, whether or not the one before has been answered."""
+    were made, whether or not the one before has been answered. Once one has failed, those behind it
+    fail too, and nothing but `restart` mends that.
+
+    Every method raises LearnerDied for any death of a rank. An error of the mathematics
+    (FloatingPointError, ValueError), or rows that are gone (RowsLost), stays what it is.
+    """
 
     async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
         """Forward and backward; `shares[r]` goes to rank r."""
 
-    async def optimizer_step(self) -> StepResult: ...
+    async def optimizer_step(self) -> StepResult:
+        """Answers when the snapshot of the new state is safe, where one is due."""
 
     async def publish(self) -> WeightManifest: ...
+
+    async def restart(self) -> int:
+        """Start all ranks anew, in places that exist, from the newest state that is whole: the
+        snapshot in memory, else the newest checkpoint, else the beginning. Calls made before are
+        forgotten. Returns how many optimizer steps are behind that state; raises LearnerDied if the
+        ranks could not be started, and may then be called again."""

@@ -186,6 +186,10 @@ class SimulatedLearner:
         await asyncio.sleep(self.answer_s)
         return manifest
 
+    async def restart(self) -> int:
+        self.trained[-1] = []
+        return self.version
+
     @contextlib.asynccontextmanager
     async def _carrying_out(self) -> AsyncIterator[float]:
         """One call at a time, in order; yields for how long there was none."""
