@@ -120,6 +120,9 @@ class RolloutConfig:
     """torch: embedded, starts at once, deterministic. vllm: for real work."""
     num_replicas: int = 1
     """Rollout actors, each with a copy of the model."""
+    min_replicas: int | None = None
+    """Replicas that must find room before the run starts; the others join when a node has room for
+    them. Unset: all."""
     tensor_parallel: int = 1
     """GPUs (or CPU processes) that share one replica; vllm only."""
     max_running: int = 256
@@ -137,6 +140,11 @@ class RolloutConfig:
         require(
             self.num_replicas >= 1,
             f"rollout.num_replicas={self.num_replicas} generates nothing; use at least 1.",
+        )
+        require(
+            self.min_replicas is None or 1 <= self.min_replicas <= self.num_replicas,
+            f"rollout.min_replicas={self.min_replicas} lies outside 1 to rollout.num_replicas="
+            f"{self.num_replicas}; leave it out to wait for all of them.",
         )
         require(
             self.max_running >= 1,
@@ -323,10 +331,14 @@ class ClusterConfig:
     start_timeout_s: float = 300.0
     """Limit for one actor's start, model loading included."""
     call_timeout_s: float = 600.0
-    """Limit for one remote call; past it the run ends and names the actor and the call."""
+    """Limit for one remote call, while the actor works on it; past it the actor is ended and
+    counts as dead."""
+    heartbeat_timeout_s: float = 30.0
+    """An actor whose process shows no sign of life for this long is ended and counts as dead; above
+    what a busy machine may keep a process waiting."""
 
     def __post_init__(self) -> None:
-        for name in ("store_gib", "start_timeout_s", "call_timeout_s"):
+        for name in ("store_gib", "start_timeout_s", "call_timeout_s", "heartbeat_timeout_s"):
             value = getattr(self, name)
             require(value > 0, f"cluster.{name}={value} is not positive; use more than 0.")
 

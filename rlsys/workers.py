@@ -1,4 +1,4 @@
-"""What the controller asks of the actors: three protocols and the messages that travel.
+"""What the controller asks of the actors: four protocols and the messages that travel.
 
 Messages carry metadata only. Token ids and log-probabilities stay in the store's shared memory;
 a `Cell` says where.
@@ -67,7 +67,9 @@ class TrainTask:
 
 
 class ReplicaDied(RuntimeError):
-    """A replica's process is gone; the message names it and says why. Others can take over."""
+    """A replica cannot go on: its process is gone or does not answer, its engine has failed, or it
+    could not be started. The message names it and says why. Its process is ended; others can take
+    over."""
 
 
 class LearnerDied(RuntimeError):
@@ -88,10 +90,11 @@ class Collected:
 
 
 class Replica(Protocol):
-    """One generation engine. Every method but `bury` raises ReplicaDied if the process is gone."""
+    """One generation engine. Every method but `bury` raises ReplicaDied when it cannot go on."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Of this life: "rollout-0" is followed by "rollout-0.1"."""
 
     async def submit(
         self, requests: Sequence[GenerationRequest], priors: Mapping[str, Generation]
@@ -110,6 +113,16 @@ class Replica(Protocol):
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         """The replica has died: take back the store's memory that it held, less the rows that are
         still needed (StreamStore.live_rows)."""
+
+
+class Fleet(Protocol):
+    """Where replicas come from."""
+
+    async def hire(self, number: int) -> Replica:
+        """Start the replica of this number (0 <= number < rollout.num_replicas), whose life before
+        has been buried. Waits as long as the cluster has no place for it, then until its engine
+        runs, with the weights of model.path. Raises ReplicaDied if it could not be started.
+        Cancelled: whatever was begun is ended."""
 
 
 class Scorer(Protocol):
