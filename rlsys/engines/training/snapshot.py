@@ -67,6 +67,7 @@ class SnapshotFile:
         """Keep the state after `step` optimizer steps, and that of the newest step before it."""
         if step in self.steps:
             return
+        assert step > max(self.steps, default=-1), "newer snapshots belong to another history"
         slot = int(np.argmin(self._header[:2]))
         self._header[slot] = 0
         torch._foreach_copy_(self._slots[slot], [local(tensor) for tensor in state.values()])
