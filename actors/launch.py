@@ -41,7 +41,7 @@ from rlsys.observe.wandb_sink import WandbSink
 from rlsys.rewards import check_columns
 from rlsys.run_directory import RunDirectory
 from rlsys.tiny_models import OwnModel
-from rlsys.workers import ReplicaDied, RowsLost
+from rlsys.workers import LearnerDied, ReplicaDied, RowsLost
 
 # A user's mistake or the world's: told in one message. Anything else is a bug and keeps its trace.
 EXPECTED_ERRORS = (
@@ -50,6 +50,7 @@ EXPECTED_ERRORS = (
     WorkerError,
     RowsLost,
     ReplicaDied,
+    LearnerDied,
     EngineError,
     StallError,
     RewardsFailed,
@@ -214,7 +215,13 @@ class _Job:
                 cluster.enter_context(connected(config.cluster))
                 _cancel_on_sigterm()  # again: Ray's own handler has just replaced it
                 places = cluster.enter_context(reserved([*ranks, *replicas], config.cluster))
-            team = Team(config, self._flow, self._tokenizer, self._directory.trace)
+            team = Team(
+                config,
+                self._flow,
+                self._tokenizer,
+                self._directory.trace,
+                self._checkpoints.newest,
+            )
             try:
                 await self._start(team, places, warm_start)
                 await self._train(team)
@@ -248,7 +255,7 @@ class _Job:
 
     async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
         with self._console.phase("Loading the model into the trainer"):
-            await team.learner.start(self._config.cluster.start_timeout_s)
+            await team.learner.start()
             if self._resume_from:
                 await team.learner.load(self._resume_from.trainer_dir)
         if warm_start and not self._resume_from:

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import ray
 
 from actors.calls import Worker, WorkerDied
+from actors.learner import RayLearner
 from actors.store import ShardLost, StoreAddress, StoreClient
 from actors.store_shards import StoreShards
-from actors.trainer import RayLearner
 from rlsys.dataflow.blocks import BlockRef, Cell, Columns
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.continuation import continued, merged

@@ -14,12 +14,15 @@ import ray
 
 from actors.calls import Worker, WorkerDied, WorkerError
 from actors.factories import RewardFactory, RolloutFactory, TrainerFactory
+from actors.learner import RayLearner
 from actors.reward import RayScorer, RewardActor
 from actors.rollout import RayReplica, RolloutActor
+from actors.snapshots import SnapshotKeepers
 from actors.store import ShardAddress, ShardLost
 from actors.store_shards import StoreShards
 from actors.tracing import TraceCollector
-from actors.trainer import RayLearner, TrainerActor
+from actors.trainer import TrainerActor
+from rlsys.checkpoint import Checkpoint
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
@@ -34,7 +37,14 @@ CLOSE_TIMEOUT_S = 15.0
 
 
 class Team:
-    def __init__(self, config: RunConfig, flow: Dataflow, tokenizer: Any, trace: Path) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        flow: Dataflow,
+        tokenizer: Any,
+        trace: Path,
+        newest_checkpoint: Callable[[], Checkpoint | None],
+    ) -> None:
         self._config = _for_other_directories(config)
         self._flow = flow
         self._tokenizer = tokenizer
@@ -42,7 +52,18 @@ class Team:
         self._max_pending = 100_000 if config.observe.trace else 0
         self._trace = TraceFile(trace) if config.observe.trace else None
         self.tracer = Tracer("controller", max_pending=self._max_pending)
-        self.learner = RayLearner([])
+        self._rank_places: list[dict[str, Any]] = []
+        self.learner = RayLearner(
+            self._hire_rank,
+            SnapshotKeepers(
+                timeout_s=config.cluster.start_timeout_s,
+                heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+            ),
+            num_ranks=config.trainer.num_ranks,
+            keeps_snapshots=config.trainer.snapshot_every > 0,
+            start_timeout_s=config.cluster.start_timeout_s,
+            newest_checkpoint=newest_checkpoint,
+        )
         self.replicas: list[RayReplica] = []
         self.scorer = RayScorer(self._hire_reward, num_workers=0)
         self.shards = StoreShards(
@@ -62,18 +83,7 @@ class Team:
             if node["Alive"]:
                 await self.shards.add(node["NodeID"])
         num_ranks = config.trainer.num_ranks
-        train = self._flow.stage(TrainStage)
-        make_trainer = TrainerFactory(
-            config=config,
-            loss=train.loss,
-            aggregation=train.aggregation,
-            weights_prefix=self._weights_prefix,
-        )
-        ranks = [
-            self._hire(f"trainer-{rank}", TrainerActor, options, rank, make_trainer)
-            for rank, options in enumerate(places[:num_ranks])
-        ]
-        self.learner = RayLearner(ranks)
+        self._rank_places = places[:num_ranks]
         self.replicas = [
             RayReplica(
                 self._hire(
@@ -88,6 +98,29 @@ class Team:
             for number, options in enumerate(places[num_ranks:])
         ]
         self.scorer = RayScorer(self._hire_reward, num_workers=config.reward.num_workers)
+
+    def _hire_rank(self, rank: int) -> Worker:
+        config, train = self._config, self._flow.stage(TrainStage)
+        make_engine = TrainerFactory(
+            config=config,
+            loss=train.loss,
+            aggregation=train.aggregation,
+            weights_prefix=self._weights_prefix,
+        )
+        handle = TrainerActor.options(**self._rank_places[rank]).remote(  # type: ignore[attr-defined]
+            rank,
+            make_engine,
+            config.trainer.snapshot_every,
+            self.shards.address,
+            Tracer(f"trainer-{rank}", max_pending=self._max_pending),
+        )
+        return Worker(
+            f"trainer-{rank}",
+            handle,
+            timeout_s=config.cluster.call_timeout_s,
+            heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+            ordered=True,
+        )
 
     def _hire_reward(self, number: int) -> Worker:
         rewards = as_rewards(self._flow.stage(ScoreStage).rewards)
@@ -148,6 +181,7 @@ class Team:
         """End every actor; those with processes and files of their own are asked first."""
         engines = [*self.learner.ranks, *(replica.worker for replica in self.replicas)]
         await asyncio.gather(*(_close(worker) for worker in engines))
+        self.learner.close()
         with contextlib.suppress(WorkerError):
             await self.shards.close()
         for worker in self.workers:

@@ -52,6 +52,7 @@ MAY_CHANGE = {
     "rollout.num_gpus",
     "trainer.num_ranks",
     "trainer.micro_batch_tokens",
+    "trainer.snapshot_every",
     "trainer.num_cpus",
     "trainer.num_gpus",
     "reward.num_workers",

@@ -151,17 +151,24 @@ class Scorer(Protocol):
 
 class Learner(Protocol):
     """All ranks of the trainer. Calls are carried out one after another, in the order in which they
-    were made, whether or not the one before has been answered. All raise LearnerDied."""
+    were made, whether or not the one before has been answered. Once one has failed, those behind it
+    fail too, and nothing but `restart` mends that.
+
+    Every method raises LearnerDied for any death of a rank. An error of the mathematics
+    (FloatingPointError, ValueError), or rows that are gone (RowsLost), stays what it is.
+    """
 
     async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
         """Forward and backward; `shares[r]` goes to rank r. Raises RowsLost."""
 
     async def optimizer_step(self) -> StepResult:
-        """Answers when the new state is safe against the death of a rank, where it is to be."""
+        """Answers when the snapshot of the new state is safe, where one is due."""
 
     async def publish(self) -> WeightManifest: ...
 
     async def restart(self, step: int) -> int:
-        """After LearnerDied or RowsLost: all ranks anew, with the newest state of at most `step`
-        optimizer steps that there is; returns how many are behind it. Calls made before are
-        forgotten, and so is what was accumulated since."""
+        """After LearnerDied or RowsLost: start all ranks anew, in places that exist, from the newest
+        state of at most `step` optimizer steps that is whole: a snapshot in memory, else the newest
+        checkpoint, else the beginning. Calls made before are forgotten, and so is what was
+        accumulated since. Returns how many optimizer steps are behind that state; raises
+        LearnerDied if the ranks could not be started, and may then be called again."""

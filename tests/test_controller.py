@@ -259,11 +259,7 @@ def test_deaths_cost_time_and_nothing_else(
     assert w.ledger.num_trained == w.config.num_steps * w.config.prompts_per_step
     assert [len(step) for step in w.learner.trained[:-1]] == [w.config.rollouts_per_step] * 4
     trained = [{task.group_id for task in step} for step in w.learner.trained[:-1]]
-    recorded = [
-        set(event["groups"])
-        for event in _surviving(events)
-        if event["event"] == "trained"
-    ]
+    recorded = [set(event["groups"]) for event in _surviving(events) if event["event"] == "trained"]
     assert trained == recorded
     assert w.checkpoints[-1] == w.config.num_steps
 
