@@ -182,7 +182,7 @@ class Past:
                 if self.trained.get(group) == taken_back:
                     del self.trained[group]
                     self.open.add(group)
-        self.lost = {group for group in self.open if self.versions[group] > step}
+        self.lost |= {group for group in self.open if self.versions[group] > step}
         self.step = step
         return []
 
@@ -321,6 +321,8 @@ def _order(
     texts: dict[int, tuple[str, int]] = {}  # place in the data -> text, group
     faults = []
     for (step, group), records in found.items():
+        if past.prompts.get(group, -1) < 0:  # which is a fault of its own
+            continue
         epoch, place = divmod(past.prompts[group], num_prompts)
         if evidence.shuffle:
             place = int(epoch_order(seed, epoch, num_prompts)[place])

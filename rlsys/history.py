@@ -52,12 +52,13 @@ def read_history(files: RunFiles, *, groups_per_step: int, num_steps: int) -> Hi
         )
     newest = found[-1]
     if faults := newest.faults():
-        raise ValueError(f"{newest.path} is damaged: {_some(faults)}. {_older(found)}")
+        raise ValueError(f"{newest.path} is damaged: {_some(faults)}; {_older(found)}")
     events, ledger = _read_ledger(files.ledger, groups_per_step)
     if ledger.step < newest.step:
         raise ValueError(
             f"{newest.path} is beyond {files.ledger}, whose last trained step is {ledger.step}: "
             "they are of different runs, or the ledger was cut. Restore the ledger from a copy. "
+            "Without one: "
             f"{_older(found, at_most=ledger.step)}"
         )
     _check_metrics(files.metrics, newest.step)
@@ -198,8 +199,8 @@ def _older(found: Sequence[Checkpoint], *, at_most: int | None = None) -> str:
     for older in reversed(found[:-1]):
         if (at_most is None or older.step <= at_most) and not older.faults():
             doomed = " and ".join(str(c.path) for c in found if c.step > older.step)
-            return f"Delete {doomed} to continue from {older.path}, which is whole."
-    return "No older one is whole; restore it from a copy, or start a new run under another --name."
+            return f"delete {doomed} to continue from {older.path}, which is whole."
+    return "no older one is whole: restore it from a copy, or start a new run under another --name."
 
 
 def _some(faults: Sequence[str]) -> str:
