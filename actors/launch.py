@@ -27,12 +27,13 @@ from rlsys.config import RunConfig, require
 from rlsys.controller import Controller, RewardsFailed, StallError
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.dataflow.graph import Dataflow, GenerateStage, ScoreStage
-from rlsys.dataflow.ledger import Ledger, LedgerFile, read_events
+from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.errors import first_error
 from rlsys.estimate import ModelShape, estimate_memory, model_shape
 from rlsys.fields import to_dict
+from rlsys.history import History, read_history
 from rlsys.observe.console import RunConsole
 from rlsys.observe.metrics import MetricsWriter, read_metrics
 from rlsys.observe.recorder import Recorder
@@ -132,9 +133,19 @@ async def _run(
         to_dict(config),
         required_bytes=RECORDS_BYTES + (config.keep_checkpoints + 2) * checkpoint_bytes,
     ) as directory:
+        history = None
+        if config.resume:
+            with console.phase("Reading the run's history"):
+                history = read_history(
+                    directory,
+                    groups_per_step=config.prompts_per_step,
+                    num_steps=config.num_steps,
+                )
+            prompts.check_order(history.state["prompts"])
+            directory.write_config(to_dict(config))
         outcome: Literal["finished", "interrupted", "failed"] = "failed"
         try:
-            job = _Job(config, flow, directory, prompts, tokenizer, console)
+            job = _Job(config, flow, directory, history, prompts, tokenizer, console)
             await job.run(warm_start)
             outcome = "finished"
         except asyncio.CancelledError:
@@ -188,6 +199,7 @@ class _Job:
         config: RunConfig,
         flow: Dataflow,
         directory: RunDirectory,
+        history: History | None,
         prompts: PromptSource,
         tokenizer: Any,
         console: RunConsole,
@@ -198,14 +210,14 @@ class _Job:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._console = console
-        self._checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints)
-        self._resume_from = self._checkpoints.newest() if config.resume else None
-        self._first_step = 0
-        if self._resume_from:
-            self._first_step = self._resume_from.step
-            prompts.check_order(
-                json.loads(self._resume_from.controller_file.read_text())["prompts"]
-            )
+        self._checkpoints = Checkpoints(
+            directory.checkpoints,
+            config.keep_checkpoints,
+            records=(directory.ledger, directory.metrics, directory.rollouts),
+        )
+        self._history = history
+        self._resume_from = history.checkpoint if history else None
+        self._first_step = history.checkpoint.step if history else 0
 
     async def run(self, warm_start: WarmStart | None) -> None:
         config = self._config
@@ -290,7 +302,9 @@ class _Job:
         )
         ledger_file = LedgerFile(directory.ledger)
         ledger = Ledger.replay(
-            read_events(directory.ledger), ledger_file, groups_per_step=config.prompts_per_step
+            self._history.events if self._history else (),
+            ledger_file,
+            groups_per_step=config.prompts_per_step,
         )
         if self._resume_from:
             ledger.resume(step=self._first_step)
@@ -314,8 +328,7 @@ class _Job:
         )
 
         async def checkpoint(step: int) -> None:
-            ledger_file.sync()
-            with self._checkpoints.writing(step) as unfinished:
+            async with self._checkpoints.writing(step) as unfinished:
                 await team.learner.save(unfinished.trainer_dir)
                 state = {"step": step, "prompts": self._prompts.order}
                 unfinished.controller_file.write_text(json.dumps(state))

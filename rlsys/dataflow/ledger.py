@@ -154,7 +154,7 @@ class Ledger:
                         self._open[group.group_id] = group
 
     def _check(self, event: Event) -> None:
-        _check_fields(event)
+        check_fields(event)
         match event["event"]:
             case "issued":
                 if self._ended(event["group"]) or event["group"] in self._open:
@@ -208,7 +208,8 @@ class Ledger:
         return ledger
 
 
-def _check_fields(event: Event) -> None:
+def check_fields(event: Event) -> None:
+    """Raises LedgerError for what is no event."""
     if not isinstance(event, dict) or event.get("event") not in FIELDS:
         raise LedgerError(f"{event!r} is no event of a ledger")
     fields = FIELDS[event["event"]]
@@ -231,10 +232,6 @@ class LedgerFile:
     def __call__(self, event: Event) -> None:
         self._file.write(json.dumps(event).encode() + b"\n")
         self._file.flush()
-
-    def sync(self) -> None:
-        """Onto the disk: called before a checkpoint counts as complete."""
-        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
