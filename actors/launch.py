@@ -232,7 +232,7 @@ class _Job:
                 self._flow,
                 self._tokenizer,
                 self._directory.trace,
-                self._checkpoints.newest,
+                self._checkpoints,
             )
             try:
                 await self._start(team, places, warm_start)
@@ -267,17 +267,19 @@ class _Job:
 
     async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
         with self._console.phase("Loading the model into the trainer"):
-            await team.learner.start()
-            if self._resume_from:
-                await team.learner.load(self._resume_from.trainer_dir)
+            checkpoint = self._resume_from.trainer_dir if self._resume_from else None
+            await team.learner.start(checkpoint)
         if warm_start and not self._resume_from:
             with self._console.phase("Warm start") as phase:
-                for done in range(1, warm_start.num_steps + 1):
-                    loss = await team.learner.sft_step(
-                        *self._encode(next(warm_start.batches)), warm_start.rate(done)
-                    )
-                    phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
-                await team.learner.reset_optimizer()
+
+                async def lessons() -> None:
+                    for done in range(1, warm_start.num_steps + 1):
+                        loss = await team.learner.sft_step(
+                            *self._encode(next(warm_start.batches)), warm_start.rate(done)
+                        )
+                        phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
+
+                await team.learner.warm_start(lessons)
 
     def _encode(self, examples: list[tuple[str, str]]) -> tuple[list[list[int]], list[int]]:
         """Token ids of prompt, completion and end of sequence; and the prompts' lengths."""

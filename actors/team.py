@@ -22,7 +22,7 @@ from actors.store import ShardAddress, ShardLost
 from actors.store_shards import StoreShards
 from actors.tracing import TraceCollector
 from actors.trainer import TrainerActor
-from rlsys.checkpoint import Checkpoint
+from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
@@ -43,7 +43,7 @@ class Team:
         flow: Dataflow,
         tokenizer: Any,
         trace: Path,
-        newest_checkpoint: Callable[[], Checkpoint | None],
+        checkpoints: Checkpoints,
     ) -> None:
         self._config = _for_other_directories(config)
         self._flow = flow
@@ -62,7 +62,8 @@ class Team:
             num_ranks=config.trainer.num_ranks,
             keeps_snapshots=config.trainer.snapshot_every > 0,
             start_timeout_s=config.cluster.start_timeout_s,
-            newest_checkpoint=newest_checkpoint,
+            newest_checkpoint=checkpoints.newest,
+            warm_start_dir=checkpoints.warm_start,
         )
         self.replicas: list[RayReplica] = []
         self.scorer = RayScorer(self._hire_reward, num_workers=0)
