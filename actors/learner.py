@@ -126,9 +126,16 @@ class RayLearner:
         await _outliving_deaths(lambda: self._begin(checkpoint))
 
     async def restart(self, step: int) -> int:
-        await self._start_ranks()
-        restored = await self._restore(step)
-        await self._keep_snapshots()
+        restored = 0
+
+        async def restart() -> None:
+            nonlocal restored
+            await self._start_ranks()
+            restored = await self._restore(step)
+            await self._keep_snapshots()
+
+        # The first successor may be sent to a node that is gone, which Ray notices late.
+        await _outliving_deaths(restart)
         return restored
 
     def close(self) -> None:

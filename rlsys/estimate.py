@@ -25,6 +25,7 @@ class ModelShape:
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     trainer_rank_bytes: int
+    snapshot_bytes: int  # per trainer rank, in the host's memory
     replica_bytes: int
     checkpoint_bytes: int
     store_bytes: int  # per node
@@ -64,9 +65,13 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
         kv_cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
     else:
         kv_cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
+    state_bytes = shape.num_parameters * (MASTER_BYTES + ADAM_BYTES)
     return MemoryEstimate(
         trainer_rank_bytes=shape.num_parameters * per_parameter // config.trainer.num_ranks,
+        snapshot_bytes=2 * state_bytes // config.trainer.num_ranks
+        if config.trainer.snapshot_every
+        else 0,
         replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
-        checkpoint_bytes=shape.num_parameters * (MASTER_BYTES + ADAM_BYTES),
+        checkpoint_bytes=state_bytes,
         store_bytes=int(config.cluster.store_gib * 2**30),
     )
