@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -233,7 +234,7 @@ def test_deaths_cost_time_and_nothing_else(
                 lost = alive[0].shard
                 for replica in alive:
                     replica.shard = f"{lost}+"
-                w.fleet.prepare = lambda replica, shard=f"{lost}+": setattr(replica, "shard", shard)
+                w.fleet.prepare = functools.partial(_write_to, f"{lost}+")
                 w.controller.shard_lost(lost)
 
     w = world(
@@ -262,6 +263,10 @@ def test_deaths_cost_time_and_nothing_else(
     recorded = [set(event["groups"]) for event in _surviving(events) if event["event"] == "trained"]
     assert trained == recorded
     assert w.checkpoints[-1] == w.config.num_steps
+
+
+def _write_to(shard: str, replica: SimulatedReplica) -> None:
+    replica.shard = shard
 
 
 def _surviving(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
