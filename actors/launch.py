@@ -13,15 +13,16 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from actors.calls import WorkerError
-from actors.cluster import check_runs_dir, connected, reserved
+from actors.cluster import check_runs_dir, connected
 from actors.dry_run import describe
 from actors.factories import needs
-from actors.team import Team
+from actors.placement import reserved
+from actors.team import Team, hired
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
 from rlsys.controller import Controller, RewardsFailed, StallError
@@ -41,7 +42,7 @@ from rlsys.observe.wandb_sink import WandbSink
 from rlsys.rewards import check_columns
 from rlsys.run_directory import RunDirectory
 from rlsys.tiny_models import OwnModel
-from rlsys.workers import ReplicaDied, RowsLost
+from rlsys.workers import Fleet, Replica, ReplicaDied, RowsLost
 
 # A user's mistake or the world's: told in one message. Anything else is a bug and keeps its trace.
 EXPECTED_ERRORS = (
@@ -209,42 +210,55 @@ class _Job:
     async def run(self, warm_start: WarmStart | None) -> None:
         config = self._config
         ranks, replicas = needs(config)
-        with contextlib.ExitStack() as cluster:
+        async with contextlib.AsyncExitStack() as cluster:
             with self._console.phase("Starting Ray"):
                 cluster.enter_context(connected(config.cluster))
                 _cancel_on_sigterm()  # again: Ray's own handler has just replaced it
-                places = cluster.enter_context(reserved([*ranks, *replicas], config.cluster))
-            team = Team(config, self._flow, self._tokenizer, self._directory.trace)
-            try:
-                await self._start(team, places, warm_start)
-                await self._train(team)
-                with self._console.phase("Exporting the model"):
-                    await team.learner.export(self._directory.hf)
-            finally:
-                await team.close()
+                places = await cluster.enter_async_context(
+                    reserved(
+                        ranks,
+                        replicas,
+                        min_replicas=self._num_first,
+                        timeout_s=config.cluster.start_timeout_s,
+                    )
+                )
+            team = await cluster.enter_async_context(
+                hired(config, self._flow, self._tokenizer, self._directory.trace, places)
+            )
+            await self._train(team, await self._start(team, warm_start))
+            with self._console.phase("Exporting the model"):
+                await team.learner.export(self._directory.hf)
 
-    async def _start(
-        self, team: Team, places: list[dict[str, Any]], warm_start: WarmStart | None
-    ) -> None:
-        """Actors start side by side; the trainer warms up as soon as it is there."""
-        await team.hire(places)
+    @property
+    def _num_first(self) -> int:
+        """Replicas that the run starts with."""
+        rollout = self._config.rollout
+        return rollout.num_replicas if rollout.min_replicas is None else rollout.min_replicas
+
+    async def _start(self, team: Team, warm_start: WarmStart | None) -> list[Replica]:
+        """Actors start side by side; the trainer warms up as soon as it is there. Returns the first
+        replicas, with the trainer's weights."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._start_learner(team, warm_start))
-                for replica in team.replicas:
-                    tasks.create_task(self._start_replica(replica))
                 tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
+                first = [
+                    tasks.create_task(self._hire(team.fleet, number))
+                    for number in range(self._num_first)
+                ]
         except BaseExceptionGroup as group:
             raise first_error(group) from None
+        replicas = [task.result() for task in first]
         if self._resume_from or warm_start:
             manifest = await team.learner.publish()
             await asyncio.gather(
-                *(replica.update_weights(manifest, delayed=False) for replica in team.replicas)
+                *(replica.update_weights(manifest, delayed=False) for replica in replicas)
             )
+        return replicas
 
-    async def _start_replica(self, replica: Any) -> None:
-        with self._console.phase(f"Starting {replica.name} ({self._config.rollout.engine})"):
-            await replica.start(self._config.cluster.start_timeout_s)
+    async def _hire(self, fleet: Fleet, number: int) -> Replica:
+        with self._console.phase(f"Starting rollout-{number} ({self._config.rollout.engine})"):
+            return await fleet.hire(number)
 
     async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
         with self._console.phase("Loading the model into the trainer"):
@@ -271,7 +285,7 @@ class _Job:
             [len(prompt) for prompt in prompts],
         )
 
-    async def _train(self, team: Team) -> None:
+    async def _train(self, team: Team, replicas: Sequence[Replica]) -> None:
         config, directory = self._config, self._directory
         longest_prompt, longest = config.data.max_prompt_tokens, config.sampling.max_tokens
         store = self._flow.open_store(
@@ -317,17 +331,21 @@ class _Job:
             prompts=self._prompts,
             store=store,
             ledger=ledger,
-            replicas=team.replicas,
+            replicas=replicas,
             scorer=team.scorer,
             learner=team.learner,
             observer=recorder,
             checkpoint=checkpoint,
             first_step=self._first_step,
         )
-        team.on_shard_lost = controller.shard_lost
         failed = True
         try:
-            await team.serve_while(controller.run(), stepped, recorder.actor_reported)
+            await team.serve_while(
+                controller.run(),
+                stepped,
+                on_report=recorder.actor_reported,
+                on_shard_lost=controller.shard_lost,
+            )
             failed = False
         finally:
             recorder.close(failed=failed)

@@ -76,6 +76,10 @@ class RowsLost(RuntimeError):
     """Rows could not be read: the shard of the store that held them is gone."""
 
 
+class WeightsGone(RuntimeError):
+    """A published version is not there any more: a newer one is, or its trainer has died."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
     """What a replica has to tell."""
@@ -103,7 +107,7 @@ class Replica(Protocol):
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         """Load a new version: in the middle of generation, or delayed until what runs has ended.
-        Returns the pause in seconds."""
+        Returns the pause in seconds. Raises WeightsGone."""
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         """The replica has died: take back the store's memory that it held, less the rows that are
