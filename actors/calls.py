@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.workers import LearnerDied, RowsLost
@@ -31,6 +31,9 @@ BEAT_FRAC = 1 / 6
 # still (stopped, a machine that sleeps), no time passes.
 TICK_S = 1.0
 
+# For actors to end their processes and files in good order.
+CLOSE_TIMEOUT_S = 15.0
+
 # Of the actor class, beside its own: @ray.remote(concurrency_groups=HEARTBEAT_GROUP).
 HEARTBEAT_GROUP = {"heartbeat": 1}
 
@@ -41,6 +44,10 @@ class WorkerError(RuntimeError):
 
 class WorkerDied(WorkerError):
     """The actor is gone: its process has died, or was ended because it did not answer."""
+
+
+class InputLost(WorkerError):
+    """The method was not called, because another actor died that was to produce an argument."""
 
 
 class Heartbeat:
@@ -101,6 +108,10 @@ class Worker:
     async def watch(self) -> None:
         """Raises WorkerDied when the worker dies; waits until then."""
         await self._answer("watch", asyncio.get_running_loop().create_future(), None, None)
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self._cause)
 
     def end(self, cause: str) -> None:
         """The worker is of no more use: its calls fail for this cause, its process ends at once."""
@@ -174,6 +185,24 @@ class Worker:
             self._beating = None
 
 
+async def end_all(workers: Iterable[Worker]) -> None:
+    """Ask each to end its processes and files in good order; after a while, kill."""
+    workers = list(workers)
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            answers = await asyncio.gather(
+                *(worker.call("close") for worker in workers), return_exceptions=True
+            )
+    except TimeoutError:  # whoever hangs is killed
+        return
+    finally:
+        for worker in workers:
+            worker.kill()
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, WorkerError | EngineError):
+            raise answer
+
+
 def _future(reference: Any) -> asyncio.Future[Any]:
     """Of the answer; nobody need wait for it."""
     answer: asyncio.Future[Any] = asyncio.ensure_future(reference)
@@ -201,6 +230,8 @@ def _unwrapped(name: str, method: str, error: RayTaskError) -> Exception:
     cause = error.cause
     if isinstance(cause, SELF_EXPLAINING):
         return cause
+    if isinstance(cause, RayActorError):
+        return InputLost(f"{name}.{method} was not called: {_reason(cause)}")
     return WorkerError(f"{name}.{method} failed: {type(cause).__name__}: {cause}\n{error}")
 
 

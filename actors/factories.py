@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.cluster import Need
+from actors.placement import Need
 from rlsys.config import RunConfig
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.layout.transport.owned_file import shared_memory_dir

@@ -294,8 +294,8 @@ class StoreClient:
         if shard not in self._handles:
             try:
                 self._handles[shard] = ray.get_actor(shard)
-            except ValueError:  # Ray forgets the name of an actor that has died
-                raise ShardLost(f"a shard of the store died ({shard})") from None
+            except ValueError:  # Ray's word for an actor that is dead
+                raise ShardLost(f"shard {shard} of the store died") from None
         return self._handles[shard]
 
 

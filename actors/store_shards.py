@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import HEARTBEAT_GROUP, Worker, WorkerDied, WorkerError
+from actors.calls import HEARTBEAT_GROUP, Worker, WorkerDied, end_all
 from actors.store import ShardAddress, StoreAddress, StoreShard
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.signal import Signal
@@ -105,10 +105,7 @@ class StoreShards:
     async def close(self) -> None:
         """Remove all arenas and end the shards."""
         shards, self._shards = self._shards, {}  # their deaths are no losses from now on
-        for shard in shards.values():
-            with contextlib.suppress(WorkerError):  # it is gone already, or will be killed
-                await shard.worker.call("close")
-            shard.worker.kill()
+        await end_all(shard.worker for shard in shards.values())
 
     async def _keep(self, shard: _Shard) -> None:
         try:

@@ -14,7 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config import AsyncConfig, ClusterConfig, DataConfig, RunConfig, TrainerConfig
+from rlsys.config import (
+    AsyncConfig,
+    ClusterConfig,
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.dataflow.graph import Dataflow, Prompts
 from rlsys.dataflow.ledger import Ledger
@@ -49,8 +56,9 @@ def flow(group_size: int) -> Dataflow:
     return built
 
 
-def config(**changes: Any) -> RunConfig:
+def config(*, num_replicas: int = 1, **changes: Any) -> RunConfig:
     defaults: dict[str, Any] = {
+        "rollout": RolloutConfig(num_replicas=num_replicas),
         "num_steps": 4,
         "prompts_per_step": 4,
         "group_size": 2,
@@ -95,7 +103,7 @@ class World:
             store=self.store,
             ledger=self.ledger,
             fleet=self.fleet,
-            replicas=self.replicas,
+            replicas=dict(enumerate(self.replicas)),
             scorer=self.scorer,
             learner=self.learner,
             observer=self.observer,
@@ -118,7 +126,7 @@ class World:
 def world(seed: int = 0, *, num_replicas: int = 1, **changes: Any) -> World:
     rng = random.Random(seed)
     return World(
-        config=config(**changes),
+        config=config(num_replicas=num_replicas, **changes),
         replicas=[
             SimulatedReplica(name=f"rollout-{i}", latency_s=exponential(rng, 1.0), load_s=0.01)
             for i in range(num_replicas)
