@@ -112,7 +112,8 @@ class RayLearner:
         self._snapshot_bytes: list[int] = []
         self._replacing: asyncio.Task[None] | None = None
         self._began_warm = False
-        self._content: tuple[str, Any] = ("", None)  # path of a version, reference to its bytes
+        # Which version, and a reference to its bytes.
+        self._content: tuple[WeightManifest | None, Any] = (None, None)
 
     async def start(self) -> None:
         """Build all ranks from model.path. Raises LearnerDied, and may then be restarted."""
@@ -140,8 +141,8 @@ class RayLearner:
 
     def weights_content(self, manifest: WeightManifest) -> Any:
         """A reference to the bytes of a version; Ray brings them to each node once."""
-        if self._content[0] != manifest.path:
-            self._content = (manifest.path, self.ranks[0].handle.read_weights.remote(manifest))
+        if self._content[0] != manifest:
+            self._content = (manifest, self.ranks[0].handle.read_weights.remote(manifest))
         return self._content[1]
 
     async def sft_step(
@@ -183,7 +184,7 @@ class RayLearner:
 
     async def _start_ranks(self) -> None:
         crew = self._crew = Crew([self._hire(rank) for rank in range(self._num_ranks)])
-        self._content = ("", None)
+        self._content = (None, None)
         limit_s = self._start_timeout_s
         places = await crew.all("rendezvous", timeout_s=limit_s)
         self._node_ids = [node_id for node_id, _, _ in places]

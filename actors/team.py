@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
 from rlsys.errors import first_error
-from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX, shared_memory_dir
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import as_rewards
@@ -64,7 +62,6 @@ async def hired(
             if node["Alive"]:
                 await shards.ensure(node["NodeID"])
         actors = _Actors(config, flow, tokenizer, places, shards)
-        ending.callback(_unlink_weights, actors.weights_prefix)
         learner = RayLearner(
             actors.rank,
             SnapshotKeepers(
@@ -185,7 +182,6 @@ class _Actors:
         self._tokenizer = tokenizer
         self._places = places
         self._shards = shards
-        self.weights_prefix = f"{WEIGHTS_PREFIX}{uuid.uuid4().hex[:12]}"
         self.max_pending = 100_000 if config.observe.trace else 0
 
     def rank(self, rank: int) -> Worker:
@@ -194,7 +190,6 @@ class _Actors:
             config=self._config,
             loss=train.loss,
             aggregation=train.aggregation,
-            weights_prefix=self.weights_prefix,
         )
         options = self._places.ranks[rank].options
         name = f"trainer-{rank}"
@@ -236,9 +231,3 @@ def _for_other_directories(config: RunConfig) -> RunConfig:
     if not path.is_dir():  # a hub name
         return config
     return replace(config, model=replace(config.model, path=str(path.absolute())))
-
-
-def _unlink_weights(prefix: str) -> None:
-    """Those of a trainer that was killed; shared memory outlives it."""
-    for leftover in shared_memory_dir().glob(f"{prefix}-*"):
-        leftover.unlink(missing_ok=True)

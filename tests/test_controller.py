@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Coroutine
@@ -36,7 +37,8 @@ from rlsys.simulation.workers import (
     SimulatedScorer,
     exponential,
 )
-from rlsys.workers import ReplicaDied, ScoreTask
+from rlsys.types import WeightManifest
+from rlsys.workers import ReplicaDied, ScoreTask, WeightsGone
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -292,6 +294,38 @@ def test_generation_goes_on_while_the_trainer_works() -> None:
     w.learner = SimulatedLearner(row_s=1.0)
     run_in_virtual_time(w.run())
     assert max(w.observer.staleness) == 1
+
+
+@dataclass(kw_only=True)
+class LateReplica(SimulatedReplica):
+    """Asks for a version when the learner may have given it up."""
+
+    learner: SimulatedLearner
+    num_late: int = 0
+
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        if self.learner.version >= manifest.version + 2:
+            self.num_late += 1
+            raise WeightsGone(f"version {manifest.version} is gone")
+        return await SimulatedReplica.update_weights(self, manifest, delayed=delayed)
+
+
+@pytest.mark.parametrize("weight_update", ["in_flight", "delayed"])
+def test_a_version_that_is_given_up_before_it_is_loaded_gives_way_to_a_newer_one(
+    weight_update: Literal["in_flight", "delayed"],
+) -> None:
+    w = world(asynchrony=AsyncConfig(max_staleness=8, weight_update=weight_update), num_steps=12)
+    w.learner = SimulatedLearner(row_s=0.05)
+    late = [
+        LateReplica(name=f"rollout-{i}", latency_s=lambda: 0.1, load_s=load_s, learner=w.learner)
+        for i, load_s in enumerate((3.0, 0.01))
+    ]
+    w.replicas = [*late]
+    w.config = dataclasses.replace(w.config, rollout=RolloutConfig(num_replicas=2))
+    run_in_virtual_time(w.run())
+    assert len(w.observer.steps) == 12
+    assert max(w.observer.staleness) <= 8
+    assert (late[1].num_late > 0) == (weight_update == "delayed")
 
 
 def test_the_trainer_waits_for_no_answer() -> None:
