@@ -14,7 +14,7 @@ import itertools
 import json
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from actors.calls import WorkerError
 from actors.cluster import check_runs_dir, connected
 from actors.dry_run import describe
 from actors.factories import needs
-from actors.learner import RayLearner
 from actors.placement import reserved
 from actors.store import StoreClient
 from actors.team import Team, hired
@@ -61,9 +60,6 @@ EXPECTED_ERRORS = (
     StallError,
     RewardsFailed,
 )
-
-# Of the trainer, until the run begins, and for its last work.
-MAX_LIVES = 4
 
 # Metrics, rollouts and a trace of an average run, beside its checkpoints.
 RECORDS_BYTES = 64 * 2**20
@@ -249,17 +245,13 @@ class _Job:
                     self._tokenizer,
                     self._directory.trace,
                     places,
-                    self._checkpoints.newest,
+                    self._checkpoints,
                 )
             )
             first = await self._start(team, warm_start)
             await self._train(team, first, began_warm=warm_start is not None)
             with self._console.phase("Exporting the model"):
-                await self._over_deaths(
-                    team,
-                    lambda: team.learner.export(self._directory.hf),
-                    again=lambda: team.learner.restart(config.num_steps),
-                )
+                await team.learner.export(self._directory.hf)
 
     @property
     def _num_first(self) -> int:
@@ -292,52 +284,23 @@ class _Job:
                 return None
 
     async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
-        """The trainer with the weights that the run begins with. Whenever it dies, from the
-        beginning."""
-        batches = iter(()) if warm_start is None else warm_start.batches
+        with self._console.phase("Loading the model into the trainer"):
+            checkpoint = self._resume_from.trainer_dir if self._resume_from else None
+            await team.learner.start(checkpoint)
+        if warm_start and not self._resume_from:
+            batches = warm_start.batches
+            with self._console.phase("Warm start") as phase:
 
-        async def start() -> None:
-            nonlocal batches
-            with self._console.phase("Loading the model into the trainer"):
-                await team.learner.start()
-                if self._resume_from:
-                    await team.learner.load(self._resume_from.trainer_dir)
-            if warm_start and not self._resume_from:
-                batches, of_this_try = itertools.tee(batches)
-                await self._warm_up(team.learner, warm_start, of_this_try)
+                async def lessons() -> None:
+                    nonlocal batches
+                    batches, of_this_try = itertools.tee(batches)  # the next try has the same ones
+                    for done in range(1, warm_start.num_steps + 1):
+                        loss = await team.learner.sft_step(
+                            *self._encode(next(of_this_try)), warm_start.rate(done)
+                        )
+                        phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
 
-        await self._over_deaths(team, start, again=None)
-
-    async def _warm_up(
-        self,
-        learner: RayLearner,
-        warm_start: WarmStart,
-        batches: Iterator[list[tuple[str, str]]],
-    ) -> None:
-        with self._console.phase("Warm start") as phase:
-            for done in range(1, warm_start.num_steps + 1):
-                loss = await learner.sft_step(*self._encode(next(batches)), warm_start.rate(done))
-                phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
-            await learner.reset_optimizer()
-
-    async def _over_deaths(
-        self,
-        team: Team,
-        work: Callable[[], Awaitable[None]],
-        *,
-        again: Callable[[], Awaitable[Any]] | None,
-    ) -> None:
-        """Do the trainer's work, anew after each of its deaths; `again` comes before that."""
-        for lives_left in reversed(range(MAX_LIVES)):
-            try:
-                await work()
-                return
-            except LearnerDied as death:
-                if not lives_left:
-                    raise
-                self._console.warn(f"{death}; the trainer starts again")
-                if again is not None:
-                    await again()
+                await team.learner.warm_start(lessons)
 
     def _encode(self, examples: list[tuple[str, str]]) -> tuple[list[list[int]], list[int]]:
         """Token ids of prompt, completion and end of sequence; and the prompts' lengths."""
@@ -401,15 +364,13 @@ class _Job:
         if self._resume_from:
             carried = await carry_over.load(self._resume_from.path, client)
 
-        async def begin() -> None:
-            nonlocal weights
-            if began_warm and not self._resume_from and config.checkpoint_every:
-                # What the warm start taught outlives the trainer's node.
-                await checkpoint(0, carried)
-            if began_warm or self._resume_from:
+        if began_warm or self._resume_from:
+            try:
                 weights = await team.learner.publish()
-
-        await self._over_deaths(team, begin, again=lambda: team.learner.restart(self._first_step))
+            except LearnerDied as death:
+                self._console.warn(f"{death}; the trainer starts again")
+                await team.learner.restart(self._first_step)
+                weights = await team.learner.publish()
         controller = Controller(
             flow=self._flow,
             config=config,

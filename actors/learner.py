@@ -7,7 +7,9 @@ RayLearner ──► Crew: one life of all ranks ──► TrainerActor, one per
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import shutil
+import sys
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ EXPLAIN_S = 2.0
 # What a rank says about its own work; anything else may follow from another rank's death.
 OWN_ERRORS = (ValueError, FloatingPointError, OSError, RowsLost)
 
-# Keepers that die while they are started, before the trainer is given up.
-KEEPER_ATTEMPTS = 3
+# Of what is begun again when somebody dies in the middle of it.
+ATTEMPTS = 3
 
 
 class Crew:
@@ -86,8 +88,9 @@ def _cause(errors: Sequence[Exception]) -> Exception:
 class RayLearner:
     """The answer of rank 0 is the answer.
 
-    `hire` starts the actor of a rank, in a place that exists. `newest_checkpoint` is looked up in a
-    thread when the snapshots are gone.
+    `hire` starts the actor of a rank, in a place that exists. When the snapshots are gone with a
+    node, ranks start from the newest checkpoint, or from what the warm start had taught, which is
+    written to `warm_start_dir` until `close`.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class RayLearner:
         keeps_snapshots: bool,
         start_timeout_s: float,
         newest_checkpoint: Callable[[], Checkpoint | None],
+        warm_start_dir: Path,
     ) -> None:
         self.node_id = ""  # of rank 0, from `start` on
         self._hire = hire
@@ -107,33 +111,35 @@ class RayLearner:
         self._keeps_snapshots = keeps_snapshots
         self._start_timeout_s = start_timeout_s
         self._newest_checkpoint = newest_checkpoint
+        self._warm_start_dir = warm_start_dir
         self._crew = Crew([])
         self._node_ids: list[str] = []  # by rank
         self._snapshot_bytes: list[int] = []
         self._replacing: asyncio.Task[None] | None = None
         self._began_warm = False
+        self._step = 0  # of the newest answer
         # Which version, and a reference to its bytes.
         self._content: tuple[WeightManifest | None, Any] = (None, None)
 
-    async def start(self) -> None:
-        """Build all ranks from model.path. Raises LearnerDied, and may then be restarted."""
-        await self._start_ranks()
-        await self._keep_snapshots()
+    async def start(self, checkpoint: Path | None = None) -> None:
+        """Build all ranks from model.path, and load the trainer's part of a checkpoint where there
+        is one; begin anew where a rank dies meanwhile."""
+
+        await _outliving_deaths(lambda: self._begin(checkpoint))
 
     async def restart(self, step: int) -> int:
-        self._crew.end(LearnerDied("the trainer starts anew"))
-        if self._replacing is not None:
-            self._replacing.cancel()
         await self._start_ranks()
         restored = await self._restore(step)
         await self._keep_snapshots()
         return restored
 
     def close(self) -> None:
-        """End what keeps the snapshots; the ranks are among the workers that are ended together."""
+        """End what keeps the snapshots, and remove what was kept of the warm start. The ranks are
+        among the workers that are ended together."""
         if self._replacing is not None:
             self._replacing.cancel()
         self._keepers.close()
+        shutil.rmtree(self._warm_start_dir, ignore_errors=True)
 
     @property
     def ranks(self) -> Sequence[Worker]:
@@ -152,11 +158,21 @@ class RayLearner:
         loss: float = losses[0]
         return loss
 
-    async def reset_optimizer(self) -> None:
-        """After the warm start: what it trained is the beginning from now on."""
-        await self._crew.all("clear_snapshots")
-        await self._crew.all("reset_optimizer")
-        await self._crew.all("snapshot")
+    async def warm_start(self, lessons: Callable[[], Awaitable[None]]) -> None:
+        """Before the first optimizer step: `lessons` takes supervised steps, and what they taught
+        is the beginning from then on. Where a rank dies meanwhile, all of it begins anew."""
+
+        async def warm_start() -> None:
+            if self._crew.failure is not None:
+                await self._begin(None)
+            await lessons()
+            await self._crew.all("clear_snapshots")
+            await self._crew.all("reset_optimizer")
+            await asyncio.to_thread(shutil.rmtree, self._warm_start_dir, ignore_errors=True)
+            await self.save(self._warm_start_dir)
+            await self._crew.all("snapshot")
+
+        await _outliving_deaths(warm_start)
         self._began_warm = True
 
     async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
@@ -164,6 +180,7 @@ class RayLearner:
 
     async def optimizer_step(self) -> StepResult:
         result: StepResult = (await self._crew.all("optimizer_step"))[0]
+        self._step = result.policy_version
         return result
 
     async def publish(self) -> WeightManifest:
@@ -180,9 +197,30 @@ class RayLearner:
         await self._crew.all("snapshot")
 
     async def export(self, directory: Path) -> None:
-        await self._crew.all("export", _absolute(directory))
+        """A rank's death in the middle is outlived: the trained state is exported all the same."""
+
+        async def export() -> None:
+            if self._crew.failure is not None and await self.restart(sys.maxsize) < self._step:
+                raise ValueError(
+                    f"the state after step {self._step} is gone with the trainer's node, and no "
+                    "checkpoint holds it; resume the run to train it again."
+                )
+            await self._crew.all("export", _absolute(directory))
+
+        await _outliving_deaths(export)
+
+    async def _begin(self, checkpoint: Path | None) -> None:
+        self._keepers.rooms.clear()
+        await self._start_ranks()
+        if checkpoint is not None:
+            await self.load(checkpoint)
+        await self._keep_snapshots()
 
     async def _start_ranks(self) -> None:
+        """From model.path, in place of those that may be there."""
+        self._crew.end(LearnerDied("the trainer starts anew"))
+        if self._replacing is not None:
+            self._replacing.cancel()
         crew = self._crew = Crew([self._hire(rank) for rank in range(self._num_ranks)])
         self._content = (None, None)
         limit_s = self._start_timeout_s
@@ -209,13 +247,7 @@ class RayLearner:
             await self.load(checkpoint.trainer_dir)
             return checkpoint.step
         if self._began_warm:
-            raise self._crew.end(
-                LearnerDied(
-                    "the trainer's snapshots were lost with its node, and there is no checkpoint: "
-                    "what the warm start had taught is gone. Start the run again, with "
-                    "checkpoint_every set."
-                )
-            )
+            await self.load(self._warm_start_dir)
         return 0
 
     async def _keep_snapshots(self) -> None:
@@ -240,11 +272,11 @@ class RayLearner:
 
     async def _make_rooms(self) -> None:
         """A place for the snapshots of every rank that has none, and a snapshot of all ranks."""
-        for attempt in range(1, KEEPER_ATTEMPTS + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 paths = await asyncio.gather(*map(self._room, range(self._num_ranks)))
             except WorkerDied as death:
-                if attempt == KEEPER_ATTEMPTS:
+                if attempt == ATTEMPTS:
                     raise LearnerDied(f"nobody keeps the trainer's snapshots: {death}") from None
             else:
                 await self._crew.each("open_snapshots", [[path] for path in paths])
@@ -255,6 +287,18 @@ class RayLearner:
         node_id = self._node_ids[rank]
         path = self._keepers.path(rank, node_id)
         return path or await self._keepers.make_room(rank, node_id, self._snapshot_bytes[rank])
+
+
+async def _outliving_deaths(work: Callable[[], Awaitable[None]]) -> None:
+    """Do it, and again if a rank dies in the middle of it."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            await work()
+        except LearnerDied:
+            if attempt == ATTEMPTS:
+                raise
+        else:
+            return
 
 
 def _absolute(directory: Path) -> Path:

@@ -23,7 +23,7 @@ from actors.store import ShardAddress
 from actors.store_shards import StoreShards
 from actors.tracing import TraceCollector
 from actors.trainer import TrainerActor
-from rlsys.checkpoint import Checkpoint
+from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
@@ -40,7 +40,7 @@ async def hired(
     tokenizer: Any,
     trace: Path,
     places: Places,
-    newest_checkpoint: Callable[[], Checkpoint | None],
+    checkpoints: Checkpoints,
 ) -> AsyncIterator[Team]:
     """The actors of a run; those with engines are created when they are started. Replicas are
     hired by whoever needs them. At the end of the block all are ended, also those that hang, and
@@ -71,7 +71,8 @@ async def hired(
             num_ranks=config.trainer.num_ranks,
             keeps_snapshots=config.trainer.snapshot_every > 0,
             start_timeout_s=config.cluster.start_timeout_s,
-            newest_checkpoint=newest_checkpoint,
+            newest_checkpoint=checkpoints.newest,
+            warm_start_dir=checkpoints.warm_start,
         )
         ending.callback(learner.close)
         fleet = RayFleet(

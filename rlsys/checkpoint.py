@@ -83,6 +83,11 @@ class Checkpoints:
         self._keep = keep
         self._records = records
 
+    @property
+    def warm_start(self) -> Path:
+        """Where the trainer keeps, while the run goes on, what its warm start had taught."""
+        return self._directory / ".warm_start"
+
     def all(self) -> list[Checkpoint]:
         """Complete ones, oldest first."""
         return find_checkpoints(self._directory)

@@ -168,7 +168,7 @@ class Learner(Protocol):
 
     async def restart(self, step: int) -> int:
         """After LearnerDied or RowsLost: start all ranks anew, in places that exist, from the
-        newest state of at most `step` optimizer steps that is whole: a snapshot in memory, else the
-        newest checkpoint, else the beginning. Calls made before are forgotten, and so is what was
+        newest whole state of at most `step` optimizer steps: a snapshot in memory, else the newest
+        checkpoint, else the beginning. Calls made before are forgotten, and so is what was
         accumulated since. Returns how many optimizer steps are behind that state; raises
         LearnerDied if the ranks could not be started, and may then be called again."""
