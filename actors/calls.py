@@ -80,7 +80,7 @@ class Worker:
     ) -> None:
         self.name = name
         self.handle = handle
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._ordered = ordered
         self._cause = ""  # of its death
@@ -99,7 +99,7 @@ class Worker:
         self, method: str, *args: Any, timeout_s: float | None = None
     ) -> Coroutine[Any, Any, Any]:
         """Call at once; the answer, or the error of `call`, comes when it is awaited."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         before = self._last if self._ordered else None
         answer = None if self._cause else _future(getattr(self.handle, method).remote(*args))
         self._last = answer
