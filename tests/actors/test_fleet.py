@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -292,6 +294,43 @@ def test_a_run_that_finds_no_room_says_what_it_lacks(cluster: Any) -> None:
         asyncio.run(run(1, 1))
     with pytest.raises(ClusterTooSmall, match="but others have held it for 1 s"):
         asyncio.run(run(1, 0))
+
+
+DRIVER = """
+import asyncio, os, sys, ray
+from actors.calls import HEARTBEAT_GROUP, Heartbeat, Worker
+
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
+class Busy(Heartbeat):
+    def pid(self):
+        return os.getpid()
+
+    def work(self):
+        while True:
+            pass
+
+async def main():
+    worker = Worker("busy", Busy.remote(), timeout_s=3600, heartbeat_timeout_s=3600)
+    print(await worker.call("pid"), flush=True)
+    await worker.call("work")
+
+ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+asyncio.run(main())
+"""
+
+
+def test_the_actors_of_a_dead_driver_end(cluster: Any) -> None:
+    """However busy they are, with a call and with heartbeats that take ten minutes."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, cluster.address],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert driver.stdout is not None
+    pid = int(driver.stdout.readline())
+    driver.kill()
+    driver.wait()
+    asyncio.run(until_gone(pid))
 
 
 def test_a_replica_joins_with_its_node_and_leaves_with_it(cluster: Any) -> None:
