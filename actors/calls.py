@@ -19,10 +19,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlsys.engines.generation.protocol import EngineError
-from rlsys.workers import RowsLost
+from rlsys.workers import LearnerDied, RowsLost
 
 # Exceptions whose message says it all; others keep the actor's trace.
-SELF_EXPLAINING = (ValueError, OSError, FloatingPointError, EngineError, RowsLost)
+SELF_EXPLAINING = (ValueError, OSError, FloatingPointError, EngineError, LearnerDied, RowsLost)
 
 # A heartbeat takes this share of the time within which it must be answered.
 BEAT_FRAC = 1 / 6

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import ray
 
 from actors.calls import Worker, WorkerError
+from actors.learner import RayLearner
 from actors.placement import Place
 from actors.rollout import RayReplica
 from actors.store_shards import StoreShards
-from actors.trainer import RayLearner
 from rlsys.workers import ReplicaDied
 
 

@@ -10,30 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from actors import carry_over
 from actors.calls import WorkerError
 from actors.cluster import check_runs_dir, connected
 from actors.dry_run import describe
 from actors.factories import needs
+from actors.learner import RayLearner
 from actors.placement import reserved
+from actors.store import StoreClient
 from actors.team import Team, hired
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
-from rlsys.controller import Controller, RewardsFailed, StallError
+from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.dataflow.graph import Dataflow, GenerateStage, ScoreStage
-from rlsys.dataflow.ledger import Ledger, LedgerFile, read_events
+from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.errors import first_error
 from rlsys.estimate import ModelShape, estimate_memory, model_shape
 from rlsys.fields import to_dict
+from rlsys.history import History, read_history
 from rlsys.observe.console import RunConsole
 from rlsys.observe.metrics import MetricsWriter, read_metrics
 from rlsys.observe.recorder import Recorder
@@ -42,7 +47,7 @@ from rlsys.observe.wandb_sink import WandbSink
 from rlsys.rewards import check_columns
 from rlsys.run_directory import RunDirectory
 from rlsys.tiny_models import OwnModel
-from rlsys.workers import Fleet, Replica, ReplicaDied, RowsLost
+from rlsys.workers import Fleet, LearnerDied, Replica, ReplicaDied, RowsLost
 
 # A user's mistake or the world's: told in one message. Anything else is a bug and keeps its trace.
 EXPECTED_ERRORS = (
@@ -51,10 +56,14 @@ EXPECTED_ERRORS = (
     WorkerError,
     RowsLost,
     ReplicaDied,
+    LearnerDied,
     EngineError,
     StallError,
     RewardsFailed,
 )
+
+# Of the trainer, until the run begins, and for its last work.
+MAX_LIVES = 4
 
 # Metrics, rollouts and a trace of an average run, beside its checkpoints.
 RECORDS_BYTES = 64 * 2**20
@@ -132,9 +141,19 @@ async def _run(
         to_dict(config),
         required_bytes=RECORDS_BYTES + (config.keep_checkpoints + 2) * checkpoint_bytes,
     ) as directory:
+        history = None
+        if config.resume:
+            with console.phase("Reading the run's history"):
+                history = read_history(
+                    directory,
+                    groups_per_step=config.prompts_per_step,
+                    num_steps=config.num_steps,
+                )
+            prompts.check_order(history.state["prompts"])
+            directory.write_config(to_dict(config))
         outcome: Literal["finished", "interrupted", "failed"] = "failed"
         try:
-            job = _Job(config, flow, directory, prompts, tokenizer, console)
+            job = _Job(config, flow, directory, history, prompts, tokenizer, console)
             await job.run(warm_start)
             outcome = "finished"
         except asyncio.CancelledError:
@@ -188,6 +207,7 @@ class _Job:
         config: RunConfig,
         flow: Dataflow,
         directory: RunDirectory,
+        history: History | None,
         prompts: PromptSource,
         tokenizer: Any,
         console: RunConsole,
@@ -198,14 +218,14 @@ class _Job:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._console = console
-        self._checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints)
-        self._resume_from = self._checkpoints.newest() if config.resume else None
-        self._first_step = 0
-        if self._resume_from:
-            self._first_step = self._resume_from.step
-            prompts.check_order(
-                json.loads(self._resume_from.controller_file.read_text())["prompts"]
-            )
+        self._checkpoints = Checkpoints(
+            directory.checkpoints,
+            config.keep_checkpoints,
+            records=(directory.ledger, directory.metrics, directory.rollouts),
+        )
+        self._history = history
+        self._resume_from = history.checkpoint if history else None
+        self._first_step = history.checkpoint.step if history else 0
 
     async def run(self, warm_start: WarmStart | None) -> None:
         config = self._config
@@ -223,11 +243,23 @@ class _Job:
                     )
                 )
             team = await cluster.enter_async_context(
-                hired(config, self._flow, self._tokenizer, self._directory.trace, places)
+                hired(
+                    config,
+                    self._flow,
+                    self._tokenizer,
+                    self._directory.trace,
+                    places,
+                    self._checkpoints.newest,
+                )
             )
-            await self._train(team, await self._start(team, warm_start))
+            first = await self._start(team, warm_start)
+            await self._train(team, first, began_warm=warm_start is not None)
             with self._console.phase("Exporting the model"):
-                await team.learner.export(self._directory.hf)
+                await self._over_deaths(
+                    team,
+                    lambda: team.learner.export(self._directory.hf),
+                    again=lambda: team.learner.restart(config.num_steps),
+                )
 
     @property
     def _num_first(self) -> int:
@@ -235,9 +267,9 @@ class _Job:
         rollout = self._config.rollout
         return rollout.num_replicas if rollout.min_replicas is None else rollout.min_replicas
 
-    async def _start(self, team: Team, warm_start: WarmStart | None) -> list[Replica]:
+    async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
         """Actors start side by side; the trainer warms up as soon as it is there. Returns the first
-        replicas, with the trainer's weights."""
+        replicas, by number, less those that died while they started."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._start_learner(team, warm_start))
@@ -248,31 +280,64 @@ class _Job:
                 ]
         except BaseExceptionGroup as group:
             raise first_error(group) from None
-        replicas = [task.result() for task in first]
-        if self._resume_from or warm_start:
-            manifest = await team.learner.publish()
-            await asyncio.gather(
-                *(replica.update_weights(manifest, delayed=False) for replica in replicas)
-            )
-        return replicas
+        started = {number: task.result() for number, task in enumerate(first)}
+        return {number: replica for number, replica in started.items() if replica is not None}
 
-    async def _hire(self, fleet: Fleet, number: int) -> Replica:
+    async def _hire(self, fleet: Fleet, number: int) -> Replica | None:
         with self._console.phase(f"Starting rollout-{number} ({self._config.rollout.engine})"):
-            return await fleet.hire(number)
+            try:
+                return await fleet.hire(number)
+            except ReplicaDied as death:  # the controller hires another
+                self._console.warn(str(death))
+                return None
 
     async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
-        with self._console.phase("Loading the model into the trainer"):
-            await team.learner.start(self._config.cluster.start_timeout_s)
-            if self._resume_from:
-                await team.learner.load(self._resume_from.trainer_dir)
-        if warm_start and not self._resume_from:
-            with self._console.phase("Warm start") as phase:
-                for done in range(1, warm_start.num_steps + 1):
-                    loss = await team.learner.sft_step(
-                        *self._encode(next(warm_start.batches)), warm_start.rate(done)
-                    )
-                    phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
-                await team.learner.reset_optimizer()
+        """The trainer with the weights that the run begins with. Whenever it dies, from the
+        beginning."""
+        batches = iter(()) if warm_start is None else warm_start.batches
+
+        async def start() -> None:
+            nonlocal batches
+            with self._console.phase("Loading the model into the trainer"):
+                await team.learner.start()
+                if self._resume_from:
+                    await team.learner.load(self._resume_from.trainer_dir)
+            if warm_start and not self._resume_from:
+                batches, of_this_try = itertools.tee(batches)
+                await self._warm_up(team.learner, warm_start, of_this_try)
+
+        await self._over_deaths(team, start, again=None)
+
+    async def _warm_up(
+        self,
+        learner: RayLearner,
+        warm_start: WarmStart,
+        batches: Iterator[list[tuple[str, str]]],
+    ) -> None:
+        with self._console.phase("Warm start") as phase:
+            for done in range(1, warm_start.num_steps + 1):
+                loss = await learner.sft_step(*self._encode(next(batches)), warm_start.rate(done))
+                phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
+            await learner.reset_optimizer()
+
+    async def _over_deaths(
+        self,
+        team: Team,
+        work: Callable[[], Awaitable[None]],
+        *,
+        again: Callable[[], Awaitable[Any]] | None,
+    ) -> None:
+        """Do the trainer's work, anew after each of its deaths; `again` comes before that."""
+        for lives_left in reversed(range(MAX_LIVES)):
+            try:
+                await work()
+                return
+            except LearnerDied as death:
+                if not lives_left:
+                    raise
+                self._console.warn(f"{death}; the trainer starts again")
+                if again is not None:
+                    await again()
 
     def _encode(self, examples: list[tuple[str, str]]) -> tuple[list[list[int]], list[int]]:
         """Token ids of prompt, completion and end of sequence; and the prompts' lengths."""
@@ -285,8 +350,11 @@ class _Job:
             [len(prompt) for prompt in prompts],
         )
 
-    async def _train(self, team: Team, replicas: Sequence[Replica]) -> None:
+    async def _train(
+        self, team: Team, replicas: Mapping[int, Replica], *, began_warm: bool
+    ) -> None:
         config, directory = self._config, self._directory
+        client = StoreClient(team.shards.address)
         longest_prompt, longest = config.data.max_prompt_tokens, config.sampling.max_tokens
         store = self._flow.open_store(
             max_bytes=int(config.cluster.store_gib * 2**30 * STORE_FILL),
@@ -296,7 +364,11 @@ class _Job:
             on_free=team.shards.free,
         )
         ledger_file = LedgerFile(directory.ledger)
-        ledger = Ledger.replay(read_events(directory.ledger), ledger_file)
+        ledger = Ledger.replay(
+            self._history.events if self._history else (),
+            ledger_file,
+            groups_per_step=config.prompts_per_step,
+        )
         if self._resume_from:
             ledger.resume(step=self._first_step)
         stepped = Signal()
@@ -318,24 +390,40 @@ class _Job:
             stepped=stepped,
         )
 
-        async def checkpoint(step: int) -> None:
-            ledger_file.sync()
-            with self._checkpoints.writing(step) as unfinished:
+        async def checkpoint(step: int, work: OpenWork) -> None:
+            async with self._checkpoints.writing(step) as unfinished:
                 await team.learner.save(unfinished.trainer_dir)
+                await carry_over.save(work, client, unfinished.path)
                 state = {"step": step, "prompts": self._prompts.order}
                 unfinished.controller_file.write_text(json.dumps(state))
 
+        carried, weights = OpenWork(), None
+        if self._resume_from:
+            carried = await carry_over.load(self._resume_from.path, client)
+
+        async def begin() -> None:
+            nonlocal weights
+            if began_warm and not self._resume_from and config.checkpoint_every:
+                # What the warm start taught outlives the trainer's node.
+                await checkpoint(0, carried)
+            if began_warm or self._resume_from:
+                weights = await team.learner.publish()
+
+        await self._over_deaths(team, begin, again=lambda: team.learner.restart(self._first_step))
         controller = Controller(
             flow=self._flow,
             config=config,
             prompts=self._prompts,
             store=store,
             ledger=ledger,
+            fleet=team.fleet,
             replicas=replicas,
             scorer=team.scorer,
             learner=team.learner,
             observer=recorder,
             checkpoint=checkpoint,
+            weights=weights,
+            carried=carried,
             first_step=self._first_step,
         )
         failed = True

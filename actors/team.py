@@ -15,13 +15,16 @@ import ray
 from actors.calls import Worker, WorkerError, end_all
 from actors.factories import RewardFactory, RolloutFactory, TrainerFactory
 from actors.fleet import RayFleet
+from actors.learner import RayLearner
 from actors.placement import Place, Places
 from actors.reward import RayScorer, RewardActor
 from actors.rollout import RolloutActor
+from actors.snapshots import SnapshotKeepers
 from actors.store import ShardAddress
 from actors.store_shards import StoreShards
 from actors.tracing import TraceCollector
-from actors.trainer import RayLearner, TrainerActor
+from actors.trainer import TrainerActor
+from rlsys.checkpoint import Checkpoint
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
@@ -34,9 +37,14 @@ from rlsys.rewards import as_rewards
 
 @contextlib.asynccontextmanager
 async def hired(
-    config: RunConfig, flow: Dataflow, tokenizer: Any, trace: Path, places: Places
+    config: RunConfig,
+    flow: Dataflow,
+    tokenizer: Any,
+    trace: Path,
+    places: Places,
+    newest_checkpoint: Callable[[], Checkpoint | None],
 ) -> AsyncIterator[Team]:
-    """The actors of a run, created; they build their engines when they are started. Replicas are
+    """The actors of a run; those with engines are created when they are started. Replicas are
     hired by whoever needs them. At the end of the block all are ended, also those that hang, and
     what they share is removed."""
     config = _for_other_directories(config)
@@ -57,7 +65,18 @@ async def hired(
                 await shards.ensure(node["NodeID"])
         actors = _Actors(config, flow, tokenizer, places, shards)
         ending.callback(_unlink_weights, actors.weights_prefix)
-        learner = RayLearner([actors.rank(number) for number in range(len(places.ranks))])
+        learner = RayLearner(
+            actors.rank,
+            SnapshotKeepers(
+                timeout_s=config.cluster.start_timeout_s,
+                heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+            ),
+            num_ranks=config.trainer.num_ranks,
+            keeps_snapshots=config.trainer.snapshot_every > 0,
+            start_timeout_s=config.cluster.start_timeout_s,
+            newest_checkpoint=newest_checkpoint,
+        )
+        ending.callback(learner.close)
         fleet = RayFleet(
             places.replicas,
             actors.replica,
@@ -179,7 +198,8 @@ class _Actors:
         )
         options = self._places.ranks[rank].options
         name = f"trainer-{rank}"
-        return self._start(name, TrainerActor, options, rank, make_engine, ordered=True)
+        every = self._config.trainer.snapshot_every
+        return self._start(name, TrainerActor, options, rank, make_engine, every, ordered=True)
 
     def replica(self, name: str, number: int, place: Place) -> Worker:
         make_engine = RolloutFactory(config=self._config, replica=number)

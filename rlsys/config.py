@@ -203,6 +203,9 @@ class TrainerConfig:
     micro_batch_tokens: int = 16384
     """Tokens (prompt and completion) of one rank's forward and backward pass, at most; a single
     longer rollout still gets a pass of its own."""
+    snapshot_every: int = 1
+    """Optimizer steps between snapshots in memory, from which dead ranks start again in seconds;
+    two of them lie in the host's memory, 24 bytes a parameter. 0: only checkpoints."""
     num_cpus: float = 1
     """CPU cores that Ray reserves for one rank; also its compute threads."""
     num_gpus: float = 0
@@ -248,6 +251,10 @@ class TrainerConfig:
         require(
             self.micro_batch_tokens >= 1,
             f"trainer.micro_batch_tokens={self.micro_batch_tokens} admits no rollout; use >= 1.",
+        )
+        require(
+            self.snapshot_every >= 0,
+            f"trainer.snapshot_every={self.snapshot_every} is negative; use 0 for none.",
         )
         require(
             self.num_gpus in (0, 1),

@@ -28,6 +28,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rlsys.checkpoint import find_checkpoints
+
 MIN_FREE_BYTES = 64 * 2**20  # metrics, rollouts and a trace of an average run
 PROBE_BYTES = 2**20
 
@@ -52,6 +54,7 @@ MAY_CHANGE = {
     "rollout.num_gpus",
     "trainer.num_ranks",
     "trainer.micro_batch_tokens",
+    "trainer.snapshot_every",
     "trainer.num_cpus",
     "trainer.num_gpus",
     "reward.num_workers",
@@ -60,14 +63,10 @@ MAY_CHANGE = {
 }
 
 
-class RunDirectory:
-    """The directory of one run, locked for this process until `close` or its death.
-
-    Made by `create` or `resume`, and usable as a context.
-    """
+class RunFiles:
+    """Where the files of one run are."""
 
     def __init__(self, path: Path) -> None:
-        """Lock an existing directory. Raises ValueError where another process holds it."""
         self.path = path
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
@@ -76,6 +75,22 @@ class RunDirectory:
         self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"
         self.hf = path / "hf"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is a finished one; whether it is whole, only reading it tells."""
+        return bool(find_checkpoints(self.checkpoints))
+
+
+class RunDirectory(RunFiles):
+    """The directory of one run, locked for this process until `close` or its death.
+
+    Made by `create` or `resume`, and usable as a context.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Lock an existing directory. Raises ValueError where another process holds it."""
+        super().__init__(path)
         self._lock = _lock(path)
 
     @classmethod
@@ -104,7 +119,7 @@ class RunDirectory:
         run = cls(path)
         try:
             run.checkpoints.mkdir()
-            run._write_config(config)
+            run.write_config(config)
         except BaseException:
             run.close()
             shutil.rmtree(path)
@@ -122,7 +137,8 @@ class RunDirectory:
     ) -> RunDirectory:
         """The directory of a run that goes on from its newest checkpoint.
 
-        The former config.json stays beside the new one, numbered.
+        Nothing in it is changed, so that its history (rlsys.history) can be looked at first; then
+        `write_config` says how it goes on.
 
         Raises ValueError where there is no run of this name or no checkpoint, where another process
         works on it, or where the configuration differs in what a resumed run may not change.
@@ -142,15 +158,10 @@ class RunDirectory:
                 )
             run._check_same_experiment(config)
             check_room(path, required_bytes)
-            run._write_config(config)
         except BaseException:
             run.close()
             raise
         return run
-
-    @property
-    def has_checkpoint(self) -> bool:
-        return _has_checkpoint(self.path)
 
     def close(self) -> None:
         """Let another process have it. Idempotent."""
@@ -163,7 +174,7 @@ class RunDirectory:
         self.close()
 
     def _check_same_experiment(self, config: Mapping[str, Any]) -> None:
-        before = json.loads(self.config.read_text())["config"]
+        before = read_config(self.config)
         changes = [
             f"{field} ({old} before, {new} now)"
             for field, (old, new) in differences(before, config).items()
@@ -175,7 +186,8 @@ class RunDirectory:
                 "Set that back, or start a new run under another --name."
             )
 
-    def _write_config(self, config: Mapping[str, Any]) -> None:
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """config.json, in one rename; a former one stays beside it, numbered."""
         if self.config.exists():
             number = 1 + len(list(self.path.glob("config-*.json")))
             shutil.copyfile(self.config, self.path / f"config-{number}.json")
@@ -183,6 +195,21 @@ class RunDirectory:
         temporary = self.path / "config.json.tmp"
         temporary.write_text(json.dumps(resolved, indent=2) + "\n")
         temporary.replace(self.config)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The configuration in a config.json. Raises ValueError where it is missing or damaged."""
+    try:
+        config = json.loads(path.read_bytes())["config"]
+        if not isinstance(config, dict):
+            raise TypeError(f"config is {config!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} does not say what was run ({type(error).__name__}: {error}); restore it from "
+            "a copy, or from the newest config-*.json beside it, or start a new run under another "
+            "--name."
+        ) from error
+    return config
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -259,16 +286,8 @@ def _shown(field: str, leaves: Mapping[str, Any]) -> str:
     return json.dumps(leaves[field]) if field in leaves else "unset"
 
 
-def _has_checkpoint(path: Path) -> bool:
-    """Whether there is a finished one; those being written have names that begin with a dot."""
-    checkpoints = path / "checkpoints"
-    return checkpoints.is_dir() and any(
-        entry.is_dir() and not entry.name.startswith(".") for entry in checkpoints.iterdir()
-    )
-
-
 def _exists(path: Path, name: str) -> str:
-    fix = "continue it with --resume" if _has_checkpoint(path) else "delete it"
+    fix = "continue it with --resume" if RunFiles(path).has_checkpoint else "delete it"
     return (
         f"name={name!r}: {path} exists, and two runs never share a directory; choose another "
         f"--name, or {fix}."

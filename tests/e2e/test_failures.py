@@ -102,7 +102,9 @@ def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
     metrics = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [*range(1, 61)]
     assert max(line["staleness/max"] for line in metrics) <= 1
-    ledger = Ledger.replay(read_events(directory / "ledger.jsonl"), lambda event: None)
+    ledger = Ledger.replay(
+        read_events(directory / "ledger.jsonl"), lambda event: None, groups_per_step=4
+    )
     assert (ledger.num_trained, ledger.open_groups) == (60 * 4, [])
 
 

@@ -49,7 +49,9 @@ class ScriptedEngine:
     async def progress(self) -> list[Generation]:
         return []
 
-    async def abort(self, request_ids: Collection[str]) -> None: ...
+    async def abort(self, request_ids: Collection[str]) -> None:
+        if request_ids:
+            self.calls.append("abort " + " ".join(sorted(request_ids)))
 
     async def pause(self) -> None:
         self.calls.append("pause")
@@ -117,6 +119,25 @@ def test_delayed_waits_for_what_runs_and_holds_what_comes() -> None:
         assert engine.calls[1:] == ["pause", "load 1", "resume", "submit c d", "submit e"]
         switch.submit(requests("f"))
         assert engine.calls[-1] == "submit f"
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_reaches_requests_that_are_held() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        switch = WeightSwitch(engine)
+        switch.submit(requests("a"))
+        await_end = asyncio.create_task(switch.drained())
+        await until_it_waits(await_end)
+        switch.submit(requests("b", "c"))
+        await switch.abort(["a", "c"])
+        assert engine.calls[1:] == ["abort a"]
+        engine.ended.put_nowait(["a"])
+        await switch.collect()
+        await await_end
+        await switch.switch(MANIFEST)
+        assert engine.calls[-2:] == ["submit b c", "abort c"]
 
     asyncio.run(scenario())
 

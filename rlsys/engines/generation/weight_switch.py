@@ -22,6 +22,7 @@ class WeightSwitch:
         self._engine = engine
         self._running: set[str] = set()
         self._held: list[list[GenerationRequest]] = []  # batches, kept whole
+        self._abort_later: set[str] = set()  # those of them that are not wanted any more
         self._is_holding = False
         self._ended = Signal()
 
@@ -31,6 +32,12 @@ class WeightSwitch:
             return
         self._engine.submit(requests)
         self._running.update(request.request_id for request in requests)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Cancel; each comes out of `collect`, those that are held when they are let go."""
+        held = {request.request_id for requests in self._held for request in requests}
+        self._abort_later |= held.intersection(request_ids)
+        await self._engine.abort([name for name in request_ids if name not in held])
 
     async def collect(self) -> list[Generation]:
         generations = await self._engine.collect()
@@ -56,4 +63,7 @@ class WeightSwitch:
             held, self._held = self._held, []
             for requests in held:
                 self.submit(requests)
+            abort, self._abort_later = self._abort_later, set()
+            if abort:
+                await self._engine.abort(abort)
         return time.perf_counter() - start
