@@ -236,5 +236,9 @@ def _unwrapped(name: str, method: str, error: RayTaskError) -> Exception:
 
 
 def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[-3:]) if lines else "no reason given"
+    """Ray's message without its table of ids and its advice; of a traceback, the end."""
+    lines = [line for line in str(error).splitlines() if line.strip() and line[0] != "\t"]
+    if isinstance(error, RayActorError) and not error.actor_init_failed:
+        lines = lines[1:] or lines  # after "The actor died unexpectedly ..."
+    told = " ".join(line.strip() for line in lines[-3:]).partition(" Some common causes")[0]
+    return told or "no reason given"

@@ -14,6 +14,11 @@ from rlsys.simulation.virtual_time import run_in_virtual_time
 
 NEVER = 1e9
 
+RAY_SAYS = """The actor died unexpectedly before finishing this task.
+\tclass_name: RolloutActor
+\tpid: 12
+Its process has died. Exit detail: End of file. Some common causes include: (1) the process was ..."""
+
 
 class FakeActor:
     """A handle whose methods take the seconds that they are given, `close` the seconds `close_s`;
@@ -48,7 +53,7 @@ class FakeActor:
         death = asyncio.ensure_future(self.dead.wait())
         await asyncio.wait([work, death], return_when=asyncio.FIRST_COMPLETED)
         if self.dead.is_set():
-            raise RayActorError(error_msg="class_name: Actor\nkilled by the kernel")
+            raise RayActorError(error_msg=RAY_SAYS)
         if self.stopped:
             await asyncio.sleep(NEVER)
 
@@ -162,7 +167,7 @@ def test_a_watched_worker_is_missed_at_once() -> None:
         await asyncio.sleep(100.5)
         actor.dead.set()
         assert await death_of(watching) == (
-            "rollout-0 died during watch: class_name: Actor killed by the kernel"
+            "rollout-0 died during watch: Its process has died. Exit detail: End of file."
         )
         assert now() == 100.5
 
