@@ -80,7 +80,7 @@ class Worker:
     ) -> None:
         self.name = name
         self.handle = handle
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._ordered = ordered
         self._cause = ""  # of its death
@@ -99,7 +99,7 @@ class Worker:
         self, method: str, *args: Any, timeout_s: float | None = None
     ) -> Coroutine[Any, Any, Any]:
         """Call at once; the answer, or the error of `call`, comes when it is awaited."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         before = list(self._unanswered) if self._ordered else []
         answer = None if self._cause else _future(getattr(self.handle, method).remote(*args))
         if answer is not None:
@@ -238,5 +238,9 @@ def _unwrapped(name: str, method: str, error: RayTaskError) -> Exception:
 
 
 def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[-3:]) if lines else "no reason given"
+    """Ray's message without its table of ids and its advice; of a traceback, the end."""
+    lines = [line for line in str(error).splitlines() if line.strip() and line[0] != "\t"]
+    if isinstance(error, RayActorError) and not error.actor_init_failed:
+        lines = lines[1:] or lines  # after "The actor died unexpectedly ..."
+    told = " ".join(line.strip() for line in lines[-3:]).partition(" Some common causes")[0]
+    return told or "no reason given"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import ray
+
 from actors.calls import Worker, WorkerError
 from actors.learner import RayLearner
 from actors.placement import Place
@@ -44,10 +46,19 @@ class RayFleet:
         return self._replicas
 
     async def hire(self, number: int) -> RayReplica:
+        while True:
+            node_id = await self._places[number].node_id()
+            try:
+                return await self._start(number, node_id)
+            except ReplicaDied:
+                if _lives(node_id):
+                    raise
+                # With its node, of which Ray knew nothing yet: the place will be another.
+
+    async def _start(self, number: int, node_id: str) -> RayReplica:
         life, place = self._num_lives[number], self._places[number]
         self._num_lives[number] += 1
         name = f"rollout-{number}.{life}" if life else f"rollout-{number}"
-        node_id = await place.node_id()
         try:
             await self._shards.ensure(node_id)
         except (WorkerError, OSError) as error:
@@ -62,3 +73,7 @@ class RayFleet:
             replica.worker.kill()
             raise
         return replica
+
+
+def _lives(node_id: str) -> bool:
+    return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())

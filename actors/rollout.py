@@ -287,7 +287,7 @@ class RayReplica:
         await self._call("submit", list(requests), {name: list(c) for name, c in priors.items()})
 
     async def collect(self) -> Collected:
-        collected: Collected = await self._call("collect")
+        collected: Collected = await self._poll("collect")
         return collected
 
     async def progress(self) -> Sequence[Part]:
@@ -299,7 +299,7 @@ class RayReplica:
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         if delayed:  # however long that takes; its rollouts are collected meanwhile
-            while not await self._call("drain"):
+            while not await self._poll("drain"):
                 pass
         is_local = self.node_id == self._learner.node_id
         content = None if is_local else self._learner.weights_content(manifest)
@@ -316,6 +316,10 @@ class RayReplica:
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         self.worker.kill()
         await self._shards.reclaim(self._actor_id, live_rows)
+
+    async def _poll(self, method: str) -> Any:
+        """A call that may take COLLECT_WAIT_S of the actor's own will."""
+        return await self._call(method, timeout_s=COLLECT_WAIT_S + self.worker.timeout_s)
 
     async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         try:
