@@ -28,10 +28,7 @@ KINDS = {
 }
 
 # What a Ray node consists of while no job runs on it.
-RAY_ITSELF = re.compile(
-    r"raylet|gcs_server|ray::IDLE|ray::\w*Agent|ray[/-]dashboard|ray/_private|log_monitor"
-    r"|multiprocessing\.resource_tracker|default_worker|setup_worker"
-)
+RAY_ITSELF = re.compile(r"/ray/(core|_private|dashboard|autoscaler)/|ray::(IDLE|\w*Agent)\b")
 
 
 @dataclass(frozen=True)

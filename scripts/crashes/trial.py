@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import math
 import shutil
 import signal
@@ -31,6 +32,9 @@ CHECKPOINT_EVERY = 4
 NEW_NODE_AFTER_S = 3.0
 REAP_S = 20.0  # for the system to take processes away that were told to end
 VICTIM_WITHIN_S = 60.0  # a kind that has just died may be on its way back
+
+# Kept by libraries for every process to come.
+CACHES = {f"torchinductor_{getpass.getuser()}"}
 
 # One machine: both ranks and both replicas share its cores, however few.
 ONE_NODE = ("--trainer.num-cpus", "0.5", "--rollout.num-cpus", "0.5")
@@ -142,14 +146,14 @@ def _judge(outcome: Outcome, job: Job, here: Place, ended: bool, shared_files: s
     """When no process is left."""
     finished, outcome.audit_errors = audited(job.files.path)
     outcome.ended_well = ended and finished
-    temporary = [path.name for path in (here.directory / "tmp").iterdir()]
-    outcome.leftovers += [f"temporary file {name}" for name in sorted(temporary)]
+    temporary = {path.name for path in (here.directory / "tmp").iterdir()}
+    outcome.leftovers += [f"temporary file {name}" for name in sorted(temporary - CACHES)]
     outcome.leftovers += sorted(path for path in shared_files if Path(path).exists())
 
 
 def _processes_left(mark: str, *, but_ray: bool) -> list[str]:
     left = processes.gone_within(mark, REAP_S, but_ray=but_ray)
-    return [f"process {process.pid}: {process.command[:80]}" for process in left]
+    return [f"process {process.pid}: {process.command[-120:]}" for process in left]
 
 
 def _keep_if_bad(outcome: Outcome, here: Place) -> Outcome:
@@ -224,7 +228,7 @@ class _Assailant:
         the next optimizer step. Where another blow fell before, there is nothing to measure."""
         replicas, ranks = [], []
         ends = [at for _, at in self._struck[1:]] + [math.inf]
-        for (blow, at), until in zip(self._struck, ends, strict=True):
+        for (blow, at), until in zip(self._struck, ends, strict=False):
             if blow.how == "kill" and blow.kind == "rollout":
                 replicas.append(tokens_after(self._job.files, at, until))
             if blow.how == "kill" and blow.kind == "trainer":
