@@ -17,7 +17,7 @@ NEVER = 1e9
 RAY_SAYS = """The actor died unexpectedly before finishing this task.
 \tclass_name: RolloutActor
 \tpid: 12
-Its process has died. Exit detail: End of file. Some common causes include: (1) the process was ..."""
+Its process has died. Exit detail: End of file. Common causes include: (1) the process was ..."""
 
 
 class FakeActor:
