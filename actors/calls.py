@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.workers import LearnerDied, RowsLost
@@ -31,6 +31,9 @@ BEAT_FRAC = 1 / 6
 # still (stopped, a machine that sleeps), no time passes.
 TICK_S = 1.0
 
+# For actors to end their processes and files in good order.
+CLOSE_TIMEOUT_S = 15.0
+
 # Of the actor class, beside its own: @ray.remote(concurrency_groups=HEARTBEAT_GROUP).
 HEARTBEAT_GROUP = {"heartbeat": 1}
 
@@ -41,6 +44,10 @@ class WorkerError(RuntimeError):
 
 class WorkerDied(WorkerError):
     """The actor is gone: its process has died, or was ended because it did not answer."""
+
+
+class InputLost(WorkerError):
+    """The method was not called, because another actor died that was to produce an argument."""
 
 
 class Heartbeat:
@@ -73,7 +80,7 @@ class Worker:
     ) -> None:
         self.name = name
         self.handle = handle
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._ordered = ordered
         self._cause = ""  # of its death
@@ -92,7 +99,7 @@ class Worker:
         self, method: str, *args: Any, timeout_s: float | None = None
     ) -> Coroutine[Any, Any, Any]:
         """Call at once; the answer, or the error of `call`, comes when it is awaited."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         before = list(self._unanswered) if self._ordered else []
         answer = None if self._cause else _future(getattr(self.handle, method).remote(*args))
         if answer is not None:
@@ -103,6 +110,10 @@ class Worker:
     async def watch(self) -> None:
         """Raises WorkerDied when the worker dies; waits until then."""
         await self._answer("watch", asyncio.get_running_loop().create_future(), (), None)
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self._cause)
 
     def end(self, cause: str) -> None:
         """The worker is of no more use: its calls fail for this cause, its process ends at once."""
@@ -176,6 +187,24 @@ class Worker:
             self._beating = None
 
 
+async def end_all(workers: Iterable[Worker]) -> None:
+    """Ask each to end its processes and files in good order; after a while, kill."""
+    workers = list(workers)
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            answers = await asyncio.gather(
+                *(worker.call("close") for worker in workers), return_exceptions=True
+            )
+    except TimeoutError:  # whoever hangs is killed
+        return
+    finally:
+        for worker in workers:
+            worker.kill()
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, WorkerError | EngineError):
+            raise answer
+
+
 def _future(reference: Any) -> asyncio.Future[Any]:
     """Of the answer; nobody need wait for it."""
     answer: asyncio.Future[Any] = asyncio.ensure_future(reference)
@@ -203,9 +232,15 @@ def _unwrapped(name: str, method: str, error: RayTaskError) -> Exception:
     cause = error.cause
     if isinstance(cause, SELF_EXPLAINING):
         return cause
+    if isinstance(cause, RayActorError):
+        return InputLost(f"{name}.{method} was not called: {_reason(cause)}")
     return WorkerError(f"{name}.{method} failed: {type(cause).__name__}: {cause}\n{error}")
 
 
 def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[-3:]) if lines else "no reason given"
+    """Ray's message without its table of ids and its advice; of a traceback, the end."""
+    lines = [line for line in str(error).splitlines() if line.strip() and line[0] != "\t"]
+    if isinstance(error, RayActorError) and not error.actor_init_failed:
+        lines = lines[1:] or lines  # after "The actor died unexpectedly ..."
+    told = " ".join(line.strip() for line in lines[-3:]).partition(" Some common causes")[0]
+    return told or "no reason given"

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from actors import carry_over
 from actors.calls import WorkerError
-from actors.cluster import check_runs_dir, connected, reserved
+from actors.cluster import check_runs_dir, connected
 from actors.dry_run import describe
 from actors.factories import needs
-from actors.team import Team
+from actors.placement import reserved
+from actors.store import StoreClient
+from actors.team import Team, hired
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
-from rlsys.controller import Controller, RewardsFailed, StallError
+from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.dataflow.graph import Dataflow, GenerateStage, ScoreStage
 from rlsys.dataflow.ledger import Ledger, LedgerFile
@@ -42,7 +46,7 @@ from rlsys.observe.wandb_sink import WandbSink
 from rlsys.rewards import check_columns
 from rlsys.run_directory import RunDirectory
 from rlsys.tiny_models import OwnModel
-from rlsys.workers import LearnerDied, ReplicaDied, RowsLost
+from rlsys.workers import Fleet, LearnerDied, Replica, ReplicaDied, RowsLost
 
 # A user's mistake or the world's: told in one message. Anything else is a bug and keeps its trace.
 EXPECTED_ERRORS = (
@@ -222,60 +226,77 @@ class _Job:
     async def run(self, warm_start: WarmStart | None) -> None:
         config = self._config
         ranks, replicas = needs(config)
-        with contextlib.ExitStack() as cluster:
+        async with contextlib.AsyncExitStack() as cluster:
             with self._console.phase("Starting Ray"):
                 cluster.enter_context(connected(config.cluster))
                 _cancel_on_sigterm()  # again: Ray's own handler has just replaced it
-                places = cluster.enter_context(reserved([*ranks, *replicas], config.cluster))
-            team = Team(
-                config,
-                self._flow,
-                self._tokenizer,
-                self._directory.trace,
-                self._checkpoints,
+                places = await cluster.enter_async_context(
+                    reserved(
+                        ranks,
+                        replicas,
+                        min_replicas=self._num_first,
+                        timeout_s=config.cluster.start_timeout_s,
+                    )
+                )
+            team = await cluster.enter_async_context(
+                hired(
+                    config,
+                    self._flow,
+                    self._tokenizer,
+                    self._directory.trace,
+                    places,
+                    self._checkpoints,
+                )
             )
-            try:
-                await self._start(team, places, warm_start)
-                await self._train(team)
-                with self._console.phase("Exporting the model"):
-                    await team.learner.export(self._directory.hf)
-            finally:
-                await team.close()
+            first = await self._start(team, warm_start)
+            await self._train(team, first, began_warm=warm_start is not None)
+            with self._console.phase("Exporting the model"):
+                await team.learner.export(self._directory.hf)
 
-    async def _start(
-        self, team: Team, places: list[dict[str, Any]], warm_start: WarmStart | None
-    ) -> None:
-        """Actors start side by side; the trainer warms up as soon as it is there."""
-        await team.hire(places)
+    @property
+    def _num_first(self) -> int:
+        """Replicas that the run starts with."""
+        rollout = self._config.rollout
+        return rollout.num_replicas if rollout.min_replicas is None else rollout.min_replicas
+
+    async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
+        """Actors start side by side; the trainer warms up as soon as it is there. Returns the first
+        replicas, by number, less those that died while they started."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._start_learner(team, warm_start))
-                for replica in team.replicas:
-                    tasks.create_task(self._start_replica(replica))
                 tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
+                first = [
+                    tasks.create_task(self._hire(team.fleet, number))
+                    for number in range(self._num_first)
+                ]
         except BaseExceptionGroup as group:
             raise first_error(group) from None
-        if self._resume_from or warm_start:
-            manifest = await team.learner.publish()
-            await asyncio.gather(
-                *(replica.update_weights(manifest, delayed=False) for replica in team.replicas)
-            )
+        started = {number: task.result() for number, task in enumerate(first)}
+        return {number: replica for number, replica in started.items() if replica is not None}
 
-    async def _start_replica(self, replica: Any) -> None:
-        with self._console.phase(f"Starting {replica.name} ({self._config.rollout.engine})"):
-            await replica.start(self._config.cluster.start_timeout_s)
+    async def _hire(self, fleet: Fleet, number: int) -> Replica | None:
+        with self._console.phase(f"Starting rollout-{number} ({self._config.rollout.engine})"):
+            try:
+                return await fleet.hire(number)
+            except ReplicaDied as death:  # the controller hires another
+                self._console.warn(str(death))
+                return None
 
     async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
         with self._console.phase("Loading the model into the trainer"):
             checkpoint = self._resume_from.trainer_dir if self._resume_from else None
             await team.learner.start(checkpoint)
         if warm_start and not self._resume_from:
+            batches = warm_start.batches
             with self._console.phase("Warm start") as phase:
 
                 async def lessons() -> None:
+                    nonlocal batches
+                    batches, of_this_try = itertools.tee(batches)  # the next try has the same ones
                     for done in range(1, warm_start.num_steps + 1):
                         loss = await team.learner.sft_step(
-                            *self._encode(next(warm_start.batches)), warm_start.rate(done)
+                            *self._encode(next(of_this_try)), warm_start.rate(done)
                         )
                         phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
 
@@ -292,8 +313,11 @@ class _Job:
             [len(prompt) for prompt in prompts],
         )
 
-    async def _train(self, team: Team) -> None:
+    async def _train(
+        self, team: Team, replicas: Mapping[int, Replica], *, began_warm: bool
+    ) -> None:
         config, directory = self._config, self._directory
+        client = StoreClient(team.shards.address)
         longest_prompt, longest = config.data.max_prompt_tokens, config.sampling.max_tokens
         store = self._flow.open_store(
             max_bytes=int(config.cluster.store_gib * 2**30 * STORE_FILL),
@@ -329,29 +353,48 @@ class _Job:
             stepped=stepped,
         )
 
-        async def checkpoint(step: int) -> None:
+        async def checkpoint(step: int, work: OpenWork) -> None:
             async with self._checkpoints.writing(step) as unfinished:
                 await team.learner.save(unfinished.trainer_dir)
+                await carry_over.save(work, client, unfinished.path)
                 state = {"step": step, "prompts": self._prompts.order}
                 unfinished.controller_file.write_text(json.dumps(state))
 
+        carried, weights = OpenWork(), None
+        if self._resume_from:
+            carried = await carry_over.load(self._resume_from.path, client)
+
+        if began_warm or self._resume_from:
+            try:
+                weights = await team.learner.publish()
+            except LearnerDied as death:
+                self._console.warn(f"{death}; the trainer starts again")
+                await team.learner.restart(self._first_step)
+                weights = await team.learner.publish()
         controller = Controller(
             flow=self._flow,
             config=config,
             prompts=self._prompts,
             store=store,
             ledger=ledger,
-            replicas=team.replicas,
+            fleet=team.fleet,
+            replicas=replicas,
             scorer=team.scorer,
             learner=team.learner,
             observer=recorder,
             checkpoint=checkpoint,
+            weights=weights,
+            carried=carried,
             first_step=self._first_step,
         )
-        team.on_shard_lost = controller.shard_lost
         failed = True
         try:
-            await team.serve_while(controller.run(), stepped, recorder.actor_reported)
+            await team.serve_while(
+                controller.run(),
+                stepped,
+                on_report=recorder.actor_reported,
+                on_shard_lost=controller.shard_lost,
+            )
             failed = False
         finally:
             recorder.close(failed=failed)

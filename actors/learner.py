@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,8 @@ class RayLearner:
         self._replacing: asyncio.Task[None] | None = None
         self._began_warm = False
         self._step = 0  # of the newest answer
-        self._content: tuple[str, Any] = ("", None)  # path of a version, reference to its bytes
+        # Which version, and a reference to its bytes.
+        self._content: tuple[WeightManifest | None, Any] = (None, None)
 
     async def start(self, checkpoint: Path | None = None) -> None:
         """Build all ranks from model.path, and load the trainer's part of a checkpoint where there
@@ -152,8 +154,8 @@ class RayLearner:
 
     def weights_content(self, manifest: WeightManifest) -> Any:
         """A reference to the bytes of a version; Ray brings them to each node once."""
-        if self._content[0] != manifest.path:
-            self._content = (manifest.path, self.ranks[0].handle.read_weights.remote(manifest))
+        if self._content[0] != manifest:
+            self._content = (manifest, self.ranks[0].handle.read_weights.remote(manifest))
         return self._content[1]
 
     async def sft_step(
@@ -205,7 +207,7 @@ class RayLearner:
         """A rank's death in the middle is outlived: the trained state is exported all the same."""
 
         async def export() -> None:
-            if self._crew.failure is not None and await self.restart(self._step) < self._step:
+            if self._crew.failure is not None and await self.restart(sys.maxsize) < self._step:
                 raise ValueError(
                     f"the state after step {self._step} is gone with the trainer's node, and no "
                     "checkpoint holds it; resume the run to train it again."
@@ -227,7 +229,7 @@ class RayLearner:
         if self._replacing is not None:
             self._replacing.cancel()
         crew = self._crew = Crew([self._hire(rank) for rank in range(self._num_ranks)])
-        self._content = ("", None)
+        self._content = (None, None)
         limit_s = self._start_timeout_s
         places = await crew.all("rendezvous", timeout_s=limit_s)
         self._node_ids = [node_id for node_id, _, _ in places]

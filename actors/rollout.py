@@ -11,19 +11,26 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.calls import Worker, WorkerDied
+from actors.calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
 from actors.learner import RayLearner
 from actors.store import ShardLost, StoreAddress, StoreClient
 from actors.store_shards import StoreShards
 from rlsys.dataflow.blocks import BlockRef, Cell, Columns
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.continuation import continued, merged
-from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
-from rlsys.layout.transport.owned_file import local_copy
+from rlsys.layout.transport.shm import held, local_copy
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
-from rlsys.workers import Collected, FinishedRollout, Part, ReplicaDied, RowsLost
+from rlsys.workers import (
+    Collected,
+    FinishedRollout,
+    Part,
+    ReplicaDied,
+    RowsLost,
+    WeightsGone,
+)
 
 # How long one `collect` waits for a rollout to end. Not a limit on rollouts: the next call goes on
 # waiting. It bounds how late the death of an actor is noticed.
@@ -43,9 +50,12 @@ MIN_PROGRESS_TOKENS = 64
 
 PART_COLUMNS = ("token_ids", "sampler_logprobs", "policy_versions")
 
+# What ends a replica. Other errors are a user's, and would come back in its successor.
+DEADLY = (WorkerError, EngineError, RowsLost, OSError)
 
-@ray.remote
-class RolloutActor:
+
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
+class RolloutActor(Heartbeat):
     """Writes finished rollouts to the store; only their metadata goes to the controller."""
 
     def __init__(
@@ -206,16 +216,25 @@ class RolloutActor:
         context = ray.get_runtime_context()
         return str(context.get_node_id()), str(context.get_actor_id())
 
+    async def drain(self) -> bool:
+        """Hold what is submitted until the next weights, and let what runs come to its end. False
+        if it has not after a while: call again."""
+        try:
+            async with asyncio.timeout(COLLECT_WAIT_S):
+                await self._switch.drained()
+        except TimeoutError:
+            return False
+        return True
+
     async def update_weights(
-        self, manifest: WeightManifest, content: npt.NDArray[np.uint8] | None, delayed: bool
+        self, manifest: WeightManifest, content: npt.NDArray[np.uint8] | None
     ) -> float:
-        """Seconds during which nothing was sampled. `content` holds the version's bytes where its
-        file lies on another node."""
-        with self._tracer.span("engine", "update_weights", version=manifest.version):
-            if content is None:
-                return await self._switch.switch(manifest, delayed=delayed)
-            with local_copy(manifest, content) as local:
-                return await self._switch.switch(local, delayed=delayed)
+        """Seconds during which nothing was sampled. `content` holds the version's bytes where they
+        lie on another node. Raises MemoryGone if the trainer has given the version up by now."""
+        # Opened at once and kept: the trainer may give it up while the switch waits.
+        local = held(manifest) if content is None else local_copy(manifest, content)
+        with self._tracer.span("engine", "update_weights", version=manifest.version), local as own:
+            return await self._switch.switch(own)
 
     async def close(self) -> None:
         await self._engine.close()
@@ -245,6 +264,9 @@ class RolloutActor:
 
 
 class RayReplica:
+    """One life of a replica, from `start` on. Whatever it fails of, but a mistake of the user's, is
+    its death: its process is ended."""
+
     def __init__(self, worker: Worker, learner: RayLearner, shards: StoreShards) -> None:
         self.worker = worker
         self._learner = learner
@@ -256,8 +278,8 @@ class RayReplica:
         return self.worker.name
 
     async def start(self, timeout_s: float) -> None:
-        self.node_id, self._actor_id = await self.worker.call("place", timeout_s=timeout_s)
-        await self.worker.call("start", timeout_s=timeout_s)
+        self.node_id, self._actor_id = await self._call("place", timeout_s=timeout_s)
+        await self._call("start", timeout_s=timeout_s)
 
     async def submit(
         self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
@@ -265,7 +287,7 @@ class RayReplica:
         await self._call("submit", list(requests), {name: list(c) for name, c in priors.items()})
 
     async def collect(self) -> Collected:
-        collected: Collected = await self._call("collect")
+        collected: Collected = await self._poll("collect")
         return collected
 
     async def progress(self) -> Sequence[Part]:
@@ -276,16 +298,36 @@ class RayReplica:
         await self._call("abort", list(request_ids))
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        if delayed:  # however long that takes; its rollouts are collected meanwhile
+            while not await self._poll("drain"):
+                pass
         is_local = self.node_id == self._learner.node_id
         content = None if is_local else self._learner.weights_content(manifest)
-        pause_s: float = await self._call("update_weights", manifest, content, delayed)
+        try:
+            pause_s: float = await self.worker.call("update_weights", manifest, content)
+        except (InputLost, FileNotFoundError) as error:
+            raise WeightsGone(
+                f"{self.name} came too late to version {manifest.version}: {error}"
+            ) from None
+        except (*DEADLY, ValueError) as error:  # ValueError: they have changed on their way
+            raise self._died("update_weights", error) from None
         return pause_s
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+        self.worker.kill()
         await self._shards.reclaim(self._actor_id, live_rows)
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _poll(self, method: str) -> Any:
+        """A call that may take COLLECT_WAIT_S of the actor's own will."""
+        return await self._call(method, timeout_s=COLLECT_WAIT_S + self.worker.timeout_s)
+
+    async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         try:
-            return await self.worker.call(method, *args)
-        except WorkerDied as death:
-            raise ReplicaDied(str(death)) from None
+            return await self.worker.call(method, *args, timeout_s=timeout_s)
+        except DEADLY as error:
+            raise self._died(method, error) from None
+
+    def _died(self, method: str, error: Exception) -> ReplicaDied:
+        self.worker.end(str(error))
+        is_told = isinstance(error, WorkerError)
+        return ReplicaDied(str(error) if is_told else f"{self.name} died during {method}: {error}")

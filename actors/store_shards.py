@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import HEARTBEAT_GROUP, Worker, WorkerDied, WorkerError
+from actors.calls import HEARTBEAT_GROUP, Worker, WorkerDied, end_all
 from actors.store import ShardAddress, StoreAddress, StoreShard
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.signal import Signal
@@ -50,7 +50,13 @@ class StoreShards:
         )
 
     async def add(self, node_id: str) -> ShardAddress:
-        """Start a shard on a node. Raises WorkerError if the node has not got the memory."""
+        """Start a shard on a node; another in its place if it dies meanwhile. Raises OSError if the
+        node has not got the memory, WorkerDied with the shard's name if the second dies too."""
+        with contextlib.suppress(WorkerDied):
+            return await self._start(node_id)
+        return await self._start(node_id)
+
+    async def _start(self, node_id: str) -> ShardAddress:
         name = f"{self._run_name}-{self._num_started}"
         self._num_started += 1
         handle = (
@@ -60,7 +66,7 @@ class StoreShards:
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
-            .remote(name, self._capacity_bytes)
+            .remote(name)
         )
         worker = Worker(
             name,
@@ -68,7 +74,11 @@ class StoreShards:
             timeout_s=self._timeout_s,
             heartbeat_timeout_s=self._heartbeat_timeout_s,
         )
-        address: ShardAddress = await worker.call("address")
+        try:
+            address: ShardAddress = await worker.call("start", self._capacity_bytes)
+        except BaseException:
+            worker.kill()
+            raise
         self._shards[name] = _Shard(worker, address)
         self._added.notify()
         return address
@@ -105,10 +115,7 @@ class StoreShards:
     async def close(self) -> None:
         """Remove all arenas and end the shards."""
         shards, self._shards = self._shards, {}  # their deaths are no losses from now on
-        for shard in shards.values():
-            with contextlib.suppress(WorkerError):  # it is gone already, or will be killed
-                await shard.worker.call("close")
-            shard.worker.kill()
+        await end_all(shard.worker for shard in shards.values())
 
     async def _keep(self, shard: _Shard) -> None:
         try:

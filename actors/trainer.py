@@ -16,6 +16,7 @@ import ray
 
 from actors.calls import HEARTBEAT_GROUP, Heartbeat
 from actors.store import StoreAddress, StoreClient
+from rlsys.layout.transport.shm import read_weights
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, TrainRow, WeightManifest
 from rlsys.workers import LearnerDied, TrainTask
@@ -94,8 +95,8 @@ class TrainerActor(Heartbeat):
 
     @ray.method(concurrency_group="beside")
     def read_weights(self, manifest: WeightManifest) -> npt.NDArray[np.uint8]:
-        """The bytes of a published version, for replicas on other nodes."""
-        return np.fromfile(manifest.path, np.uint8)
+        """The bytes of a published version, for replicas on other nodes. Raises MemoryGone."""
+        return read_weights(manifest)
 
     def sft_step(
         self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -13,7 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config import AsyncConfig, ClusterConfig, DataConfig, RunConfig, TrainerConfig
+from rlsys.config import (
+    AsyncConfig,
+    ClusterConfig,
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.dataflow.graph import Dataflow, Prompts
 from rlsys.dataflow.ledger import Ledger
@@ -28,7 +37,8 @@ from rlsys.simulation.workers import (
     SimulatedScorer,
     exponential,
 )
-from rlsys.workers import ReplicaDied, ScoreTask
+from rlsys.types import WeightManifest
+from rlsys.workers import ReplicaDied, ScoreTask, WeightsGone
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -48,8 +58,9 @@ def flow(group_size: int) -> Dataflow:
     return built
 
 
-def config(**changes: Any) -> RunConfig:
+def config(*, num_replicas: int = 1, **changes: Any) -> RunConfig:
     defaults: dict[str, Any] = {
+        "rollout": RolloutConfig(num_replicas=num_replicas),
         "num_steps": 4,
         "prompts_per_step": 4,
         "group_size": 2,
@@ -94,7 +105,7 @@ class World:
             store=self.store,
             ledger=self.ledger,
             fleet=self.fleet,
-            replicas=self.replicas,
+            replicas=dict(enumerate(self.replicas)),
             scorer=self.scorer,
             learner=self.learner,
             observer=self.observer,
@@ -117,7 +128,7 @@ class World:
 def world(seed: int = 0, *, num_replicas: int = 1, **changes: Any) -> World:
     rng = random.Random(seed)
     return World(
-        config=config(**changes),
+        config=config(num_replicas=num_replicas, **changes),
         replicas=[
             SimulatedReplica(name=f"rollout-{i}", latency_s=exponential(rng, 1.0), load_s=0.01)
             for i in range(num_replicas)
@@ -233,7 +244,7 @@ def test_deaths_cost_time_and_nothing_else(
                 lost = alive[0].shard
                 for replica in alive:
                     replica.shard = f"{lost}+"
-                w.fleet.prepare = lambda replica, shard=f"{lost}+": setattr(replica, "shard", shard)
+                w.fleet.prepare = functools.partial(_write_to, f"{lost}+")
                 w.controller.shard_lost(lost)
 
     w = world(
@@ -264,6 +275,10 @@ def test_deaths_cost_time_and_nothing_else(
     assert w.checkpoints[-1] == w.config.num_steps
 
 
+def _write_to(shard: str, replica: SimulatedReplica) -> None:
+    replica.shard = shard
+
+
 def _surviving(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Less the steps that were taken back."""
     kept: list[dict[str, Any]] = []
@@ -279,6 +294,38 @@ def test_generation_goes_on_while_the_trainer_works() -> None:
     w.learner = SimulatedLearner(row_s=1.0)
     run_in_virtual_time(w.run())
     assert max(w.observer.staleness) == 1
+
+
+@dataclass(kw_only=True)
+class LateReplica(SimulatedReplica):
+    """Asks for a version when the learner may have given it up."""
+
+    learner: SimulatedLearner
+    num_late: int = 0
+
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        if self.learner.version >= manifest.version + 2:
+            self.num_late += 1
+            raise WeightsGone(f"version {manifest.version} is gone")
+        return await SimulatedReplica.update_weights(self, manifest, delayed=delayed)
+
+
+@pytest.mark.parametrize("weight_update", ["in_flight", "delayed"])
+def test_a_version_that_is_given_up_before_it_is_loaded_gives_way_to_a_newer_one(
+    weight_update: Literal["in_flight", "delayed"],
+) -> None:
+    w = world(asynchrony=AsyncConfig(max_staleness=8, weight_update=weight_update), num_steps=12)
+    w.learner = SimulatedLearner(row_s=0.05)
+    late = [
+        LateReplica(name=f"rollout-{i}", latency_s=lambda: 0.1, load_s=load_s, learner=w.learner)
+        for i, load_s in enumerate((3.0, 0.01))
+    ]
+    w.replicas = [*late]
+    w.config = dataclasses.replace(w.config, rollout=RolloutConfig(num_replicas=2))
+    run_in_virtual_time(w.run())
+    assert len(w.observer.steps) == 12
+    assert max(w.observer.staleness) <= 8
+    assert (late[1].num_late > 0) == (weight_update == "delayed")
 
 
 def test_the_trainer_waits_for_no_answer() -> None:

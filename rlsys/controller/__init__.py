@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 
 from rlsys.config import RunConfig, require
 from rlsys.controller.generation import GenerationSide, Prompts
@@ -53,9 +53,9 @@ class Controller:
 
     `first_step` is the number of steps that the learner has behind it, `ledger` the run's history
     so far: open groups in it are issued again under their own ids, and go on from what `carried`
-    has of them. `replicas` run already; others come from `fleet`. `weights` are the newest that
-    were published (None: those of model.path are the newest). Raises ValueError for a store that
-    could never hold the groups of one step.
+    has of them. `replicas`, by number, run already; others come from `fleet`. `weights` are the
+    newest that were published (None: those of model.path are the newest). Raises ValueError for a
+    store that could never hold the groups of one step.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Controller:
         store: StreamStore,
         ledger: Ledger,
         fleet: Fleet,
-        replicas: Sequence[Replica],
+        replicas: Mapping[int, Replica],
         scorer: Scorer,
         learner: Learner,
         observer: Observer,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ class GenerationSide:
         prompts: Prompts,
         *,
         fleet: Fleet,
-        replicas: Sequence[Replica],
+        replicas: Mapping[int, Replica],
         newest: WeightManifest | None,
         carried: OpenWork,
     ) -> None:

@@ -44,8 +44,8 @@ class Batch:
 
 
 class ReplicaPool:
-    """`replicas` are there already, one for each of the first places; all others come from
-    `fleet`. `newest`: the weights to load before a replica is admitted; None: those of model.path.
+    """`replicas`, by the number of their place, are there already; all others come from `fleet`.
+    `newest`: the weights to load before a replica is admitted; None: those of model.path.
 
     What the replicas tell goes to `on_collected`. The requests that a replica leaves behind go to
     `on_death`, which returns those of them that are still wanted.
@@ -56,7 +56,7 @@ class ReplicaPool:
         state: RunState,
         *,
         fleet: Fleet,
-        replicas: Sequence[Replica],
+        replicas: Mapping[int, Replica],
         newest: WeightManifest | None,
         partials: PartialRollouts,
         on_collected: Callable[[Collected], None],
@@ -78,22 +78,22 @@ class ReplicaPool:
         self._homeless: list[Batch] = []  # submitted while no replica served
         self._published: WeightManifest | None = None
         self._weights_published = Signal()
-        self._num_places = max(state.config.rollout.num_replicas, len(replicas))
+        self._num_places = state.config.rollout.num_replicas
 
     async def start(self) -> None:
         """Admit the replicas that are there together, so that the first requests spread over
         them."""
-        admitted = [self._admit(replica) for replica in self._initial]
+        admitted = [self._admit(replica) for replica in self._initial.values()]
         died = await asyncio.gather(*admitted, return_exceptions=True)
         for outcome in died:
             if isinstance(outcome, BaseException) and not isinstance(outcome, ReplicaDied):
                 raise outcome
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
-        initial = dict(enumerate(self._initial))
+        places = range(self._num_places)
         return {
             "sync": self._sync(),
-            **{f"replica {n}": self._keep(n, initial.get(n)) for n in range(self._num_places)},
+            **{f"replica {n}": self._keep(n, self._initial.get(n)) for n in places},
         }
 
     async def wait_for_one(self) -> None:

@@ -9,25 +9,34 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from actors.calls import Worker, WorkerDied
+from actors.calls import CLOSE_TIMEOUT_S, Worker, WorkerDied, end_all
 from rlsys.simulation.virtual_time import run_in_virtual_time
 
 NEVER = 1e9
 
+RAY_SAYS = """The actor died unexpectedly before finishing this task.
+\tclass_name: RolloutActor
+\tpid: 12
+Its process has died. Exit detail: End of file. Common causes include: (1) the process was ..."""
+
 
 class FakeActor:
-    """A handle whose methods take the seconds that they are given, one after the other if it is
-    `ordered`. It answers nothing once it is `stopped`, and fails everything once it is `dead`."""
+    """A handle whose methods take the seconds that they are given, `close` the seconds `close_s`;
+    one after the other if it is `ordered`. It answers nothing once it is `stopped`, and fails
+    everything once it is `dead`."""
 
-    def __init__(self, *, ordered: bool = False, starts_at: float = 0.0) -> None:
+    def __init__(
+        self, *, ordered: bool = False, starts_at: float = 0.0, close_s: float = 0.0
+    ) -> None:
         self.dead = asyncio.Event()
         self.stopped = False
         self.called: list[str] = []
         self._starts_at = starts_at
+        self._close_s = close_s
         self._turn = asyncio.Semaphore(1 if ordered else 1000)
 
     def __getattr__(self, method: str) -> Any:
-        return _Remote(lambda seconds: self._answer(method, seconds))
+        return _Remote(lambda seconds=self._close_s: self._answer(method, seconds))
 
     async def _answer(self, method: str, seconds: float) -> str:
         self.called.append(method)
@@ -44,13 +53,13 @@ class FakeActor:
         death = asyncio.ensure_future(self.dead.wait())
         await asyncio.wait([work, death], return_when=asyncio.FIRST_COMPLETED)
         if self.dead.is_set():
-            raise RayActorError(error_msg="class_name: Actor\nkilled by the kernel")
+            raise RayActorError(error_msg=RAY_SAYS)
         if self.stopped:
             await asyncio.sleep(NEVER)
 
 
 class _Remote:
-    def __init__(self, remote: Callable[[float], Awaitable[Any]]) -> None:
+    def __init__(self, remote: Callable[..., Awaitable[Any]]) -> None:
         self.remote = remote
 
 
@@ -168,7 +177,7 @@ def test_a_watched_worker_is_missed_at_once() -> None:
         await asyncio.sleep(100.5)
         actor.dead.set()
         assert await death_of(watching) == (
-            "rollout-0 died during watch: class_name: Actor killed by the kernel"
+            "rollout-0 died during watch: Its process has died. Exit detail: End of file."
         )
         assert now() == 100.5
 
@@ -187,6 +196,25 @@ def test_no_time_passes_while_this_process_stands_still() -> None:
         await asyncio.sleep(50)
         slept_s = 3600
         assert await waiting == "score"
+
+    run(main())
+
+
+def test_ending_all_waits_for_those_that_work_and_for_nobody_for_ever() -> None:
+    async def main() -> None:
+        dead, quick, hanging = FakeActor(), FakeActor(close_s=2), FakeActor(close_s=NEVER)
+        busy = FakeActor(ordered=True)  # with a call that never ends
+        workers = [fake_worker(actor) for actor in (dead, quick)]
+        workers[0].end("killed")
+        await end_all(workers)
+        assert [worker.ended_at for worker in workers] == [0, 2]
+
+        hung = [fake_worker(hanging), fake_worker(busy, ordered=True)]
+        calling = asyncio.create_task(hung[1].call("accumulate", NEVER))
+        await asyncio.sleep(1)
+        await end_all(hung)
+        assert [worker.ended_at for worker in hung] == [3 + CLOSE_TIMEOUT_S] * 2
+        assert "it was ended" in await death_of(calling)
 
     run(main())
 

@@ -1,8 +1,8 @@
 """When an engine takes new weights: in the middle of generation, or when what it runs has ended.
 
-submit ─► [held while it waits for the end of what runs] ─► engine ─► collect
-switch(in_flight):  pause, load, resume             running requests go on under new weights
-switch(delayed):    hold, wait, load, let go        every completion has one version
+submit ─► [held from `drained` to `switch`] ─► engine ─► collect
+switch:             pause, load, resume     running requests go on under new weights
+drained, switch:    hold, wait; load, let go        every completion has one version
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class WeightSwitch:
         self._running: set[str] = set()
         self._held: list[list[GenerationRequest]] = []  # batches, kept whole
         self._abort_later: set[str] = set()  # those of them that are not wanted any more
-        self._is_waiting = False
+        self._is_holding = False
         self._ended = Signal()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        if self._is_waiting:
+        if self._is_holding:
             self._held.append(list(requests))
             return
         self._engine.submit(requests)
@@ -45,19 +45,21 @@ class WeightSwitch:
         self._ended.notify()
         return generations
 
-    async def switch(self, manifest: WeightManifest, *, delayed: bool) -> float:
+    async def drained(self) -> None:
+        """Hold what is submitted from now on, and wait until nothing runs; `switch` must follow."""
+        self._is_holding = True
+        await self._ended.until(lambda: not self._running)
+
+    async def switch(self, manifest: WeightManifest) -> float:
         """Load; returns the seconds in which nothing was sampled. On an error the old weights stay
         and generation goes on."""
-        if delayed:
-            self._is_waiting = True
-            await self._ended.until(lambda: not self._running)
         start = time.perf_counter()
         await self._engine.pause()
         try:
             await self._engine.load(manifest)
         finally:
             await self._engine.resume()
-            self._is_waiting = False
+            self._is_holding = False
             held, self._held = self._held, []
             for requests in held:
                 self.submit(requests)

@@ -48,8 +48,8 @@ from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightMa
 class FSDPEngine:
     """A rlsys.engines.training.protocol.TrainingEngine.
 
-    With several ranks every one of them makes its own, after `init_process_group`. `weights_prefix`
-    names this run's files in `weights_dir`; no other run may use it.
+    With several ranks every one of them makes its own, after `init_process_group`. Raises OSError
+    where memory is short for the versions of the weights that rank 0 publishes.
     """
 
     def __init__(
@@ -63,8 +63,6 @@ class FSDPEngine:
         temperature: float,
         num_total_steps: int,
         seed: int,
-        weights_dir: Path,
-        weights_prefix: str,
         rank: int = 0,
         world_size: int = 1,
         device: str = "cpu",
@@ -93,7 +91,8 @@ class FSDPEngine:
         shard(self._policy, world_size=world_size, dtype=model.dtype, device=device)
         self._parameters = dict(self._policy.model.named_parameters())  # tied ones stand once
         self.reset_optimizer()
-        self._publisher = Publisher(weights_dir, weights_prefix) if rank == 0 else None
+        published = {name: (self._dtype, p.shape) for name, p in self._parameters.items()}
+        self._publisher = Publisher(published) if rank == 0 else None
         self._begin_step()
 
     def reset_optimizer(self) -> None:
@@ -159,9 +158,8 @@ class FSDPEngine:
     def publish(self) -> WeightManifest | None:
         file, error = None, None
         if self._publisher is not None:
-            shapes = {name: (self._dtype, p.shape) for name, p in self._parameters.items()}
             try:
-                file = self._publisher.create(self.policy_version, shapes)
+                file = self._publisher.create(self.policy_version)
             except OSError as failure:
                 error = failure
         self._ranks.raise_together(error)
@@ -171,7 +169,7 @@ class FSDPEngine:
                 file.put(name, tensor)
         if file is None or self._publisher is None:
             return None
-        return self._publisher.commit(file, self.policy_version)
+        return self._publisher.commit(file)
 
     def save(self, directory: Path) -> None:
         save_state(
