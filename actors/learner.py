@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.calls import Worker, WorkerDied
-from actors.snapshots import SnapshotKeepers
+from actors.snapshots import Room, SnapshotKeepers
 from rlsys.checkpoint import Checkpoint
 from rlsys.types import StepResult, WeightManifest
 from rlsys.workers import LearnerDied, RowsLost, TrainTask
@@ -239,10 +239,11 @@ class RayLearner:
     async def _restore(self, at_most: int) -> int:
         """Bring the newest whole state into new ranks, of so many optimizer steps at most: a rank
         may have died when a step's state was safe and its answer was not. Returns its steps."""
-        paths = [self._keepers.path(*place) for place in enumerate(self._node_ids)]
+        found = [self._keepers.find_room(*place) for place in enumerate(self._node_ids)]
+        rooms = [room for room in found if room is not None]
         steps: set[int] = set()
-        if None not in paths:
-            held = await self._crew.each("open_snapshots", [[path] for path in paths])
+        if len(rooms) == self._num_ranks:
+            held = await self._open_snapshots(rooms)
             steps = {step for step in set.intersection(*held) if step <= at_most}
         newest = max(steps, default=-1)
         checkpoint = await asyncio.to_thread(self._newest_checkpoint)
@@ -281,19 +282,23 @@ class RayLearner:
         """A place for the snapshots of every rank that has none, and a snapshot of all ranks."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                paths = await asyncio.gather(*map(self._room, range(self._num_ranks)))
+                rooms = await asyncio.gather(*map(self._room, range(self._num_ranks)))
             except WorkerDied as death:
                 if attempt == ATTEMPTS:
                     raise LearnerDied(f"nobody keeps the trainer's snapshots: {death}") from None
             else:
-                await self._crew.each("open_snapshots", [[path] for path in paths])
+                await self._open_snapshots(rooms)
                 await self._crew.all("snapshot")
                 return
 
-    async def _room(self, rank: int) -> str:
+    async def _room(self, rank: int) -> Room:
         node_id = self._node_ids[rank]
-        path = self._keepers.path(rank, node_id)
-        return path or await self._keepers.make_room(rank, node_id, self._snapshot_bytes[rank])
+        room = self._keepers.find_room(rank, node_id)
+        return room or await self._keepers.make_room(rank, node_id, self._snapshot_bytes[rank])
+
+    async def _open_snapshots(self, rooms: Sequence[Room]) -> list[set[int]]:
+        """By rank, the steps whose snapshots are there."""
+        return await self._crew.each("open_snapshots", [[room.path, room.name] for room in rooms])
 
 
 async def _outliving_deaths(work: Callable[[], Awaitable[None]]) -> None:

@@ -16,6 +16,7 @@ import ray
 
 from actors.calls import HEARTBEAT_GROUP, Heartbeat
 from actors.store import StoreAddress, StoreClient
+from rlsys.layout.transport.shared_memory import MemoryGone
 from rlsys.layout.transport.shm import read_weights
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, TrainRow, WeightManifest
@@ -68,12 +69,12 @@ class TrainerActor(Heartbeat):
         num_bytes: int = self._engine.snapshot_bytes
         return num_bytes
 
-    def open_snapshots(self, path: str) -> set[int]:
+    def open_snapshots(self, path: str, name: str) -> set[int]:
         """Keep snapshots there from now on; returns the steps whose snapshots are there already.
         Where the keeper has died meanwhile, there are none: it will be replaced."""
         self._snapshots = None
-        with contextlib.suppress(FileNotFoundError):
-            self._snapshots = self._engine.open_snapshots(path)
+        with contextlib.suppress(MemoryGone):
+            self._snapshots = self._engine.open_snapshots(path, name)
         return self._snapshots.steps if self._snapshots else set()
 
     def restore(self, step: int) -> None:

@@ -71,8 +71,8 @@ class CountingEngine:
     def snapshot_bytes(self) -> int:
         return snapshot_bytes(self._state)
 
-    def open_snapshots(self, path: str) -> Any:
-        return SnapshotFile(path, self._state)
+    def open_snapshots(self, path: str, name: str) -> Any:
+        return SnapshotFile(path, name, self._state)
 
     def snapshot(self, file: Any) -> None:
         self._mark("snapshot")

@@ -186,8 +186,8 @@ class FSDPEngine:
     def snapshot_bytes(self) -> int:
         return snapshot_bytes(self._local_state())
 
-    def open_snapshots(self, path: str) -> SnapshotFile:
-        return SnapshotFile(path, self._local_state())
+    def open_snapshots(self, path: str, name: str) -> SnapshotFile:
+        return SnapshotFile(path, name, self._local_state())
 
     def snapshot(self, file: SnapshotFile) -> None:
         file.write(self.policy_version, self._local_state())
