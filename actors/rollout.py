@@ -11,10 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.calls import Worker, WorkerDied
-from actors.store import ShardLost, StoreAddress, StoreClient
-from actors.store_shards import StoreShards
-from actors.trainer import RayLearner
 from rlsys.dataflow.blocks import BlockRef, Columns
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.continuation import continued, merged
@@ -24,6 +20,11 @@ from rlsys.layout.transport.owned_file import local_copy
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import Generation, GenerationRequest, WeightManifest
 from rlsys.workers import Collected, FinishedRollout, ReplicaDied
+
+from .calls import Worker, WorkerDied
+from .store import ShardLost, StoreAddress, StoreClient
+from .store_shards import StoreShards
+from .trainer import RayLearner
 
 # How long one `collect` waits for a rollout to end. Not a limit on rollouts: the next call goes on
 # waiting. It bounds how late the death of an actor is noticed.

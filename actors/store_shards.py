@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import Worker, WorkerDied, WorkerError
-from actors.store import WATCH_S, ShardAddress, StoreAddress, StoreShard
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.signal import Signal
+
+from .calls import Worker, WorkerDied, WorkerError
+from .store import WATCH_S, ShardAddress, StoreAddress, StoreShard
 
 
 class StoreShards:

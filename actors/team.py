@@ -12,14 +12,6 @@ from typing import Any
 
 import ray
 
-from actors.calls import Worker, WorkerDied, WorkerError
-from actors.factories import RewardFactory, RolloutFactory, TrainerFactory
-from actors.reward import RayScorer, RewardActor
-from actors.rollout import RayReplica, RolloutActor
-from actors.store import ShardAddress, ShardLost
-from actors.store_shards import StoreShards
-from actors.tracing import TraceCollector
-from actors.trainer import RayLearner, TrainerActor
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
@@ -28,6 +20,15 @@ from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX, shared_memory_dir
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import as_rewards
+
+from .calls import Worker, WorkerDied, WorkerError
+from .factories import RewardFactory, RolloutFactory, TrainerFactory
+from .reward import RayScorer, RewardActor
+from .rollout import RayReplica, RolloutActor
+from .store import ShardAddress, ShardLost
+from .store_shards import StoreShards
+from .tracing import TraceCollector
+from .trainer import RayLearner, TrainerActor
 
 # For actors to end their processes and files in good order; then they are killed.
 CLOSE_TIMEOUT_S = 15.0

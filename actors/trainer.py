@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.calls import Worker
-from actors.store import StoreAddress, StoreClient
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, TrainRow, WeightManifest
 from rlsys.workers import TrainTask
+
+from .calls import Worker
+from .store import StoreAddress, StoreClient
 
 if TYPE_CHECKING:
     from rlsys.engines.training.protocol import TrainingEngine

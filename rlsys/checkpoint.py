@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlsys.file_modes import ordinary_modes
+
 TRAINER_DIR = "trainer"
 CONTROLLER_FILE = "controller.json"
 
@@ -92,6 +94,7 @@ def new_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         yield unfinished
+        ordinary_modes(unfinished)
         _sync_tree(unfinished)
         if path.exists():
             replaced = path.with_name(f".{path.name}.replaced")

@@ -11,6 +11,19 @@ from dataclasses import dataclass
 import torch
 
 from rlsys.config import RunConfig
+from rlsys.data.hub import check_model_path
+
+# What transformers raises for configurations that it cannot make a model of: it reads them
+# unchecked.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+)
 
 MASTER_BYTES, GRAD_BYTES, ADAM_BYTES = 4, 4, 8  # per parameter: float32, float32, two float32
 
@@ -34,12 +47,13 @@ def model_shape(path: str) -> ModelShape:
     """Raises ValueError where `path` holds no causal language model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    check_model_path(path)
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except UNREADABLE as error:
+        reason = [*str(error).strip().splitlines(), type(error).__name__][0]
         raise ValueError(
             f"model.path={path!r} holds no causal language model ({reason}); give a Hugging Face "
             "model directory or hub name."
