@@ -41,7 +41,7 @@ from rlsys.observe.metrics import MetricsWriter, read_metrics
 from rlsys.observe.recorder import Recorder
 from rlsys.observe.records import RolloutWriter
 from rlsys.observe.wandb_sink import WandbSink
-from rlsys.rewards import check_columns
+from rlsys.rewards import as_rewards, check_columns
 from rlsys.run_directory import RunDirectory, RunFiles, check_room
 from rlsys.tiny_models import OwnModel
 from rlsys.workers import ReplicaDied, RowsLost
@@ -227,7 +227,9 @@ def _load_prompts(
         max_context=shape.max_context,
         rows=source.rows,
     )
-    check_columns(flow.stage(ScoreStage).rewards, prompts.metadata_columns)
+    rewards = as_rewards(flow.stage(ScoreStage).rewards)
+    check_columns(rewards, prompts.metadata_columns)
+    prompts.check_filled(dict.fromkeys(name for one in rewards for name in one.required_columns))
     return prompts
 
 

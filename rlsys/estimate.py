@@ -11,19 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rlsys.config import RunConfig
-from rlsys.data.hub import check_model_path
-
-# What transformers raises for configurations that it cannot make a model of: it reads them
-# unchecked.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ImportError,
-    RuntimeError,
-)
+from rlsys.data.hub import check_model_path, in_short, unreadable
 
 MASTER_BYTES, GRAD_BYTES, ADAM_BYTES = 4, 4, 8  # per parameter: float32, float32, two float32
 
@@ -52,11 +40,10 @@ def model_shape(path: str) -> ModelShape:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except UNREADABLE as error:
-        reason = [*str(error).strip().splitlines(), type(error).__name__][0]
+    except unreadable() as error:
         raise ValueError(
-            f"model.path={path!r} holds no causal language model ({reason}); give a Hugging Face "
-            "model directory or hub name."
+            f"model.path={path!r} holds no causal language model ({in_short(error)}); give a "
+            "Hugging Face model directory or hub name."
         ) from error
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

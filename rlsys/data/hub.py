@@ -23,6 +23,31 @@ PROBE_S = 2.0
 OFFLINE = "HF_HUB_OFFLINE"
 
 
+def unreadable() -> tuple[type[Exception], ...]:
+    """What transformers raises for a model directory that it can make nothing of: it reads files
+    before it checks them."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    return (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        RuntimeError,
+        StrictDataclassError,
+        SafetensorError,
+    )
+
+
+def in_short(error: Exception) -> str:
+    """The first line of its message, with its type where there is none or it is a mere name."""
+    first, *_ = [*str(error).strip().splitlines(), ""]
+    return first if " " in first else f"{type(error).__name__}: {first}".rstrip(": ")
+
+
 def check_model_path(path: str) -> None:
     """Raise ValueError where `path` is neither a directory nor the name of a model that is in the
     hub's cache, or on a hub that is not known to be out of reach."""
