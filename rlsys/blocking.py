@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+# For a thread that has been told to start, on a machine that is busy.
+START_S = 60.0
 
 
 def run_to_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -31,14 +35,22 @@ def _in_a_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         started.set_result((asyncio.get_running_loop(), task))
         return await work()
 
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlsys") as pool:
-        ended = pool.submit(lambda: asyncio.run(cancellable()))
+    ended: Future[T] = Future()
+
+    def run() -> None:
         try:
-            return ended.result()
-        except KeyboardInterrupt:
-            loop, task = started.result()
-            with contextlib.suppress(RuntimeError):  # the loop has just closed
-                loop.call_soon_threadsafe(task.cancel)
-            with contextlib.suppress(asyncio.CancelledError):
-                ended.result()
-            raise
+            ended.set_result(asyncio.run(cancellable()))
+        except BaseException as error:  # noqa: BLE001, it is raised where it is waited for
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=run, name="rlsys", daemon=True)
+    try:
+        thread.start()
+        return ended.result()
+    except KeyboardInterrupt:
+        loop, task = started.result(START_S)
+        with contextlib.suppress(RuntimeError):  # the loop has just closed
+            loop.call_soon_threadsafe(task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            ended.result()
+        raise
