@@ -142,13 +142,16 @@ def main(function: Callable[[], object]) -> Callable[[], None]:
 
 def _actors_package(module: str) -> ModuleType:
     """A module of the actors' package that belongs to this rlsys."""
-    root = Path(__file__).resolve().parent.parent
-    is_checkout = not (root / "rlsys_actors").is_dir() and (root / "actors" / "launch.py").is_file()
-    found = importlib.import_module(f"{'actors' if is_checkout else 'rlsys_actors'}.{module}")
-    where = Path(found.__file__ or "").resolve()
-    if is_checkout and not where.is_relative_to(root):
-        raise ImportError(
-            f"the package 'actors' was found in {where.parent}, not beside rlsys in {root}; rename "
-            "that folder, or install rlsys with pip install."
-        )
-    return found
+    is_installed = (Path(__file__).parent.parent / "rlsys_actors").is_dir()
+    first, second = ("rlsys_actors", "actors") if is_installed else ("actors", "rlsys_actors")
+    for package in (first, second):
+        try:
+            return importlib.import_module(f"{package}.{module}")
+        except ModuleNotFoundError as error:  # a package that is missing inside keeps its trace
+            if error.name not in (package, f"{package}.{module}"):
+                raise
+    raise ImportError(
+        f"neither {first!r} nor {second!r} of rlsys was found (sys.path begins with "
+        f"{sys.path[0]!r}); install rlsys with pip install, or put its checkout on PYTHONPATH, and "
+        "rename a folder or module of your own that is called actors."
+    )
