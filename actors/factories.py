@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.placement import Need
 from rlsys.config import RunConfig
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.rewards import Reward, RewardRunner
+
+from .placement import Need
 
 if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
     from rlsys.engines.training.protocol import Aggregation, LossFn, TrainingEngine
@@ -92,7 +93,7 @@ class RolloutFactory:
                 config.model.path,
                 config.rollout,
                 dtype=config.model.dtype,
-                seed=config.seed + self.replica,
+                seed=(config.seed + self.replica) % 2**32,  # what numpy takes in there
                 max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
             )
         from rlsys.engines.generation.torch_engine import TorchEngine

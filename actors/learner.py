@@ -13,11 +13,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.calls import Worker, WorkerDied
-from actors.snapshots import Room, SnapshotKeepers
 from rlsys.checkpoint import Checkpoint
 from rlsys.types import StepResult, WeightManifest
 from rlsys.workers import LearnerDied, RowsLost, TrainTask
+
+from .calls import Worker, WorkerDied
+from .snapshots import Room, SnapshotKeepers
 
 # When a rank fails, the others have so long to say what they know; then they are ended.
 EXPLAIN_S = 2.0

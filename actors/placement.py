@@ -24,7 +24,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.local_ray import is_intact, within
+from .local_ray import is_intact, within
 
 # For giving a reservation back; where Ray's head is dead nobody waits for it.
 RELEASE_TIMEOUT_S = 2.0

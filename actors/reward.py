@@ -12,12 +12,13 @@ from typing import Any
 
 import ray
 
-from actors.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied
-from actors.store import StoreAddress, StoreClient
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardRunner
 from rlsys.types import Rollout
 from rlsys.workers import RolloutText, Scored, ScoreTask
+
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied
+from .store import StoreAddress, StoreClient
 
 SCORE_COLUMNS = ("prompt_token_ids", "token_ids", "policy_versions")
 

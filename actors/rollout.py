@@ -11,10 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
-from actors.learner import RayLearner
-from actors.store import ShardLost, StoreAddress, StoreClient
-from actors.store_shards import StoreShards
 from rlsys.dataflow.blocks import BlockRef, Cell, Columns
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.continuation import continued, merged
@@ -31,6 +27,11 @@ from rlsys.workers import (
     RowsLost,
     WeightsGone,
 )
+
+from .calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
+from .learner import RayLearner
+from .store import ShardLost, StoreAddress, StoreClient
+from .store_shards import StoreShards
 
 # How long one `collect` waits for a rollout to end. Not a limit on rollouts: the next call goes on
 # waiting. It bounds how late the death of an actor is noticed.

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied
 from rlsys.dataflow.signal import Signal
 from rlsys.layout.transport.shared_memory import SharedMemory
+
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied
 
 
 @dataclass(frozen=True)

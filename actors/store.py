@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from actors.calls import Heartbeat
 from rlsys.dataflow.arena import Arena, BlockWriter, Lease, map_arena, read_only
 from rlsys.dataflow.blocks import (
     Array,
@@ -34,6 +33,8 @@ from rlsys.dataflow.blocks import (
 from rlsys.dataflow.signal import Signal
 from rlsys.layout.transport.shared_memory import MemoryGone
 from rlsys.workers import RowsLost
+
+from .calls import Heartbeat
 
 T = TypeVar("T")
 Cells = Mapping[str, Sequence[Cell]]  # by column

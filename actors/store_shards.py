@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import HEARTBEAT_GROUP, Worker, WorkerDied, end_all
-from actors.store import ShardAddress, StoreAddress, StoreShard
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.signal import Signal
+
+from .calls import HEARTBEAT_GROUP, Worker, WorkerDied, end_all
+from .store import ShardAddress, StoreAddress, StoreShard
 
 
 class StoreShards:

@@ -11,18 +11,6 @@ from typing import Any
 
 import ray
 
-from actors.calls import Worker, WorkerError, end_all
-from actors.factories import RewardFactory, RolloutFactory, TrainerFactory
-from actors.fleet import RayFleet
-from actors.learner import RayLearner
-from actors.placement import Place, Places
-from actors.reward import RayScorer, RewardActor
-from actors.rollout import RolloutActor
-from actors.snapshots import SnapshotKeepers
-from actors.store import ShardAddress
-from actors.store_shards import StoreShards
-from actors.tracing import TraceCollector
-from actors.trainer import TrainerActor
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
@@ -31,6 +19,19 @@ from rlsys.errors import first_error
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import as_rewards
+
+from .calls import Worker, WorkerError, end_all
+from .factories import RewardFactory, RolloutFactory, TrainerFactory
+from .fleet import RayFleet
+from .learner import RayLearner
+from .placement import Place, Places
+from .reward import RayScorer, RewardActor
+from .rollout import RolloutActor
+from .snapshots import SnapshotKeepers
+from .store import ShardAddress
+from .store_shards import StoreShards
+from .tracing import TraceCollector
+from .trainer import TrainerActor
 
 
 @contextlib.asynccontextmanager

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.calls import HEARTBEAT_GROUP, Heartbeat
-from actors.store import StoreAddress, StoreClient
 from rlsys.layout.transport.shared_memory import MemoryGone
 from rlsys.layout.transport.shm import read_weights
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, TrainRow, WeightManifest
 from rlsys.workers import LearnerDied, TrainTask
+
+from .calls import HEARTBEAT_GROUP, Heartbeat
+from .store import StoreAddress, StoreClient
 
 if TYPE_CHECKING:
     from rlsys.engines.training.protocol import TrainingEngine

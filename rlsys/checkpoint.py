@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from rlsys.file_modes import ordinary_modes
+
 TRAINER_DIR = "trainer"
 CONTROLLER_FILE = "controller.json"
 MANIFEST_FILE = "manifest.json"
@@ -196,6 +198,7 @@ def _begin(final: Path) -> Path:
 
 def _replace(unfinished: Path, final: Path) -> None:
     """Everything below is on disk when the final name appears."""
+    ordinary_modes(unfinished)
     _sync_tree(unfinished)
     if final.exists():
         replaced = final.with_name(f".{final.name}.replaced")

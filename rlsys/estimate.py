@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rlsys.config import RunConfig
+from rlsys.data.hub import check_model_path, in_short, unreadable
 
 MASTER_BYTES, GRAD_BYTES, ADAM_BYTES = 4, 4, 8  # per parameter: float32, float32, two float32
 
@@ -35,15 +36,15 @@ def model_shape(path: str) -> ModelShape:
     """Raises ValueError where `path` holds no causal language model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    check_model_path(path)
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except unreadable() as error:
         raise ValueError(
-            f"model.path={path!r} holds no causal language model ({reason}); give a Hugging Face "
-            "model directory or hub name."
+            f"model.path={path!r} holds no causal language model ({in_short(error)}); give a "
+            "Hugging Face model directory or hub name."
         ) from error
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rlsys.data.hub import in_short, unreadable
 from rlsys.engines import onednn_linear
 from rlsys.engines.attention import ATTENTION, register_attention
 
@@ -38,14 +39,29 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
         )
-    except (OSError, ValueError, KeyError) as error:
+    except unreadable() as error:
         raise ValueError(
-            f"model.path={str(path)!r} holds no causal language model ({error}); give a Hugging "
-            "Face model directory or hub name."
+            f"model.path={str(path)!r} holds no causal language model ({in_short(error)}); give a "
+            "Hugging Face model directory or hub name."
         ) from error
+    _check_finite(model, path)
     if onednn_linear.is_faster():
         onednn_linear.use_onednn(model)
     return model.to(device)
+
+
+def _check_finite(model: Any, path: str | Path) -> None:
+    """Raise ValueError for weights that are no numbers."""
+    for name, parameter in model.named_parameters():
+        # The sum of finite weights is finite; only for one that is not, each has to be looked at.
+        if not torch.isfinite(parameter.detach().float().sum()):
+            num_bad = int((~torch.isfinite(parameter)).sum())
+            if num_bad:
+                raise ValueError(
+                    f"model.path={str(path)!r}: {num_bad:,} of {parameter.numel():,} weights of "
+                    f"{name} are NaN or infinite; the files are damaged, or training diverged "
+                    "before they were written: give a model that is whole."
+                )
 
 
 class Head:

@@ -91,13 +91,16 @@ def start(script: str, arguments: Sequence[str], directory: Path, **environment:
     return start_command([sys.executable, script, *arguments], directory, **environment)
 
 
-def start_command(command: Sequence[str], directory: Path, **environment: str) -> Job:
+def start_command(
+    command: Sequence[str], log_directory: Path, directory: Path = ROOT, /, **environment: str
+) -> Job:
+    """Start `command` in `directory`, with its log in `log_directory`."""
     mark = uuid.uuid4().hex
-    log = directory / f"{mark}.log"
+    log = log_directory / f"{mark}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
