@@ -36,10 +36,11 @@ from rlsys.engines.training.protocol import Aggregation, LossFn, LossInputs
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks
 from rlsys.engines.training.sharding import recompute_activations, shard, whole
+from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.statistics import StepStatistics, StepSums
 from rlsys.engines.training.supervised import supervised_loss, supervised_row
 from rlsys.engines.training.token_policy import TokenPolicy
-from rlsys.engines.training.trainer_state import load_state, save_state
+from rlsys.engines.training.trainer_state import load_state, save_state, state_tensors
 from rlsys.observe import metrics
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
@@ -183,6 +184,23 @@ class FSDPEngine:
         )
         self._begin_step()
 
+    @property
+    def snapshot_bytes(self) -> int:
+        return snapshot_bytes(self._local_state())
+
+    def open_snapshots(self, path: str) -> SnapshotFile:
+        return SnapshotFile(path, self._local_state())
+
+    def snapshot(self, file: SnapshotFile) -> None:
+        file.write(self.policy_version, self._local_state())
+
+    def restore(self, file: SnapshotFile, step: int) -> None:
+        state = self._local_state()
+        file.read(step, state)
+        torch.set_rng_state(state["rng"])
+        self.policy_version = step
+        self._begin_step()
+
     def export(self, directory: Path) -> None:
         error = None
         tensors = {}
@@ -200,6 +218,10 @@ class FSDPEngine:
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+
+    def _local_state(self) -> dict[str, torch.Tensor]:
+        """All that a snapshot holds; views of this rank's shards, and a copy of the RNG's state."""
+        return state_tensors(self._parameters, self._optimizer) | {"rng": torch.get_rng_state()}
 
     @property
     def _sharded(self) -> bool:

@@ -34,7 +34,7 @@ def save_state(
 
     Raises OSError for an unwritable directory or a full disk.
     """
-    state = _tensors(parameters, optimizer)
+    state = state_tensors(parameters, optimizer)
     state["policy_version"] = torch.tensor(policy_version)
     state["rng"] = torch.get_rng_state()
     with _plain_errors(sharded):
@@ -54,7 +54,7 @@ def load_state(
     """
     if not (directory / ".metadata").is_file():
         raise ValueError(f"{directory} holds no trainer state; name a directory that save() wrote.")
-    state = _tensors(parameters, optimizer)
+    state = state_tensors(parameters, optimizer)
     _check_names(directory, state)
     state["policy_version"] = torch.tensor(0)
     state["rng"] = torch.get_rng_state()
@@ -64,7 +64,7 @@ def load_state(
     return int(state["policy_version"])
 
 
-def _tensors(
+def state_tensors(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW
 ) -> dict[str, Any]:
     """Views of all state; moments that the optimizer has not made yet are made here, as zeros."""
