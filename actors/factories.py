@@ -93,7 +93,6 @@ class RolloutFactory:
                 config.model.path,
                 config.rollout,
                 dtype=config.model.dtype,
-                seed=(config.seed + self.replica) % 2**32,  # what numpy takes in there
                 max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
             )
         from rlsys.engines.generation.torch_engine import TorchEngine

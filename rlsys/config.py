@@ -419,6 +419,9 @@ class ObserveConfig:
         )
 
 
+# Asked for a lower one above 0, vLLM samples at this one.
+VLLM_MIN_TEMPERATURE = 0.01
+
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 MAX_NAME = 200  # file systems take 255 bytes, and files beside it have longer names
 
@@ -478,6 +481,11 @@ class RunConfig:
         )
         require(
             self.group_size >= 1, f"group_size={self.group_size} samples nothing; use at least 1."
+        )
+        require(
+            self.rollout.engine != "vllm" or self.sampling.temperature >= VLLM_MIN_TEMPERATURE,
+            f"sampling.temperature={self.sampling.temperature} is below {VLLM_MIN_TEMPERATURE}, "
+            'the lowest at which vLLM samples; raise it, or use rollout.engine="torch".',
         )
         require(
             self.prompts_per_step % self.trainer.num_ranks == 0,

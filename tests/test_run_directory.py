@@ -125,7 +125,7 @@ def test_auto_resumes_what_can_be_resumed_and_begins_anew_what_cannot(tmp_path: 
     with opened() as run:
         assert not run.metrics.exists()
         run.metrics.write_text('{"step": 1}\n')
-        (run.checkpoints / "step-10").mkdir()
+        (run.checkpoints / "step_000010").mkdir()
     with opened() as run:
         assert run.metrics.exists()
     with pytest.raises(ValueError, match="two runs never share"):
