@@ -12,6 +12,7 @@ import torch
 
 from rlsys.config import RunConfig
 from rlsys.data.hub import check_model_path, in_short, unreadable
+from rlsys.engines.context import context_length
 
 MASTER_BYTES, GRAD_BYTES, ADAM_BYTES = 4, 4, 8  # per parameter: float32, float32, two float32
 
@@ -52,7 +53,7 @@ def model_shape(path: str) -> ModelShape:
     return ModelShape(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         kv_values_per_token=2 * text.num_hidden_layers * num_kv_heads * head_dim,
-        max_context=text.max_position_embeddings,
+        max_context=context_length(config),
     )
 
 

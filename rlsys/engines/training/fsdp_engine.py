@@ -20,7 +20,7 @@ import torch
 from rlsys.algorithms import kl
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.config import ModelConfig, TrainerConfig
-from rlsys.engines.causal_lm import check_head, load_causal_lm
+from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.rms_norm import use_fast_norms
@@ -84,7 +84,6 @@ class FSDPEngine:
         # Masters are float32 whatever the precision of the forward pass. The model stays in
         # evaluation mode: dropout would make trainer and sampler two different policies.
         causal_lm = load_causal_lm(model_path, dtype="float32")
-        check_head(causal_lm)
         use_fast_norms(causal_lm)
         self._policy = TokenPolicy(causal_lm)
         if model.gradient_checkpointing:
