@@ -12,7 +12,7 @@ from actors.cluster import Need
 from rlsys.config import RunConfig
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.layout.transport.owned_file import shared_memory_dir
-from rlsys.rewards import Reward, RewardRunner
+from rlsys.rewards import PackedRewards, RewardRunner
 
 if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
     from rlsys.engines.training.protocol import Aggregation, LossFn, TrainingEngine
@@ -113,11 +113,13 @@ class RolloutFactory:
 @dataclass(frozen=True, kw_only=True)
 class RewardFactory:
     config: RunConfig
-    rewards: tuple[Reward, ...]
+    rewards: PackedRewards
 
     def __call__(self) -> RewardRunner:
         return RewardRunner(
             self.rewards,
             concurrency=self.config.reward.concurrency,
             timeout_s=self.config.reward.timeout_s,
+            memory_gib=self.config.reward.memory_gib,
+            start_timeout_s=self.config.cluster.start_timeout_s,
         )

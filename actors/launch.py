@@ -38,7 +38,7 @@ from rlsys.observe.metrics import MetricsWriter, read_metrics
 from rlsys.observe.recorder import Recorder
 from rlsys.observe.records import RolloutWriter
 from rlsys.observe.wandb_sink import WandbSink
-from rlsys.rewards import check_columns
+from rlsys.rewards import check_columns, pack_rewards
 from rlsys.run_directory import RunDirectory
 from rlsys.tiny_models import OwnModel
 from rlsys.workers import ReplicaDied, RowsLost
@@ -168,6 +168,7 @@ def _load_prompts(
         rows=source.rows,
     )
     check_columns(flow.stage(ScoreStage).rewards, prompts.metadata_columns)
+    pack_rewards(flow.stage(ScoreStage).rewards)  # raises for those that cannot travel
     return prompts
 
 

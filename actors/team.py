@@ -27,7 +27,7 @@ from rlsys.errors import first_error
 from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX, shared_memory_dir
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
-from rlsys.rewards import as_rewards
+from rlsys.rewards import pack_rewards
 
 # For actors to end their processes and files in good order; then they are killed.
 CLOSE_TIMEOUT_S = 15.0
@@ -90,7 +90,7 @@ class Team:
         self.scorer = RayScorer(self._hire_reward, num_workers=config.reward.num_workers)
 
     def _hire_reward(self, number: int) -> Worker:
-        rewards = as_rewards(self._flow.stage(ScoreStage).rewards)
+        rewards = pack_rewards(self._flow.stage(ScoreStage).rewards)
         runner = RewardFactory(config=self._config, rewards=rewards)
         return self._hire(f"reward-{number}", RewardActor, {"num_cpus": 0}, runner, self._tokenizer)
 

@@ -27,7 +27,15 @@ from rlsys.types import (
     StepResult,
     WeightManifest,
 )
-from rlsys.workers import Collected, FinishedRollout, ReplicaDied, Scored, ScoreTask, TrainTask
+from rlsys.workers import (
+    Collected,
+    FinishedRollout,
+    ReplicaDied,
+    Scored,
+    ScoreTask,
+    TellScores,
+    TrainTask,
+)
 
 NUM_PROMPT_TOKENS = 4
 
@@ -146,9 +154,9 @@ class SimulatedScorer:
         total=float(task.index), components={}
     )
 
-    async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
+    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
         await asyncio.sleep(self.latency_s())
-        return [Scored(outcome=self.outcome(task), text=None) for task in tasks]
+        tell({i: Scored(outcome=self.outcome(task), text=None) for i, task in enumerate(tasks)})
 
 
 @dataclass(kw_only=True)
