@@ -45,6 +45,7 @@ def main() -> None:
         os._exit(0)  # nobody's child: Ray ends the children of a worker before the worker
     os.setsid()
     control = socket.socket(fileno=spec["control"])
+    control.set_inheritable(False)
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = socket.socketpair()
     wake.setblocking(False)
