@@ -116,7 +116,7 @@ def printable(text: str) -> str:
 
 
 def combine(
-    rewards: Sequence[PackedReward], outcomes: Sequence[Outcome]
+    rewards: Sequence[Reward | PackedReward], outcomes: Sequence[Outcome]
 ) -> RewardResult | RewardFailure:
     """The outcomes of all rewards on one rollout as one; the first failure wins."""
     total = 0.0

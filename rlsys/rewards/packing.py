@@ -7,7 +7,7 @@ opens, and what its supervisor has to know beside.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,7 +66,7 @@ def _culprit(function: Any) -> str:
     for what, part in _parts(function):
         if _error_of(part):
             inner = _culprit(part)
-            return f"{what}" if inner == _plain(part) else f"{inner} of {what}"
+            return what if inner == _plain(part) else f"{inner} of {what}"
     return _plain(function)
 
 
@@ -74,20 +74,22 @@ def _plain(value: object) -> str:
     return f"an object of type {type(value).__name__}"
 
 
-def _parts(function: Any) -> Iterator[tuple[str, Any]]:
+def _parts(function: Any) -> list[tuple[str, Any]]:
     """What the function carries with it, each with words for it."""
+    parts: list[tuple[str, Any]] = []
     if isinstance(function, partial):
-        yield "the function", function.func
-        yield from ((f"argument {i}", value) for i, value in enumerate(function.args))
-        yield from ((f"argument {name!r}", value) for name, value in function.keywords.items())
+        parts.append(("the function", function.func))
+        parts += ((f"argument {i}", value) for i, value in enumerate(function.args))
+        parts += ((f"argument {name!r}", value) for name, value in function.keywords.items())
     elif inspect.isfunction(function):
         names = inspect.getclosurevars(function)
-        for name, value in {**names.globals, **names.nonlocals}.items():
-            yield f"variable {name!r} ({type(value).__name__})", value
-        for index, value in enumerate(function.__defaults__ or ()):
-            yield f"default {index} ({type(value).__name__})", value
+        variables = {**names.globals, **names.nonlocals}
+        parts += ((f"variable {name!r}", value) for name, value in variables.items())
+        defaults = enumerate(function.__defaults__ or ())
+        parts += ((f"default {index}", value) for index, value in defaults)
     elif inspect.ismethod(function):
-        yield f"its object ({type(function.__self__).__name__})", function.__self__
+        parts.append(("its object", function.__self__))
     else:
-        for name, value in getattr(function, "__dict__", {}).items():
-            yield f"attribute {name!r} ({type(value).__name__})", value
+        attributes = getattr(function, "__dict__", {})
+        parts += ((f"attribute {name!r}", value) for name, value in attributes.items())
+    return [(f"{words} ({type(value).__name__})", value) for words, value in parts]

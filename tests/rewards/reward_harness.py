@@ -34,7 +34,7 @@ def rollouts(count: int) -> list[Rollout]:
 
 
 def run(scenario: Callable[[], Awaitable[T]]) -> T:
-    return asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))  # type: ignore[arg-type]
+    return asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 @contextlib.asynccontextmanager

@@ -49,7 +49,7 @@ def kill_process() -> float:
 
 
 def read_nowhere() -> float:
-    return ctypes.c_int.from_address(8).value
+    return float(ctypes.c_int.from_address(8).value)
 
 
 def backtrack() -> float:
@@ -104,7 +104,7 @@ ACTS = {
 def acting(act: Any) -> Any:
     """The third of the rollouts does `act`; the others wait a little, so that they are there."""
 
-    def acts(rollout: Rollout) -> float:
+    def acts(rollout: Rollout) -> Any:
         if rollout.index == 2:
             return act()
         time.sleep(0.05)
