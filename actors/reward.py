@@ -76,12 +76,11 @@ class RewardActor:
         self._pieces: dict[int, Parts[Score]] = {}
         self._work: set[asyncio.Task[None]] = set()
 
-    async def ping(self) -> None:
-        """Answers when the functions are loaded; raises ValueError if they cannot be."""
-        if self._runner is None:
-            runner = self._make_runner()
-            await runner.start()
-            self._runner = runner
+    async def start(self) -> None:
+        """Load the functions, once. Raises ValueError if they cannot be loaded."""
+        runner = self._make_runner()
+        await runner.start()
+        self._runner = runner
 
     async def drain_trace(self) -> TraceBatch:
         return self._tracer.drain()
@@ -240,8 +239,8 @@ class RayScorer:
     async def _started(self, worker: Worker) -> None:
         """When the actor can work; raises what kept it from starting."""
         if worker not in self._starts:
-            ping = worker.call("ping", timeout_s=self._start_timeout_s)
-            self._starts[worker] = asyncio.ensure_future(ping)
+            start = worker.call("start", timeout_s=self._start_timeout_s)
+            self._starts[worker] = asyncio.ensure_future(start)
         await asyncio.shield(self._starts[worker])
 
     async def _restarted(self, worker: Worker) -> None:

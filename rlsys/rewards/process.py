@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,8 @@ class RewardProcess:
         self._control, control = socket.socketpair()
         self._control.setblocking(False)
         try:
-            await asyncio.to_thread(self._spawn, theirs.fileno(), control.fileno(), table_fd)
+            spawn = asyncio.to_thread(self._spawn, theirs.fileno(), control.fileno(), table_fd)
+            await _uninterrupted(spawn)  # the thread needs the descriptors to its end
         except BaseException:
             ours.close()
             self._control.close()
@@ -263,6 +264,16 @@ class RewardProcess:
         if length > MAX_ANSWER_BYTES:
             raise ConnectionError(f"an answer of {length} bytes")
         return json.loads(await self._reader.readexactly(length))
+
+
+async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Cancelled, it ends only when the work has."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 def _told(told: Any) -> Told:

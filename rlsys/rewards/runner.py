@@ -7,28 +7,22 @@ In: rollouts. Out, for each: a RewardResult or a RewardFailure.
                   │  └─ it dies: who ran is a suspect, everybody else goes to the next process
                   └──► suspects, one at a time in a process of its own ──► outcomes
 
-No user code runs here, so nothing that it does can hold up this event loop. The limits:
-
-- A call past its limit is a time-out. Its thread may live on; a process with such threads is
-  replaced after some seconds, when those calls that run well in it have ended.
-- A call that blocks the others, because it holds the interpreter lock or the event loop, is found
-  when any of them is past its limit. The process is killed, the others run again.
-- A process that dies, or is killed without a culprit: each call that ran is tried again alone. One
-  that ends that process too is a "crash". So is one that runs out of memory in company.
+No user code runs here, so nothing that it does can hold up this event loop. What is late is found
+in limits.py. A process that dies, or is killed without a culprit: each call that ran is tried again
+alone. One that ends that process too is a "crash". One that finds no memory is tried again alone as
+well, since another may have taken all of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import subprocess
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rlsys.rewards.batch import Batch, Call, TellResult
+from rlsys.rewards.limits import Limits, Watched
 from rlsys.rewards.outcome import (
     FailureKind,
     Outcome,
@@ -38,18 +32,9 @@ from rlsys.rewards.outcome import (
 )
 from rlsys.rewards.packing import PackedRewards
 from rlsys.rewards.parts import Parts
-from rlsys.rewards.process import MAX_STUCK, Death, ProcessEnded, RewardProcess, Told
-from rlsys.rewards.table import Running
+from rlsys.rewards.process import Death, ProcessEnded, RewardProcess, Told
 from rlsys.rewards.wire import pack_rollouts
 from rlsys.types import Rollout
-
-# A process that does not give up a call in this time hangs as a whole, or the machine is so busy
-# that what runs in it is tried again.
-ANSWER_GRACE_S = 1.0
-
-# A process holds threads that were given up no longer than this, and no more than these.
-STUCK_TIMEOUT_S = 10.0
-MAX_STUCK_BEFORE_REPLACED = MAX_STUCK // 2
 
 # Of a process that could not be started; the functions were loaded before, so this may pass.
 HIRE_ERRORS = (ProcessEnded, ValueError, OSError, subprocess.SubprocessError)
@@ -57,19 +42,6 @@ HIRE_ERRORS = (ProcessEnded, ValueError, OSError, subprocess.SubprocessError)
 # Processes in a row that end before any call has: then what waits for one has failed.
 MAX_FRUITLESS = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before another is started
-
-
-@dataclass(kw_only=True, eq=False)
-class _Watched:
-    """What is known of a process."""
-
-    has_told: bool = False  # an outcome
-    given_up: set[int] = field(default_factory=set)  # calls whose threads may live on
-    stuck_since_s: float | None = None  # when such threads were first seen
-    is_being_replaced: bool = False
-    is_leaving: bool = False  # takes no more calls, ends when those that run have ended
-    is_ending: bool = False
-    culprit_found: bool = False  # it was killed because of one call; the others are innocent
 
 
 class RewardRunner:
@@ -101,21 +73,29 @@ class RewardRunner:
         self._open: dict[int, Call] = {}
         self._main: RewardProcess | None = None  # None while it is being replaced
         self._alone: RewardProcess | None = None
-        self._processes: dict[RewardProcess, _Watched] = {}  # those that are ending too
+        self._processes: dict[RewardProcess, Watched] = {}  # those that are ending too
         self._waiting: list[Call] = []  # for the main process
         self._suspects: deque[Call] = deque()
         self._tried_alone: Call | None = None
         self._alone_ended = asyncio.Event()
         self._num_fruitless = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._call_came = asyncio.Event()
         self._suspect_came = asyncio.Event()
         self._error: BaseException | None = None
+        self._limits = Limits(
+            self._open,
+            self._processes,
+            min_limit_s=min(self._limits_s),
+            time_out=self._time_out,
+            kill=self._kill,
+            replace=self._replace,
+            look_at_leaving=self._end_if_idle,
+        )
 
     async def start(self) -> None:
         """Raises ValueError for functions that cannot be loaded, TimeoutError or ProcessEnded."""
         self._main = await self._hire(self._concurrency)
-        self._do(self._watch())
+        self._do(self._limits.watch())
         self._do(self._run_suspects())
 
     async def close(self) -> None:
@@ -152,7 +132,7 @@ class RewardRunner:
                     )
                 )
         self._open |= {call.number: call for call in calls}
-        self._call_came.set()
+        self._limits.call_came()
         self._send(calls)
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[RewardResult | RewardFailure]:
@@ -177,7 +157,7 @@ class RewardRunner:
         await process.start(self._start_timeout_s)
         assert process.serving is not None
         process.serving.add_done_callback(self._check)
-        self._processes[process] = _Watched()
+        self._processes[process] = Watched()
         return process
 
     async def _replace_main(self) -> None:
@@ -240,7 +220,7 @@ class RewardRunner:
         if self._main is None:
             self._waiting += calls
             return
-        for batch in {call.batch for call in calls}:
+        for batch in dict.fromkeys(call.batch for call in calls):  # in their order
             self._run(self._main, batch, [call for call in calls if call.batch is batch])
 
     def _run(self, process: RewardProcess, batch: Batch, calls: Sequence[Call]) -> None:
@@ -259,7 +239,7 @@ class RewardRunner:
                 continue
             if outcome is None:
                 watched.given_up.add(number)
-                self._decide(call, self._timeout(call))
+                self._time_out(call)
                 continue
             watched.has_told = True
             self._num_fruitless = 0
@@ -285,8 +265,9 @@ class RewardRunner:
             self._tried_alone = None
             self._alone_ended.set()
 
-    def _timeout(self, call: Call) -> RewardFailure:
-        return timeout_failure(self._packed.rewards[call.reward], call.limit_s)
+    def _time_out(self, call: Call) -> None:
+        reward = self._packed.rewards[call.reward]
+        self._decide(call, timeout_failure(reward, call.limit_s))
 
     def _crash(self, call: Call, kind: FailureKind, reason: str) -> RewardFailure:
         name = self._name(call)
@@ -325,88 +306,14 @@ class RewardRunner:
             if self._alone is not None:
                 self._kill(self._alone)
 
-    # Limits
-
-    async def _watch(self) -> None:
-        while True:
-            self._call_came.clear()
-            if not self._open and not any(w.given_up for w in self._processes.values()):
-                await self._call_came.wait()
-            next_s = time.monotonic() + min(self._limits_s)  # what begins now cannot be late before
-            for process in list(self._processes):
-                if not self._processes[process].is_ending:
-                    next_s = min(next_s, await self._look(process))
-            await asyncio.sleep(max(0.0, next_s - time.monotonic()))
-
-    async def _look(self, process: RewardProcess) -> float:
-        """Act on what is late in a process; when to look again."""
-        watched = self._processes[process]
-        running = process.running()
-        now_s, next_s = time.monotonic(), math.inf
-        unanswered: list[Call] = []
-        for run in running:
-            call = self._open.get(run.number)
-            if call is None or call.process is not process:
-                continue
-            deadline_s = run.began_s + call.limit_s
-            if now_s >= deadline_s and call.asked_s is None:
-                process.give_up(run.number)
-                call.asked_s = now_s
-            if call.asked_s is not None:
-                deadline_s = call.asked_s + ANSWER_GRACE_S
-            if now_s >= deadline_s:
-                unanswered.append(call)
-            else:
-                next_s = min(next_s, deadline_s)
-        watched.given_up &= {run.number for run in running}
-        if watched.given_up:
-            next_s = min(next_s, self._look_at_stuck(process, now_s))
-        else:
-            watched.stuck_since_s = None
-        if unanswered:
-            next_s = min(next_s, await self._unblock(process, running, unanswered))
-        elif watched.is_leaving:
-            self._end_if_idle(process)
-        return next_s
-
-    def _look_at_stuck(self, process: RewardProcess, now_s: float) -> float:
-        watched = self._processes[process]
-        if watched.stuck_since_s is None:
-            watched.stuck_since_s = now_s
-        replace_s = watched.stuck_since_s + STUCK_TIMEOUT_S
-        if process is not self._main or watched.is_being_replaced:
-            return math.inf
-        if now_s >= replace_s or len(watched.given_up) >= MAX_STUCK_BEFORE_REPLACED:
-            watched.is_being_replaced = True
-            self._do(self._replace_main())
-        return replace_s
-
-    async def _unblock(
-        self, process: RewardProcess, running: Sequence[Running], unanswered: Sequence[Call]
-    ) -> float:
-        """A process does not answer: kill it, unless the call that blocks it still has time."""
-        number = await process.culprit(running)
-        now_s = time.monotonic()
-        if process not in self._processes:  # it has died
-            return now_s
-        if not any(call.number in self._open and call.process is process for call in unanswered):
-            return now_s  # it answers after all
-        culprit = None if number is None else self._open.get(number)
-        if culprit is not None:
-            began_s = next(run.began_s for run in running if run.number == number)
-            deadline_s = began_s + culprit.limit_s
-            if now_s < deadline_s:
-                for call in unanswered:
-                    call.asked_s = deadline_s - ANSWER_GRACE_S
-                return deadline_s
-            self._decide(culprit, self._timeout(culprit))
-        self._processes[process].culprit_found = number is not None
-        self._kill(process)
-        return math.inf
-
     def _end_if_idle(self, process: RewardProcess) -> None:
         if not any(call.process is process for call in self._open.values()):
             self._kill(process)
+
+    def _replace(self, process: RewardProcess) -> None:
+        if process is self._main and not self._processes[process].is_being_replaced:
+            self._processes[process].is_being_replaced = True
+            self._do(self._replace_main())
 
     # This object's own tasks
 

@@ -79,7 +79,7 @@ def test_rows_of_a_lost_shard_are_told_apart_and_slow_ones_come_later(
     tasks = [task(place, "dead" if place == 2 else "alive") for place in range(5)]
 
     async def scenario() -> list[dict[int, Score]]:
-        await actor.ping()
+        await actor.start()
         parts: list[dict[int, Score]] = []
         part: Part = await actor.score(7, tasks)
         parts.append({**part.scores})

@@ -37,7 +37,7 @@ class FakeWorker(Worker):
         if self.dies_at is not None and self.num_answers >= self.dies_at:
             raise WorkerDied(f"{self.name} died during {method}")
         self.num_answers += 1
-        if method == "ping":
+        if method == "start":
             return None
         number = args[0]
         if method == "score":
