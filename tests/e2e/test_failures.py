@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -59,6 +60,46 @@ def test_a_reward_that_sometimes_fails_is_counted_and_dropped(tmp_path: Path) ->
     assert lines[-1]["rollouts/dropped"] >= 2 * 4
     assert sum(line["rewards/failed"] for line in lines) >= 4
     assert lines[-1]["reward/mean"] == 1.0
+
+
+def test_a_reward_that_cannot_travel_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    script = tmp_path / "recipe.py"
+    text = BROKEN_REWARD.format(root=str(ROOT), body="return float(lock.locked())")
+    script.write_text(text.replace("import time\n", "import threading\nlock = threading.Lock()\n"))
+    job = run(str(script), [*SMALL_QUICKSTART, "--runs-dir", str(tmp_path / "runs")], tmp_path)
+    assert job.returncode == 1
+    assert "reward 'broken' runs in a process of its own and cannot travel there" in job.output
+    assert "variable 'lock' (lock)" in job.output
+    assert "Starting Ray" not in job.output
+
+
+@pytest.mark.slow
+def test_rewards_that_misbehave_in_every_way_are_counted_by_reason(tmp_path: Path) -> None:
+    sizes = ["--num-steps", "12", "--prompts-per-step", "8"]
+    job = run("scripts/bench/rewards.py", sizes, tmp_path, timeout_s=900)
+    assert job.returncode == 0, job.output
+    failed = json.loads(job.output.splitlines()[-1])["failed"]
+    assert failed["memory"] == failed["crash"] == 1
+    assert failed["timeout"] >= 1 + 5
+    assert failed["exception"] >= 5
+
+
+def test_a_reward_worker_that_dies_is_replaced(tmp_path: Path) -> None:
+    arguments = [*SMALL_QUICKSTART, "--num-steps", "60", "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path)
+    try:
+        job.wait_for_output("stale avg/max", timeout_s=280)
+        (pid,) = (p for p, name in job.processes().items() if name.startswith("ray::RewardActor"))
+        os.kill(pid, signal.SIGKILL)
+        assert job.wait(timeout_s=280) == 0, job.output
+        assert job.left_behind() == {}
+    finally:
+        job.end()
+    ledger = Ledger.replay(
+        read_events(tmp_path / "runs" / "quickstart" / "ledger.jsonl"), lambda event: None
+    )
+    assert (ledger.num_trained, ledger.open_groups) == (60 * 4, [])
+    assert "reward crash" not in ledger.drop_reasons
 
 
 @pytest.mark.parametrize(
