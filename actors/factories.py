@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlsys.config import RunConfig
 from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.rewards import Reward, RewardRunner
+from rlsys.rewards import PackedRewards, RewardRunner
 
 from .placement import Need
 
@@ -109,11 +109,13 @@ class RolloutFactory:
 @dataclass(frozen=True, kw_only=True)
 class RewardFactory:
     config: RunConfig
-    rewards: tuple[Reward, ...]
+    rewards: PackedRewards
 
     def __call__(self) -> RewardRunner:
         return RewardRunner(
             self.rewards,
             concurrency=self.config.reward.concurrency,
             timeout_s=self.config.reward.timeout_s,
+            memory_gib=self.config.reward.memory_gib,
+            start_timeout_s=self.config.cluster.start_timeout_s,
         )

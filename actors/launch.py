@@ -42,7 +42,7 @@ from rlsys.observe.metrics import MetricsWriter, read_metrics
 from rlsys.observe.recorder import Recorder
 from rlsys.observe.records import RolloutWriter
 from rlsys.observe.wandb_sink import WandbSink
-from rlsys.rewards import as_rewards, check_columns
+from rlsys.rewards import as_rewards, check_columns, pack_rewards
 from rlsys.run_directory import RunDirectory, RunFiles, check_room
 from rlsys.tiny_models import OwnModel
 from rlsys.workers import Fleet, LearnerDied, Replica, ReplicaDied, RowsLost
@@ -245,6 +245,7 @@ def _load_prompts(
     rewards = as_rewards(flow.stage(ScoreStage).rewards)
     check_columns(rewards, prompts.metadata_columns)
     prompts.check_filled(dict.fromkeys(name for one in rewards for name in one.required_columns))
+    pack_rewards(rewards)  # raises for those that cannot travel
     return prompts
 
 

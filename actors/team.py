@@ -18,7 +18,7 @@ from rlsys.dataflow.signal import Signal
 from rlsys.errors import first_error
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
-from rlsys.rewards import as_rewards
+from rlsys.rewards import pack_rewards
 
 from .calls import Worker, WorkerError, end_all
 from .factories import RewardFactory, RolloutFactory, TrainerFactory
@@ -203,7 +203,7 @@ class _Actors:
         return self._start(name, RolloutActor, place.options, make_engine)
 
     def reward(self, number: int) -> Worker:
-        rewards = as_rewards(self._flow.stage(ScoreStage).rewards)
+        rewards = pack_rewards(self._flow.stage(ScoreStage).rewards)
         runner = RewardFactory(config=self._config, rewards=rewards)
         name = f"reward-{number}"
         return self._start(name, RewardActor, {"num_cpus": 0}, runner, self._tokenizer)

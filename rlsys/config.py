@@ -7,6 +7,7 @@ An error names the value, the rule and the fix. Numbers are finite, whatever a c
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -289,16 +290,23 @@ class TrainerConfig:
         )
 
 
+# For Python, numpy and a few threads' stacks.
+MIN_REWARD_MEMORY_GIB = 0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """The pool that runs reward functions."""
 
     num_workers: int = 1
-    """Reward actors, one process each."""
+    """Reward actors, each with a process that runs the functions."""
     concurrency: int = 16
-    """Rollouts that one worker scores at a time (threads for plain functions)."""
+    """Calls of reward functions that one worker runs at a time (threads for plain functions)."""
     timeout_s: float = 30.0
     """Limit for one reward function on one rollout; past it the rollout is dropped and counted."""
+    memory_gib: float = 4.0
+    """Memory in GiB of one worker's functions and all that they start; past it the call that takes
+    it fails, or its process is ended."""
 
     def __post_init__(self) -> None:
         conform(self, "reward")
@@ -316,6 +324,11 @@ class RewardConfig:
             0 < self.timeout_s <= MAX_SECONDS,
             f"reward.timeout_s={self.timeout_s} is no time limit; use more than 0 s, at most "
             f"{MAX_SECONDS:g} s.",
+        )
+        require(
+            MIN_REWARD_MEMORY_GIB <= self.memory_gib < math.inf,
+            f"reward.memory_gib={self.memory_gib} is not enough for the interpreter, or no number "
+            f"of bytes; use at least {MIN_REWARD_MEMORY_GIB}.",
         )
 
 

@@ -56,6 +56,15 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Unreadable:
+    """The shard that held the rollout is gone; nothing was scored."""
+
+
+Score = Scored | Unreadable
+TellScores = Callable[[Mapping[int, Score]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainTask:
     """One rollout of a micro-batch."""
 
@@ -145,8 +154,9 @@ class Fleet(Protocol):
 
 
 class Scorer(Protocol):
-    async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
-        """Raises RowsLost."""
+    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+        """Calls `tell` with scores by the task's place, in parts, as they come; returns when every
+        task has one."""
 
 
 class Learner(Protocol):

@@ -64,6 +64,8 @@ from rlsys.types import SamplingParams
         (RewardConfig, {"num_workers": 0}, "reward.num_workers=0"),
         (RewardConfig, {"concurrency": 0}, "reward.concurrency=0"),
         (RewardConfig, {"timeout_s": 0.0}, "reward.timeout_s=0.0"),
+        (RewardConfig, {"memory_gib": 0.1}, "reward.memory_gib=0.1"),
+        (RewardConfig, {"memory_gib": math.inf}, "reward.memory_gib=inf"),
         (AsyncConfig, {"max_staleness": -1}, "asynchrony.max_staleness=-1"),
         (ClusterConfig, {"store_gib": 0.0}, "cluster.store_gib=0.0"),
         (ClusterConfig, {"start_timeout_s": -1.0}, "cluster.start_timeout_s=-1.0"),

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ from rlsys.simulation.workers import (
     exponential,
 )
 from rlsys.types import WeightManifest
-from rlsys.workers import ReplicaDied, ScoreTask, WeightsGone
+from rlsys.workers import ReplicaDied, Scored, ScoreTask, TellScores, Unreadable, WeightsGone
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -543,6 +543,40 @@ def test_groups_of_a_lost_shard_are_issued_again() -> None:
     assert w.ledger.num_trained == 3 * 4
     assert w.ledger.num_issued == 3 * 4  # the same groups, under their own ids
     assert sum(len(replica.submitted) for replica in w.replicas) > 3 * 8
+
+
+def test_rows_of_a_healthy_shard_are_scored_beside_those_of_a_lost_one() -> None:
+    """One batch holds both; the scorer meets the death before the controller is told."""
+    w = world(num_replicas=2, num_steps=3)
+    w.replicas[1].shard = "healthy"
+    dead: set[str] = set()
+    num_unreadable = 0
+
+    class Scorer(SimulatedScorer):
+        async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+            nonlocal num_unreadable
+            await asyncio.sleep(1.0)
+            lost = [i for i, task in enumerate(tasks) if task.cell[0].shard in dead]
+            num_unreadable += len(lost)
+            tell(dict.fromkeys(lost, Unreadable()))
+            for i in set(range(len(tasks))) - {*lost}:
+                tell({i: Scored(outcome=self.outcome(tasks[i]), text=None)})
+
+    w.scorer = Scorer()
+
+    async def lose_a_shard() -> None:
+        await asyncio.sleep(1.5)
+        dead.add("shard")
+        await asyncio.sleep(2.0)
+        w.replicas[0].shard = "shard-2"
+        w.controller.shard_lost("shard")
+
+    async def run() -> None:
+        await asyncio.gather(w.run(), lose_a_shard())
+
+    run_in_virtual_time(run())
+    assert num_unreadable > 0
+    assert w.ledger.num_trained == 3 * 4
 
 
 def test_groups_that_the_learner_has_read_are_not_issued_again() -> None:
