@@ -12,8 +12,11 @@ import pytest
 
 from rlsys.audit import audit
 from rlsys.dataflow.ledger import Ledger, read_events
+from rlsys.history import read_evidence
 from rlsys.observe.metrics import read_metrics
 from tests.e2e.job import ROOT, SMALL_QUICKSTART, run, start
+
+KINDS = ("RewardActor", "RolloutActor", "TrainerActor", "SnapshotKeeper", "StoreShard")
 
 BROKEN_REWARD = """
 import sys
@@ -109,7 +112,7 @@ def test_a_run_outlives_each_of_its_processes(tmp_path: Path) -> None:
         assert job.left_behind() == {}
     finally:
         job.end()
-    assert audit(directory).broken == []
+    assert audit(read_evidence(directory)).faults == []
 
 
 def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
