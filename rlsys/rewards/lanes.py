@@ -97,7 +97,8 @@ class Lanes:
             if wait_s > 0:
                 return wait_s
             if not self._has_quick_lane():
-                self._begin_next(num_lanes=self._concurrency)
+                # Twice as many each time, since a process that had no processor looks slow too.
+                self._begin_next(num_lanes=max(1, len(self._running)))
             return SPREAD_AFTER_S
 
     def give_up(self, number: int) -> None:
