@@ -17,13 +17,14 @@ from typing import Any
 
 import ray
 
-from actors.calls import Worker, WorkerError
-from actors.store import StoreAddress, StoreClient
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure, RewardResult, RewardRunner
 from rlsys.rewards.parts import Parts
 from rlsys.types import Rollout
 from rlsys.workers import RolloutText, RowsLost, Score, Scored, ScoreTask, TellScores, Unreadable
+
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError
+from .store import StoreAddress, StoreClient
 
 SCORE_COLUMNS = ("prompt_token_ids", "token_ids", "policy_versions")
 
@@ -59,8 +60,8 @@ class Part:
     is_last: bool
 
 
-@ray.remote
-class RewardActor:
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
+class RewardActor(Heartbeat):
     def __init__(
         self,
         make_runner: Callable[[], RewardRunner],
