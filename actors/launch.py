@@ -16,7 +16,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,33 +24,37 @@ from typing import Any, Literal
 from rlsys.blocking import run_to_end
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
-from rlsys.controller import Controller, RewardsFailed, StallError
+from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
 from rlsys.dataflow.graph import Dataflow, GenerateStage, ScoreStage
-from rlsys.dataflow.ledger import Ledger, LedgerFile, read_events
+from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.errors import RunFailed, first_error
 from rlsys.estimate import ModelShape, estimate_memory, model_shape
 from rlsys.fields import to_dict
+from rlsys.history import History, read_history
 from rlsys.launching import RunResult, WarmStart
 from rlsys.observe.console import RunConsole
 from rlsys.observe.metrics import MetricsWriter, read_metrics
 from rlsys.observe.recorder import Recorder
 from rlsys.observe.records import RolloutWriter
 from rlsys.observe.wandb_sink import WandbSink
-from rlsys.rewards import as_rewards, check_columns
+from rlsys.rewards import as_rewards, check_columns, pack_rewards
 from rlsys.run_directory import RunDirectory, RunFiles, check_room
 from rlsys.tiny_models import OwnModel
-from rlsys.workers import ReplicaDied, RowsLost
+from rlsys.workers import Fleet, LearnerDied, Replica, ReplicaDied, RowsLost
 
+from . import carry_over
 from .calls import WorkerError
-from .cluster import check_runs_dir, connected, reserved
+from .cluster import check_runs_dir, connected
 from .dry_run import describe
 from .factories import needs
-from .team import Team
+from .placement import reserved
+from .store import StoreClient
+from .team import Team, hired
 
 # What goes wrong in the world: told in one message. A ValueError is a user's mistake, and told so
 # too; anything else is a bug and keeps its trace.
@@ -59,6 +63,7 @@ FAILURES = (
     WorkerError,
     RowsLost,
     ReplicaDied,
+    LearnerDied,
     EngineError,
     StallError,
     RewardsFailed,
@@ -148,9 +153,19 @@ async def _run(
         if resume and _is_finished(config, directory):
             console.note(f"{directory.path} has all of its {config.num_steps} steps already.")
             return _result(directory)
+        history = None
+        if resume:
+            with console.phase("Reading the run's history"):
+                history = read_history(
+                    directory,
+                    groups_per_step=config.prompts_per_step,
+                    num_steps=config.num_steps,
+                )
+            prompts.check_order(history.state["prompts"])
+            directory.write_config(to_dict(config))
         outcome: Literal["finished", "interrupted", "failed"] = "failed"
         try:
-            job = _Job(with_model, flow, directory, prompts, tokenizer, console, resume=resume)
+            job = _Job(with_model, flow, directory, history, prompts, tokenizer, console)
             await job.run(warm_start)
             outcome = "finished"
         except (asyncio.CancelledError, BrokenPipeError):
@@ -230,6 +245,7 @@ def _load_prompts(
     rewards = as_rewards(flow.stage(ScoreStage).rewards)
     check_columns(rewards, prompts.metadata_columns)
     prompts.check_filled(dict.fromkeys(name for one in rewards for name in one.required_columns))
+    pack_rewards(rewards)  # raises for those that cannot travel
     return prompts
 
 
@@ -251,11 +267,10 @@ class _Job:
         config: RunConfig,
         flow: Dataflow,
         directory: RunDirectory,
+        history: History | None,
         prompts: PromptSource,
         tokenizer: Any,
         console: RunConsole,
-        *,
-        resume: bool,
     ) -> None:
         self._config = config
         self._flow = flow
@@ -263,68 +278,90 @@ class _Job:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._console = console
-        self._checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints)
-        self._resume_from = self._checkpoints.newest() if resume else None
-        self._first_step = 0
-        if self._resume_from:
-            self._first_step = self._resume_from.step
-            prompts.check_order(
-                json.loads(self._resume_from.controller_file.read_text())["prompts"]
-            )
+        self._checkpoints = Checkpoints(
+            directory.checkpoints,
+            config.keep_checkpoints,
+            records=(directory.ledger, directory.metrics, directory.rollouts),
+        )
+        self._history = history
+        self._resume_from = history.checkpoint if history else None
+        self._first_step = history.checkpoint.step if history else 0
 
     async def run(self, warm_start: WarmStart | None) -> None:
         config = self._config
         ranks, replicas = needs(config)
-        with contextlib.ExitStack() as cluster:
+        async with contextlib.AsyncExitStack() as cluster:
             with self._console.phase("Starting Ray"):
                 cluster.enter_context(connected(config.cluster))
                 _cancel_on_sigterm()  # again: Ray's own handler has just replaced it
-                places = cluster.enter_context(reserved([*ranks, *replicas], config.cluster))
-            team = Team(config, self._flow, self._tokenizer, self._directory.trace)
-            try:
-                await self._start(team, places, warm_start)
-                await self._train(team)
-                with self._console.phase("Exporting the model"):
-                    await team.learner.export(self._directory.hf)
-            finally:
-                await team.close()
+                places = await cluster.enter_async_context(
+                    reserved(
+                        ranks,
+                        replicas,
+                        min_replicas=self._num_first,
+                        timeout_s=config.cluster.start_timeout_s,
+                    )
+                )
+            team = await cluster.enter_async_context(
+                hired(
+                    config,
+                    self._flow,
+                    self._tokenizer,
+                    self._directory.trace,
+                    places,
+                    self._checkpoints,
+                )
+            )
+            first = await self._start(team, warm_start)
+            await self._train(team, first, began_warm=warm_start is not None)
+            with self._console.phase("Exporting the model"):
+                await team.learner.export(self._directory.hf)
 
-    async def _start(
-        self, team: Team, places: list[dict[str, Any]], warm_start: WarmStart | None
-    ) -> None:
-        """Actors start side by side; the trainer warms up as soon as it is there."""
-        await team.hire(places)
+    @property
+    def _num_first(self) -> int:
+        """Replicas that the run starts with."""
+        rollout = self._config.rollout
+        return rollout.num_replicas if rollout.min_replicas is None else rollout.min_replicas
+
+    async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
+        """Actors start side by side; the trainer warms up as soon as it is there. Returns the first
+        replicas, by number, less those that died while they started."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._start_learner(team, warm_start))
-                for replica in team.replicas:
-                    tasks.create_task(self._start_replica(replica))
                 tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
+                first = [
+                    tasks.create_task(self._hire(team.fleet, number))
+                    for number in range(self._num_first)
+                ]
         except BaseExceptionGroup as group:
             raise first_error(group) from None
-        if self._resume_from or warm_start:
-            manifest = await team.learner.publish()
-            await asyncio.gather(
-                *(replica.update_weights(manifest, delayed=False) for replica in team.replicas)
-            )
+        started = {number: task.result() for number, task in enumerate(first)}
+        return {number: replica for number, replica in started.items() if replica is not None}
 
-    async def _start_replica(self, replica: Any) -> None:
-        with self._console.phase(f"Starting {replica.name} ({self._config.rollout.engine})"):
-            await replica.start(self._config.cluster.start_timeout_s)
+    async def _hire(self, fleet: Fleet, number: int) -> Replica | None:
+        with self._console.phase(f"Starting rollout-{number} ({self._config.rollout.engine})"):
+            try:
+                return await fleet.hire(number)
+            except ReplicaDied as death:  # the controller hires another
+                self._console.warn(str(death))
+                return None
 
     async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
         with self._console.phase("Loading the model into the trainer"):
-            await team.learner.start(self._config.cluster.start_timeout_s)
-            if self._resume_from:
-                await team.learner.load(self._resume_from.trainer_dir)
+            checkpoint = self._resume_from.trainer_dir if self._resume_from else None
+            await team.learner.start(checkpoint)
         if warm_start and not self._resume_from:
             with self._console.phase("Warm start") as phase:
-                for done in range(1, warm_start.num_steps + 1):
-                    loss = await team.learner.sft_step(
-                        *self._encode(warm_start.batch(done)), warm_start.rate(done)
-                    )
-                    phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
-                await team.learner.reset_optimizer()
+
+                async def lessons() -> None:
+                    for done in range(1, warm_start.num_steps + 1):
+                        loss = await team.learner.sft_step(
+                            *self._encode(warm_start.batch(done)), warm_start.rate(done)
+                        )
+                        phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
+
+                await team.learner.warm_start(lessons)
 
     def _encode(self, examples: list[tuple[str, str]]) -> tuple[list[list[int]], list[int]]:
         """Token ids of prompt, completion and end of sequence; and the prompts' lengths."""
@@ -337,8 +374,11 @@ class _Job:
             [len(prompt) for prompt in prompts],
         )
 
-    async def _train(self, team: Team) -> None:
+    async def _train(
+        self, team: Team, replicas: Mapping[int, Replica], *, began_warm: bool
+    ) -> None:
         config, directory = self._config, self._directory
+        client = StoreClient(team.shards.address)
         longest_prompt, longest = config.data.max_prompt_tokens, config.sampling.max_tokens
         store = self._flow.open_store(
             max_bytes=int(config.cluster.store_gib * 2**30 * STORE_FILL),
@@ -348,7 +388,11 @@ class _Job:
             on_free=team.shards.free,
         )
         ledger_file = LedgerFile(directory.ledger)
-        ledger = Ledger.replay(read_events(directory.ledger), ledger_file)
+        ledger = Ledger.replay(
+            self._history.events if self._history else (),
+            ledger_file,
+            groups_per_step=config.prompts_per_step,
+        )
         if self._resume_from:
             ledger.resume(step=self._first_step)
         stepped = Signal()
@@ -370,30 +414,48 @@ class _Job:
             stepped=stepped,
         )
 
-        async def checkpoint(step: int) -> None:
-            ledger_file.sync()
-            with self._checkpoints.writing(step) as unfinished:
+        async def checkpoint(step: int, work: OpenWork) -> None:
+            async with self._checkpoints.writing(step) as unfinished:
                 await team.learner.save(unfinished.trainer_dir)
+                await carry_over.save(work, client, unfinished.path)
                 state = {"step": step, "prompts": self._prompts.order}
                 unfinished.controller_file.write_text(json.dumps(state))
 
+        carried, weights = OpenWork(), None
+        if self._resume_from:
+            carried = await carry_over.load(self._resume_from.path, client)
+
+        if began_warm or self._resume_from:
+            try:
+                weights = await team.learner.publish()
+            except LearnerDied as death:
+                self._console.warn(f"{death}; the trainer starts again")
+                await team.learner.restart(self._first_step)
+                weights = await team.learner.publish()
         controller = Controller(
             flow=self._flow,
             config=config,
             prompts=self._prompts,
             store=store,
             ledger=ledger,
-            replicas=team.replicas,
+            fleet=team.fleet,
+            replicas=replicas,
             scorer=team.scorer,
             learner=team.learner,
             observer=recorder,
             checkpoint=checkpoint,
+            weights=weights,
+            carried=carried,
             first_step=self._first_step,
         )
-        team.on_shard_lost = controller.shard_lost
         failed = True
         try:
-            await team.serve_while(controller.run(), stepped, recorder.actor_reported)
+            await team.serve_while(
+                controller.run(),
+                stepped,
+                on_report=recorder.actor_reported,
+                on_shard_lost=controller.shard_lost,
+            )
             failed = False
         finally:
             recorder.close(failed=failed)

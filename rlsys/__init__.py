@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import rlsys.interrupts  # noqa: F401  (before the modules whose imports take seconds)
 from rlsys import rewards
 from rlsys.cli import parse
 from rlsys.config import (
@@ -28,7 +29,7 @@ from rlsys.config import (
 from rlsys.dataflow.graph import Dataflow, Prompts
 from rlsys.errors import RunFailed
 from rlsys.launching import RunResult, WarmStart, launch, main
-from rlsys.rewards import Reward, reward
+from rlsys.rewards import Reward, example_rollout, reward
 from rlsys.tiny_models import OwnModel
 from rlsys.types import Rollout
 
@@ -57,6 +58,7 @@ __all__ = [
     "TrainerConfig",
     "WarmStart",
     "algorithms",
+    "example_rollout",
     "launch",
     "main",
     "parse",

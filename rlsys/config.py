@@ -7,6 +7,7 @@ An error names the value, the rule and the fix. Numbers are finite, whatever a c
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -136,6 +137,9 @@ class RolloutConfig:
     """torch: embedded, starts at once, deterministic. vllm: for real work."""
     num_replicas: int = 1
     """Rollout actors, each with a copy of the model."""
+    min_replicas: int | None = None
+    """Replicas that must find room before the run starts; the others join when a node has room for
+    them. Unset: all."""
     tensor_parallel: int = 1
     """GPUs (or CPU processes) that share one replica; vllm only."""
     max_running: int = 256
@@ -155,6 +159,11 @@ class RolloutConfig:
             1 <= self.num_replicas <= MAX_PROCESSES,
             f"rollout.num_replicas={self.num_replicas} is no number of processes; use 1 to "
             f"{MAX_PROCESSES}.",
+        )
+        require(
+            self.min_replicas is None or 1 <= self.min_replicas <= self.num_replicas,
+            f"rollout.min_replicas={self.min_replicas} lies outside 1 to rollout.num_replicas="
+            f"{self.num_replicas}; leave it out to wait for all of them.",
         )
         require(
             self.max_running >= 1,
@@ -217,6 +226,9 @@ class TrainerConfig:
     micro_batch_tokens: int = 16384
     """Tokens (prompt and completion) of one rank's forward and backward pass, at most; a single
     longer rollout still gets a pass of its own."""
+    snapshot_every: int = 1
+    """Optimizer steps between snapshots in memory, from which dead ranks start again in seconds;
+    two of them lie in the host's memory, 24 bytes a parameter. 0: only checkpoints."""
     num_cpus: float = 1
     """CPU cores that Ray reserves for one rank; also its compute threads."""
     num_gpus: float = 0
@@ -268,10 +280,18 @@ class TrainerConfig:
             f"trainer.micro_batch_tokens={self.micro_batch_tokens} admits no rollout; use >= 1.",
         )
         require(
+            self.snapshot_every >= 0,
+            f"trainer.snapshot_every={self.snapshot_every} is negative; use 0 for none.",
+        )
+        require(
             self.num_gpus in (0, 1),
             f"trainer.num_gpus={self.num_gpus}: a rank drives exactly one device; use 0 or 1, and "
             "trainer.num_ranks for more devices.",
         )
+
+
+# For Python, numpy and a few threads' stacks.
+MIN_REWARD_MEMORY_GIB = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,11 +299,14 @@ class RewardConfig:
     """The pool that runs reward functions."""
 
     num_workers: int = 1
-    """Reward actors, one process each."""
+    """Reward actors, each with a process that runs the functions."""
     concurrency: int = 16
-    """Rollouts that one worker scores at a time (threads for plain functions)."""
+    """Calls of reward functions that one worker runs at a time (threads for plain functions)."""
     timeout_s: float = 30.0
     """Limit for one reward function on one rollout; past it the rollout is dropped and counted."""
+    memory_gib: float = 4.0
+    """Memory in GiB of one worker's functions and all that they start; past it the call that takes
+    it fails, or its process is ended."""
 
     def __post_init__(self) -> None:
         conform(self, "reward")
@@ -301,6 +324,11 @@ class RewardConfig:
             0 < self.timeout_s <= MAX_SECONDS,
             f"reward.timeout_s={self.timeout_s} is no time limit; use more than 0 s, at most "
             f"{MAX_SECONDS:g} s.",
+        )
+        require(
+            MIN_REWARD_MEMORY_GIB <= self.memory_gib < math.inf,
+            f"reward.memory_gib={self.memory_gib} is not enough for the interpreter, or no number "
+            f"of bytes; use at least {MIN_REWARD_MEMORY_GIB}.",
         )
 
 
@@ -354,7 +382,11 @@ class ClusterConfig:
     start_timeout_s: float = 300.0
     """Limit for one actor's start, model loading included."""
     call_timeout_s: float = 600.0
-    """Limit for one remote call; past it the run ends and names the actor and the call."""
+    """Limit for one remote call, while the actor works on it; past it the actor is ended and
+    counts as dead."""
+    heartbeat_timeout_s: float = 30.0
+    """An actor whose process shows no sign of life for this long is ended and counts as dead; above
+    what a busy machine may keep a process waiting."""
 
     def __post_init__(self) -> None:
         conform(self, "cluster")
@@ -362,7 +394,7 @@ class ClusterConfig:
             self.store_gib > 0,
             f"cluster.store_gib={self.store_gib} holds no rollout; use more than 0.",
         )
-        for name in ("start_timeout_s", "call_timeout_s"):
+        for name in ("start_timeout_s", "call_timeout_s", "heartbeat_timeout_s"):
             value = getattr(self, name)
             require(
                 0 < value <= MAX_SECONDS,
@@ -399,6 +431,9 @@ class ObserveConfig:
             "observe.print_samples=0 to print none.",
         )
 
+
+# Asked for a lower one above 0, vLLM samples at this one.
+VLLM_MIN_TEMPERATURE = 0.01
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 MAX_NAME = 200  # file systems take 255 bytes, and files beside it have longer names
@@ -459,6 +494,11 @@ class RunConfig:
         )
         require(
             self.group_size >= 1, f"group_size={self.group_size} samples nothing; use at least 1."
+        )
+        require(
+            self.rollout.engine != "vllm" or self.sampling.temperature >= VLLM_MIN_TEMPERATURE,
+            f"sampling.temperature={self.sampling.temperature} is below {VLLM_MIN_TEMPERATURE}, "
+            'the lowest at which vLLM samples; raise it, or use rollout.engine="torch".',
         )
         require(
             self.prompts_per_step % self.trainer.num_ranks == 0,

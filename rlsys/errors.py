@@ -11,9 +11,8 @@ class RunFailed(RuntimeError):
     """A run ended before its last step; the message says why, its directory holds what was done."""
 
 
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended the others."""
-    error: BaseException = group
+def first_error(error: BaseException) -> BaseException:
+    """The error of a group that ended the others; one that is no group is returned as it is."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

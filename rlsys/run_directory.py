@@ -31,6 +31,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from rlsys.checkpoint import find_checkpoints
+
 MIN_FREE_BYTES = 64 * 2**20  # metrics, rollouts and a trace of an average run
 PROBE_BYTES = 2**20
 LOCK_FILE = ".lock"
@@ -56,6 +58,7 @@ MAY_CHANGE = {
     "rollout.num_gpus",
     "trainer.num_ranks",
     "trainer.micro_batch_tokens",
+    "trainer.snapshot_every",
     "trainer.num_cpus",
     "trainer.num_gpus",
     "reward.num_workers",
@@ -67,7 +70,7 @@ MAY_CHANGE = {
 # What a start may leave behind that ended before its first optimizer step.
 OF_A_START = re.compile(
     r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger)\.jsonl|trace\.json|wandb"
-    r"|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)"
+    r"|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)|\.warm_start"
 )
 
 
@@ -83,6 +86,11 @@ class RunFiles:
         self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"
         self.hf = path / "hf"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is a finished one; whether it is whole, only reading it tells."""
+        return bool(find_checkpoints(self.checkpoints))
 
     def __repr__(self) -> str:
         return f"RunFiles({str(self.path)!r})"
@@ -111,7 +119,7 @@ class RunDirectory(RunFiles):
     ) -> RunDirectory:
         """By `resume` or `create`. For "auto" the former where there is a checkpoint, else the
         latter; what an earlier attempt without one has recorded is begun again."""
-        may_continue = _has_checkpoint(Path(runs_dir) / name)
+        may_continue = RunFiles(Path(runs_dir) / name).has_checkpoint
         if resume is True or (resume == "auto" and may_continue):
             return cls.resume(runs_dir, name, config, required_bytes=required_bytes)
         return cls.create(
@@ -156,7 +164,7 @@ class RunDirectory(RunFiles):
             if not is_new:
                 run._empty(name, may_discard_steps)
             run.checkpoints.mkdir()
-            run._write_config(config)
+            run.write_config(config)
         except BaseException:
             run.close()
             if is_new:
@@ -175,7 +183,8 @@ class RunDirectory(RunFiles):
     ) -> RunDirectory:
         """The directory of a run that goes on from its newest checkpoint.
 
-        The former config.json stays beside the new one, numbered.
+        Nothing in it is changed, so that its history (rlsys.history) can be looked at first; then
+        `write_config` says how it goes on.
 
         Raises ValueError where there is no run of this name or no checkpoint, where another process
         works on it, or where the configuration differs in what a resumed run may not change.
@@ -195,15 +204,10 @@ class RunDirectory(RunFiles):
                 )
             run._check_same_experiment(config)
             check_room(path, required_bytes)
-            run._write_config(config)
         except BaseException:
             run.close()
             raise
         return run
-
-    @property
-    def has_checkpoint(self) -> bool:
-        return _has_checkpoint(self.path)
 
     def close(self) -> None:
         """Let another process have it. Idempotent."""
@@ -217,7 +221,7 @@ class RunDirectory(RunFiles):
 
     def _empty(self, name: str, may_discard_steps: bool) -> None:
         """Remove what a start has left. Raises ValueError where there is more than that."""
-        if _has_checkpoint(self.path) or (_has_steps(self.metrics) and not may_discard_steps):
+        if self.has_checkpoint or (_has_steps(self.metrics) and not may_discard_steps):
             raise ValueError(_exists(self.path, name))
         found = [*self.path.iterdir()]
         if self.checkpoints.is_dir():
@@ -237,7 +241,7 @@ class RunDirectory(RunFiles):
                 entry.unlink()
 
     def _check_same_experiment(self, config: Mapping[str, Any]) -> None:
-        before = json.loads(self.config.read_text())["config"]
+        before = read_config(self.config)
         changes = [
             f"{field} ({old} before, {new} now)"
             for field, (old, new) in differences(before, config).items()
@@ -249,7 +253,8 @@ class RunDirectory(RunFiles):
                 "Set that back, or start a new run under another --name."
             )
 
-    def _write_config(self, config: Mapping[str, Any]) -> None:
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """config.json, in one rename; a former one stays beside it, numbered."""
         if self.config.exists():
             number = 1 + len(list(self.path.glob("config-*.json")))
             shutil.copyfile(self.config, self.path / f"config-{number}.json")
@@ -257,6 +262,21 @@ class RunDirectory(RunFiles):
         temporary = self.path / "config.json.tmp"
         temporary.write_text(json.dumps(resolved, indent=2) + "\n")
         temporary.replace(self.config)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The configuration in a config.json. Raises ValueError where it is missing or damaged."""
+    try:
+        config = json.loads(path.read_bytes())["config"]
+        if not isinstance(config, dict):
+            raise TypeError(f"config is {config!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} does not say what was run ({type(error).__name__}: {error}); restore it from "
+            "a copy, or from the newest config-*.json beside it, or start a new run under another "
+            "--name."
+        ) from error
+    return config
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -333,21 +353,13 @@ def _shown(field: str, leaves: Mapping[str, Any]) -> str:
     return json.dumps(leaves[field]) if field in leaves else "unset"
 
 
-def _has_checkpoint(path: Path) -> bool:
-    """Whether there is a finished one; those being written have names that begin with a dot."""
-    checkpoints = path / "checkpoints"
-    return checkpoints.is_dir() and any(
-        entry.is_dir() and not entry.name.startswith(".") for entry in checkpoints.iterdir()
-    )
-
-
 def _has_steps(metrics: Path) -> bool:
     """Whether an optimizer step was recorded: a line counts once its newline is written."""
     return metrics.is_file() and b"\n" in metrics.read_bytes()
 
 
 def _exists(path: Path, name: str) -> str:
-    fix = "continue it with --resume" if _has_checkpoint(path) else "delete it"
+    fix = "continue it with --resume" if RunFiles(path).has_checkpoint else "delete it"
     return (
         f"name={name!r}: {path} holds the steps of another run, and two runs never share a "
         f"directory; choose another --name, or {fix}."

@@ -39,7 +39,7 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 def create_with_checkpoint(runs_dir: Path) -> Path:
     with RunDirectory.create(runs_dir, "demo", CONFIG) as run:
-        (run.checkpoints / "step-10").mkdir()
+        (run.checkpoints / "step_000010").mkdir()
         return run.path
 
 
@@ -62,7 +62,7 @@ def test_a_directory_that_exists_is_refused_with_the_fix(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"name='demo': .*demo holds.*another --name, or delete"):
         RunDirectory.create(tmp_path, "demo", CONFIG)
     assert (tmp_path / "demo" / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    (tmp_path / "demo" / "checkpoints" / "step-10").mkdir()
+    (tmp_path / "demo" / "checkpoints" / "step_000010").mkdir()
     with pytest.raises(ValueError, match=r"another --name, or continue it with --resume"):
         RunDirectory.create(tmp_path, "demo", CONFIG)
 
@@ -125,7 +125,7 @@ def test_auto_resumes_what_can_be_resumed_and_begins_anew_what_cannot(tmp_path: 
     with opened() as run:
         assert not run.metrics.exists()
         run.metrics.write_text('{"step": 1}\n')
-        (run.checkpoints / "step-10").mkdir()
+        (run.checkpoints / "step_000010").mkdir()
     with opened() as run:
         assert run.metrics.exists()
     with pytest.raises(ValueError, match="two runs never share"):
@@ -236,10 +236,31 @@ def test_a_missing_run_cannot_be_resumed(tmp_path: Path) -> None:
 
 def test_a_run_without_a_whole_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path, "demo", CONFIG) as run:
-        (run.checkpoints / ".step-10.tmp").mkdir()  # a crash while it was written
+        (run.checkpoints / ".step_000010.partial").mkdir()  # a crash while it was written
     for _ in range(2):  # the refusal lets go of the lock
         with pytest.raises(ValueError, match="holds no checkpoint"):
             RunDirectory.resume(tmp_path, "demo", CONFIG)
+
+
+@pytest.mark.parametrize("name", ["step-10", "copy of step_000010", "notes"])
+def test_a_directory_among_the_checkpoints_is_none(tmp_path: Path, name: str) -> None:
+    with RunDirectory.create(tmp_path, "demo", CONFIG) as run:
+        (run.checkpoints / name).mkdir()
+        assert not run.has_checkpoint
+    with pytest.raises(ValueError, match="another --name, or delete it"):
+        RunDirectory.create(tmp_path, "demo", CONFIG)
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        RunDirectory.resume(tmp_path, "demo", CONFIG)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff\x00", b"[1]", b"{}", b'{"config": 3}'])
+def test_a_damaged_configuration_is_one_sentence(tmp_path: Path, content: bytes | None) -> None:
+    path = create_with_checkpoint(tmp_path)
+    (path / "config.json").unlink()
+    if content is not None:
+        (path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config.json does not say what was run .*; restore it"):
+        RunDirectory.resume(tmp_path, "demo", CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +279,10 @@ def test_what_leaves_the_experiment_the_same_may_change(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     path = create_with_checkpoint(tmp_path)
-    RunDirectory.resume(tmp_path, "demo", changed(**fields)).close()
+    before = (path / "config.json").read_bytes()
+    with RunDirectory.resume(tmp_path, "demo", changed(**fields)) as run:
+        assert (path / "config.json").read_bytes() == before  # its history is looked at first
+        run.write_config(changed(**fields))
     assert json.loads((path / "config.json").read_text())["config"] == changed(**fields)
     assert json.loads((path / "config-1.json").read_text())["config"] == changed()
 

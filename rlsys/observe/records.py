@@ -49,6 +49,10 @@ class RolloutWriter:
         for record in records:
             self._log.append(asdict(replace(record, row=plain(record.row))))
 
+    def go_back(self, step: int) -> None:
+        """Training went back to `step`: records of later steps are removed."""
+        self._log.go_back(step)
+
     def close(self) -> None:
         self._log.close()
 

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 class StepLog:
@@ -24,10 +24,13 @@ class StepLog:
     """
 
     def __init__(self, path: Path, *, after_step: int = 0) -> None:
-        if path.exists():
-            _keep_through(path, after_step)
         self._path = path
-        self._file = path.open("a", encoding="ascii")
+        self._file = _open(path, after_step)
+
+    def go_back(self, step: int) -> None:
+        """Training went back to `step`: lines of later steps are removed."""
+        self._file.close()
+        self._file = _open(self._path, step)
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Raises ValueError for NaN and infinities, which JSON has no numbers for, and
@@ -73,6 +76,12 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
             "the line."
         )
     return value
+
+
+def _open(path: Path, after_step: int) -> IO[str]:
+    if path.exists():
+        _keep_through(path, after_step)
+    return path.open("a", encoding="ascii")
 
 
 def _keep_through(path: Path, step: int) -> None:

@@ -42,7 +42,9 @@ def test_a_run_leaves_what_it_promises_and_resumes(tmp_path: Path) -> None:
     assert job.returncode == 0, job.output
     metrics = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
-    ledger = Ledger.replay(read_events(directory / "ledger.jsonl"), lambda event: None)
+    ledger = Ledger.replay(
+        read_events(directory / "ledger.jsonl"), lambda event: None, groups_per_step=4
+    )
     assert (ledger.num_trained, ledger.open_groups) == (20, [])
 
     before = (directory / "ledger.jsonl").read_bytes()

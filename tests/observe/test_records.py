@@ -39,6 +39,19 @@ def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert first["rewards"] == {"exact": 1.0, "format": 0.5}
 
 
+def test_training_that_goes_back_records_its_steps_again(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    writer = RolloutWriter(path)
+    writer.write(replace(RECORD, step=step) for step in (1, 2, 2, 3))
+    writer.go_back(1)
+    writer.write([replace(RECORD, step=2, completion="again")])
+    writer.close()
+    assert [(record.step, record.completion) for record in read_rollouts(path)] == [
+        (1, RECORD.completion),
+        (2, "again"),
+    ]
+
+
 def test_a_resumed_run_records_its_lost_steps_again(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     crashed = RolloutWriter(path)
