@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -66,7 +66,7 @@ class Worker:
     `timeout_s` is the limit for a call that is given none of its own. `heartbeat_timeout_s`: the
     process has died when it shows no sign of life for so long while a call waits; None for an actor
     that is no Heartbeat. `ordered`: the actor carries out one call after the other, so that a
-    call's limit runs only from the answer to the call before it.
+    call's limit runs only from the answers to all calls before it.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Worker:
         self._ordered = ordered
         self._cause = ""  # of its death
         self._died = asyncio.Event()
-        self._last: asyncio.Future[Any] | None = None
+        self._unanswered: dict[asyncio.Future[Any], None] = {}  # in their order
         self._num_waiting = 0  # calls that somebody waits for
         self._has_begun = False  # its process has answered once
         self._beating: asyncio.Task[None] | None = None
@@ -100,14 +100,16 @@ class Worker:
     ) -> Coroutine[Any, Any, Any]:
         """Call at once; the answer, or the error of `call`, comes when it is awaited."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        before = self._last if self._ordered else None
+        before = list(self._unanswered) if self._ordered else []
         answer = None if self._cause else _future(getattr(self.handle, method).remote(*args))
-        self._last = answer
+        if answer is not None:
+            self._unanswered[answer] = None
+            answer.add_done_callback(self._unanswered.pop)
         return self._answer(method, answer, before, limit_s)
 
     async def watch(self) -> None:
         """Raises WorkerDied when the worker dies; waits until then."""
-        await self._answer("watch", asyncio.get_running_loop().create_future(), None, None)
+        await self._answer("watch", asyncio.get_running_loop().create_future(), (), None)
 
     @property
     def is_dead(self) -> bool:
@@ -131,7 +133,7 @@ class Worker:
         self,
         method: str,
         answer: asyncio.Future[Any] | None,
-        before: asyncio.Future[Any] | None,
+        before: Sequence[asyncio.Future[Any]],
         limit_s: float | None,
     ) -> Any:
         if answer is None:
@@ -141,8 +143,8 @@ class Worker:
             self._beating = asyncio.create_task(self._beat(self._heartbeat_timeout_s))
         died = asyncio.ensure_future(self._died.wait())
         try:
-            if before is not None:
-                await _any_within(None, before, answer, died)
+            for earlier in before:
+                await _any_within(None, earlier, answer, died)
             in_time = await _any_within(limit_s, answer, died)
         finally:
             self._num_waiting -= 1

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.store import StoreClient
 from rlsys.controller import OpenWork
 from rlsys.dataflow.archive import COLUMNS, SavedRollout, read_rollouts, write_rollouts
 from rlsys.dataflow.blocks import Cell
 from rlsys.types import FinishReason
 from rlsys.workers import FinishedRollout, Part, RowsLost
+
+from .store import StoreClient
 
 FILE = "rollouts.npz"
 PART_COLUMNS = tuple(name for name in COLUMNS if name != "prompt_token_ids")

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 
 import ray
 
-from actors.calls import Worker, WorkerError
-from actors.learner import RayLearner
-from actors.placement import Place
-from actors.rollout import RayReplica
-from actors.store_shards import StoreShards
 from rlsys.workers import ReplicaDied
+
+from .calls import Worker, WorkerError
+from .learner import RayLearner
+from .placement import Place
+from .rollout import RayReplica
+from .store_shards import StoreShards
 
 
 class RayFleet:

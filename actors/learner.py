@@ -7,15 +7,18 @@ RayLearner ──► Crew: one life of all ranks ──► TrainerActor, one per
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import shutil
+import sys
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.calls import Worker, WorkerDied
-from actors.snapshots import SnapshotKeepers
 from rlsys.checkpoint import Checkpoint
 from rlsys.types import StepResult, WeightManifest
 from rlsys.workers import LearnerDied, RowsLost, TrainTask
+
+from .calls import Worker, WorkerDied
+from .snapshots import Room, SnapshotKeepers
 
 # When a rank fails, the others have so long to say what they know; then they are ended.
 EXPLAIN_S = 2.0
@@ -23,8 +26,8 @@ EXPLAIN_S = 2.0
 # What a rank says about its own work; anything else may follow from another rank's death.
 OWN_ERRORS = (ValueError, FloatingPointError, OSError, RowsLost)
 
-# Keepers that die while they are started, before the trainer is given up.
-KEEPER_ATTEMPTS = 3
+# Of what is begun again when somebody dies in the middle of it.
+ATTEMPTS = 3
 
 
 class Crew:
@@ -86,8 +89,9 @@ def _cause(errors: Sequence[Exception]) -> Exception:
 class RayLearner:
     """The answer of rank 0 is the answer.
 
-    `hire` starts the actor of a rank, in a place that exists. `newest_checkpoint` is looked up in a
-    thread when the snapshots are gone.
+    `hire` starts the actor of a rank, in a place that exists. When the snapshots are gone with a
+    node, ranks start from the newest checkpoint, or from what the warm start had taught, which is
+    written to `warm_start_dir` until `close`.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class RayLearner:
         keeps_snapshots: bool,
         start_timeout_s: float,
         newest_checkpoint: Callable[[], Checkpoint | None],
+        warm_start_dir: Path,
     ) -> None:
         self.node_id = ""  # of rank 0, from `start` on
         self._hire = hire
@@ -107,32 +112,42 @@ class RayLearner:
         self._keeps_snapshots = keeps_snapshots
         self._start_timeout_s = start_timeout_s
         self._newest_checkpoint = newest_checkpoint
+        self._warm_start_dir = warm_start_dir
         self._crew = Crew([])
         self._node_ids: list[str] = []  # by rank
         self._snapshot_bytes: list[int] = []
         self._replacing: asyncio.Task[None] | None = None
         self._began_warm = False
-        self._content: tuple[str, Any] = ("", None)  # path of a version, reference to its bytes
+        self._step = 0  # of the newest answer
+        # Which version, and a reference to its bytes.
+        self._content: tuple[WeightManifest | None, Any] = (None, None)
 
-    async def start(self) -> None:
-        """Build all ranks from model.path. Raises LearnerDied, and may then be restarted."""
-        await self._start_ranks()
-        await self._keep_snapshots()
+    async def start(self, checkpoint: Path | None = None) -> None:
+        """Build all ranks from model.path, and load the trainer's part of a checkpoint where there
+        is one; begin anew where a rank dies meanwhile."""
+
+        await _outliving_deaths(lambda: self._begin(checkpoint))
 
     async def restart(self, step: int) -> int:
-        self._crew.end(LearnerDied("the trainer starts anew"))
-        if self._replacing is not None:
-            self._replacing.cancel()
-        await self._start_ranks()
-        restored = await self._restore(step)
-        await self._keep_snapshots()
+        restored = 0
+
+        async def restart() -> None:
+            nonlocal restored
+            await self._start_ranks()
+            restored = await self._restore(step)
+            await self._keep_snapshots()
+
+        # The first successor may be sent to a node that is gone, which Ray notices late.
+        await _outliving_deaths(restart)
         return restored
 
     def close(self) -> None:
-        """End what keeps the snapshots; the ranks are among the workers that are ended together."""
+        """End what keeps the snapshots, and remove what was kept of the warm start. The ranks are
+        among the workers that are ended together."""
         if self._replacing is not None:
             self._replacing.cancel()
         self._keepers.close()
+        shutil.rmtree(self._warm_start_dir, ignore_errors=True)
 
     @property
     def ranks(self) -> Sequence[Worker]:
@@ -140,8 +155,8 @@ class RayLearner:
 
     def weights_content(self, manifest: WeightManifest) -> Any:
         """A reference to the bytes of a version; Ray brings them to each node once."""
-        if self._content[0] != manifest.path:
-            self._content = (manifest.path, self.ranks[0].handle.read_weights.remote(manifest))
+        if self._content[0] != manifest:
+            self._content = (manifest, self.ranks[0].handle.read_weights.remote(manifest))
         return self._content[1]
 
     async def sft_step(
@@ -151,11 +166,21 @@ class RayLearner:
         loss: float = losses[0]
         return loss
 
-    async def reset_optimizer(self) -> None:
-        """After the warm start: what it trained is the beginning from now on."""
-        await self._crew.all("clear_snapshots")
-        await self._crew.all("reset_optimizer")
-        await self._crew.all("snapshot")
+    async def warm_start(self, lessons: Callable[[], Awaitable[None]]) -> None:
+        """Before the first optimizer step: `lessons` takes supervised steps, and what they taught
+        is the beginning from then on. Where a rank dies meanwhile, all of it begins anew."""
+
+        async def warm_start() -> None:
+            if self._crew.failure is not None:
+                await self._begin(None)
+            await lessons()
+            await self._crew.all("clear_snapshots")
+            await self._crew.all("reset_optimizer")
+            await asyncio.to_thread(shutil.rmtree, self._warm_start_dir, ignore_errors=True)
+            await self.save(self._warm_start_dir)
+            await self._crew.all("snapshot")
+
+        await _outliving_deaths(warm_start)
         self._began_warm = True
 
     async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
@@ -163,6 +188,7 @@ class RayLearner:
 
     async def optimizer_step(self) -> StepResult:
         result: StepResult = (await self._crew.all("optimizer_step"))[0]
+        self._step = result.policy_version
         return result
 
     async def publish(self) -> WeightManifest:
@@ -179,11 +205,32 @@ class RayLearner:
         await self._crew.all("snapshot")
 
     async def export(self, directory: Path) -> None:
-        await self._crew.all("export", _absolute(directory))
+        """A rank's death in the middle is outlived: the trained state is exported all the same."""
+
+        async def export() -> None:
+            if self._crew.failure is not None and await self.restart(sys.maxsize) < self._step:
+                raise ValueError(
+                    f"the state after step {self._step} is gone with the trainer's node, and no "
+                    "checkpoint holds it; resume the run to train it again."
+                )
+            await self._crew.all("export", _absolute(directory))
+
+        await _outliving_deaths(export)
+
+    async def _begin(self, checkpoint: Path | None) -> None:
+        self._keepers.rooms.clear()
+        await self._start_ranks()
+        if checkpoint is not None:
+            await self.load(checkpoint)
+        await self._keep_snapshots()
 
     async def _start_ranks(self) -> None:
+        """From model.path, in place of those that may be there."""
+        self._crew.end(LearnerDied("the trainer starts anew"))
+        if self._replacing is not None:
+            self._replacing.cancel()
         crew = self._crew = Crew([self._hire(rank) for rank in range(self._num_ranks)])
-        self._content = ("", None)
+        self._content = (None, None)
         limit_s = self._start_timeout_s
         places = await crew.all("rendezvous", timeout_s=limit_s)
         self._node_ids = [node_id for node_id, _, _ in places]
@@ -193,10 +240,11 @@ class RayLearner:
     async def _restore(self, at_most: int) -> int:
         """Bring the newest whole state into new ranks, of so many optimizer steps at most: a rank
         may have died when a step's state was safe and its answer was not. Returns its steps."""
-        paths = [self._keepers.path(*place) for place in enumerate(self._node_ids)]
+        found = [self._keepers.find_room(*place) for place in enumerate(self._node_ids)]
+        rooms = [room for room in found if room is not None]
         steps: set[int] = set()
-        if None not in paths:
-            held = await self._crew.each("open_snapshots", [[path] for path in paths])
+        if len(rooms) == self._num_ranks:
+            held = await self._open_snapshots(rooms)
             steps = {step for step in set.intersection(*held) if step <= at_most}
         newest = max(steps, default=-1)
         checkpoint = await asyncio.to_thread(self._newest_checkpoint)
@@ -208,13 +256,7 @@ class RayLearner:
             await self.load(checkpoint.trainer_dir)
             return checkpoint.step
         if self._began_warm:
-            raise self._crew.end(
-                LearnerDied(
-                    "the trainer's snapshots were lost with its node, and there is no checkpoint: "
-                    "what the warm start had taught is gone. Start the run again, with "
-                    "checkpoint_every set."
-                )
-            )
+            await self.load(self._warm_start_dir)
         return 0
 
     async def _keep_snapshots(self) -> None:
@@ -239,21 +281,37 @@ class RayLearner:
 
     async def _make_rooms(self) -> None:
         """A place for the snapshots of every rank that has none, and a snapshot of all ranks."""
-        for attempt in range(1, KEEPER_ATTEMPTS + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
-                paths = await asyncio.gather(*map(self._room, range(self._num_ranks)))
+                rooms = await asyncio.gather(*map(self._room, range(self._num_ranks)))
             except WorkerDied as death:
-                if attempt == KEEPER_ATTEMPTS:
+                if attempt == ATTEMPTS:
                     raise LearnerDied(f"nobody keeps the trainer's snapshots: {death}") from None
             else:
-                await self._crew.each("open_snapshots", [[path] for path in paths])
+                await self._open_snapshots(rooms)
                 await self._crew.all("snapshot")
                 return
 
-    async def _room(self, rank: int) -> str:
+    async def _room(self, rank: int) -> Room:
         node_id = self._node_ids[rank]
-        path = self._keepers.path(rank, node_id)
-        return path or await self._keepers.make_room(rank, node_id, self._snapshot_bytes[rank])
+        room = self._keepers.find_room(rank, node_id)
+        return room or await self._keepers.make_room(rank, node_id, self._snapshot_bytes[rank])
+
+    async def _open_snapshots(self, rooms: Sequence[Room]) -> list[set[int]]:
+        """By rank, the steps whose snapshots are there."""
+        return await self._crew.each("open_snapshots", [[room.path, room.name] for room in rooms])
+
+
+async def _outliving_deaths(work: Callable[[], Awaitable[None]]) -> None:
+    """Do it, and again if a rank dies in the middle of it."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            await work()
+        except LearnerDied:
+            if attempt == ATTEMPTS:
+                raise
+        else:
+            return
 
 
 def _absolute(directory: Path) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,11 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .local_ray import is_intact, within
+
+# For giving a reservation back; where Ray's head is dead nobody waits for it.
+RELEASE_TIMEOUT_S = 2.0
 
 
 class ClusterTooSmall(ValueError):
@@ -136,7 +142,8 @@ async def reserved(
         )
     finally:
         for group in {place.group for place in places.values()}:
-            remove_placement_group(group)
+            if is_intact():
+                within(RELEASE_TIMEOUT_S, functools.partial(remove_placement_group, group))
 
 
 def _largest_first(need: Need) -> tuple[float, float]:

@@ -11,16 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
-from actors.learner import RayLearner
-from actors.store import ShardLost, StoreAddress, StoreClient
-from actors.store_shards import StoreShards
 from rlsys.dataflow.blocks import BlockRef, Cell, Columns
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
-from rlsys.layout.transport.owned_file import local_copy
+from rlsys.layout.transport.shm import held, local_copy
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
 from rlsys.workers import (
@@ -31,6 +27,11 @@ from rlsys.workers import (
     RowsLost,
     WeightsGone,
 )
+
+from .calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
+from .learner import RayLearner
+from .store import ShardLost, StoreAddress, StoreClient
+from .store_shards import StoreShards
 
 # How long one `collect` waits for a rollout to end. Not a limit on rollouts: the next call goes on
 # waiting. It bounds how late the death of an actor is noticed.
@@ -229,13 +230,12 @@ class RolloutActor(Heartbeat):
     async def update_weights(
         self, manifest: WeightManifest, content: npt.NDArray[np.uint8] | None
     ) -> float:
-        """Seconds during which nothing was sampled. `content` holds the version's bytes where its
-        file lies on another node."""
-        with self._tracer.span("engine", "update_weights", version=manifest.version):
-            if content is None:
-                return await self._switch.switch(manifest)
-            with local_copy(manifest, content) as local:
-                return await self._switch.switch(local)
+        """Seconds during which nothing was sampled. `content` holds the version's bytes where they
+        lie on another node. Raises MemoryGone if the trainer has given the version up by now."""
+        # Opened at once and kept: the trainer may give it up while the switch waits.
+        local = held(manifest) if content is None else local_copy(manifest, content)
+        with self._tracer.span("engine", "update_weights", version=manifest.version), local as own:
+            return await self._switch.switch(own)
 
     async def close(self) -> None:
         await self._engine.close()

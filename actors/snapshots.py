@@ -1,6 +1,6 @@
 """Memory for the trainer's snapshots, owned by processes that outlive its ranks.
 
-    rank ── room ──► keeper of its node ──► a file of memory ◄── mapped ── the rank's successor
+    rank ── room ──► keeper of its node ──► shared memory ◄── mapped ── the rank's successor
 
 A keeper is a process of its own on each node that has ranks. It holds memory and does nothing: the
 ranks write to that memory by themselves. What a keeper holds is gone with it, and with its node.
@@ -10,45 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import uuid
 from dataclasses import dataclass
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied
 from rlsys.dataflow.signal import Signal
+from rlsys.layout.transport.shared_memory import SharedMemory
 
-
-class SnapshotKeeper(Heartbeat):
-    def __init__(self) -> None:
-        self._files: dict[int, int] = {}  # descriptors, by rank
-
-    def room(self, rank: int, num_bytes: int) -> str:
-        """The path of a new file of zeros for this rank, open to processes of the same user on this
-        node; its former one is let go. Raises OSError where memory is short."""
-        if rank in self._files:
-            os.close(self._files.pop(rank))
-        self._files[rank] = reserve_memory(f"rlsys-snapshots-{rank}", num_bytes)
-        return f"/proc/{os.getpid()}/fd/{self._files[rank]}"
-
-
-def reserve_memory(name: str, num_bytes: int) -> int:
-    """The descriptor of a file of zeros in memory, which the kernel frees when nobody has it open.
-
-    Raises OSError where the memory is not there.
-    """
-    descriptor = os.memfd_create(name)
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError as error:
-        os.close(descriptor)
-        raise OSError(
-            error.errno,
-            f"cannot reserve {num_bytes / 2**30:.2f} GiB for a rank's snapshots "
-            f"({error.strerror}); set trainer.snapshot_every=0 to do without, or free some memory",
-        ) from error
-    return descriptor
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied
 
 
 @dataclass(frozen=True)
@@ -57,6 +28,23 @@ class Room:
 
     node_id: str
     path: str
+    name: str
+
+
+class SnapshotKeeper(Heartbeat):
+    def __init__(self) -> None:
+        self._held: dict[int, SharedMemory] = {}  # by rank
+
+    def room(self, rank: int, num_bytes: int) -> Room:
+        """New memory for this rank; what it had here is let go. Raises OSError where memory is
+        short."""
+        if rank in self._held:
+            self._held.pop(rank).close()
+        purpose = f"the snapshots of trainer-{rank} (trainer.snapshot_every=0 does without)"
+        name = f"rlsys-snapshots-{uuid.uuid4().hex[:12]}"
+        self._held[rank] = SharedMemory(name, num_bytes, purpose=purpose)
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return Room(node_id, self._held[rank].path, name)
 
 
 class SnapshotKeepers:
@@ -71,24 +59,24 @@ class SnapshotKeepers:
         self.lost = Signal()
         """A keeper has died."""
 
-    def path(self, rank: int, node_id: str) -> str | None:
-        """Of the rank's file, where it lies on this node and its keeper lives."""
+    def find_room(self, rank: int, node_id: str) -> Room | None:
+        """The rank's, where it lies on this node and its keeper lives."""
         room = self.rooms.get(rank)
-        return room.path if room and room.node_id == node_id else None
+        return room if room and room.node_id == node_id else None
 
-    async def make_room(self, rank: int, node_id: str, num_bytes: int) -> str:
+    async def make_room(self, rank: int, node_id: str, num_bytes: int) -> Room:
         """New and empty, on the rank's node. Raises WorkerDied, or OSError where memory is
         short."""
         if node_id not in self._keepers:
             self._keepers[node_id] = self._hire(node_id)
         keeper = self._keepers[node_id]
         try:
-            path: str = await keeper.call("room", rank, num_bytes)
+            room: Room = await keeper.call("room", rank, num_bytes)
         except WorkerDied:
             self._forget(node_id, keeper)
             raise
-        self.rooms[rank] = Room(node_id, path)
-        return path
+        self.rooms[rank] = room
+        return room
 
     def close(self) -> None:
         """End the keepers, and with them what they keep."""

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import HEARTBEAT_GROUP, Worker, WorkerDied, end_all
-from actors.store import ShardAddress, StoreAddress, StoreShard
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.signal import Signal
+
+from .calls import HEARTBEAT_GROUP, Worker, WorkerDied, end_all
+from .store import ShardAddress, StoreAddress, StoreShard
 
 
 class StoreShards:
@@ -50,7 +51,13 @@ class StoreShards:
         )
 
     async def add(self, node_id: str) -> ShardAddress:
-        """Start a shard on a node. Raises WorkerError if the node has not got the memory."""
+        """Start a shard on a node; another in its place if it dies meanwhile. Raises OSError if the
+        node has not got the memory, WorkerDied with the shard's name if the second dies too."""
+        with contextlib.suppress(WorkerDied):
+            return await self._start(node_id)
+        return await self._start(node_id)
+
+    async def _start(self, node_id: str) -> ShardAddress:
         name = f"{self._run_name}-{self._num_started}"
         self._num_started += 1
         handle = (
@@ -60,7 +67,7 @@ class StoreShards:
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
-            .remote(name, self._capacity_bytes)
+            .remote(name)
         )
         worker = Worker(
             name,
@@ -68,7 +75,11 @@ class StoreShards:
             timeout_s=self._timeout_s,
             heartbeat_timeout_s=self._heartbeat_timeout_s,
         )
-        address: ShardAddress = await worker.call("address")
+        try:
+            address: ShardAddress = await worker.call("start", self._capacity_bytes)
+        except BaseException:
+            worker.kill()
+            raise
         self._shards[name] = _Shard(worker, address)
         self._added.notify()
         return address

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,27 +11,27 @@ from typing import Any
 
 import ray
 
-from actors.calls import Worker, WorkerError, end_all
-from actors.factories import RewardFactory, RolloutFactory, TrainerFactory
-from actors.fleet import RayFleet
-from actors.learner import RayLearner
-from actors.placement import Place, Places
-from actors.reward import RayScorer, RewardActor
-from actors.rollout import RolloutActor
-from actors.snapshots import SnapshotKeepers
-from actors.store import ShardAddress
-from actors.store_shards import StoreShards
-from actors.tracing import TraceCollector
-from actors.trainer import TrainerActor
-from rlsys.checkpoint import Checkpoint
+from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
 from rlsys.errors import first_error
-from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX, shared_memory_dir
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
-from rlsys.rewards import as_rewards
+from rlsys.rewards import pack_rewards
+
+from .calls import Worker, WorkerError, end_all
+from .factories import RewardFactory, RolloutFactory, TrainerFactory
+from .fleet import RayFleet
+from .learner import RayLearner
+from .placement import Place, Places
+from .reward import RayScorer, RewardActor
+from .rollout import RolloutActor
+from .snapshots import SnapshotKeepers
+from .store import ShardAddress
+from .store_shards import StoreShards
+from .tracing import TraceCollector
+from .trainer import TrainerActor
 
 
 @contextlib.asynccontextmanager
@@ -42,7 +41,7 @@ async def hired(
     tokenizer: Any,
     trace: Path,
     places: Places,
-    newest_checkpoint: Callable[[], Checkpoint | None],
+    checkpoints: Checkpoints,
 ) -> AsyncIterator[Team]:
     """The actors of a run; those with engines are created when they are started. Replicas are
     hired by whoever needs them. At the end of the block all are ended, also those that hang, and
@@ -64,7 +63,6 @@ async def hired(
             if node["Alive"]:
                 await shards.ensure(node["NodeID"])
         actors = _Actors(config, flow, tokenizer, places, shards)
-        ending.callback(_unlink_weights, actors.weights_prefix)
         learner = RayLearner(
             actors.rank,
             SnapshotKeepers(
@@ -74,7 +72,8 @@ async def hired(
             num_ranks=config.trainer.num_ranks,
             keeps_snapshots=config.trainer.snapshot_every > 0,
             start_timeout_s=config.cluster.start_timeout_s,
-            newest_checkpoint=newest_checkpoint,
+            newest_checkpoint=checkpoints.newest,
+            warm_start_dir=checkpoints.warm_start,
         )
         ending.callback(learner.close)
         fleet = RayFleet(
@@ -185,7 +184,6 @@ class _Actors:
         self._tokenizer = tokenizer
         self._places = places
         self._shards = shards
-        self.weights_prefix = f"{WEIGHTS_PREFIX}{uuid.uuid4().hex[:12]}"
         self.max_pending = 100_000 if config.observe.trace else 0
 
     def rank(self, rank: int) -> Worker:
@@ -194,7 +192,6 @@ class _Actors:
             config=self._config,
             loss=train.loss,
             aggregation=train.aggregation,
-            weights_prefix=self.weights_prefix,
         )
         options = self._places.ranks[rank].options
         name = f"trainer-{rank}"
@@ -206,7 +203,7 @@ class _Actors:
         return self._start(name, RolloutActor, place.options, make_engine)
 
     def reward(self, number: int) -> Worker:
-        rewards = as_rewards(self._flow.stage(ScoreStage).rewards)
+        rewards = pack_rewards(self._flow.stage(ScoreStage).rewards)
         runner = RewardFactory(config=self._config, rewards=rewards)
         name = f"reward-{number}"
         return self._start(name, RewardActor, {"num_cpus": 0}, runner, self._tokenizer)
@@ -236,9 +233,3 @@ def _for_other_directories(config: RunConfig) -> RunConfig:
     if not path.is_dir():  # a hub name
         return config
     return replace(config, model=replace(config.model, path=str(path.absolute())))
-
-
-def _unlink_weights(prefix: str) -> None:
-    """Those of a trainer that was killed; shared memory outlives it."""
-    for leftover in shared_memory_dir().glob(f"{prefix}-*"):
-        leftover.unlink(missing_ok=True)

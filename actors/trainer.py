@@ -14,11 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.calls import HEARTBEAT_GROUP, Heartbeat
-from actors.store import StoreAddress, StoreClient
+from rlsys.layout.transport.shared_memory import MemoryGone
+from rlsys.layout.transport.shm import read_weights
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, TrainRow, WeightManifest
 from rlsys.workers import LearnerDied, TrainTask
+
+from .calls import HEARTBEAT_GROUP, Heartbeat
+from .store import StoreAddress, StoreClient
 
 if TYPE_CHECKING:
     from rlsys.engines.training.protocol import TrainingEngine
@@ -67,12 +70,12 @@ class TrainerActor(Heartbeat):
         num_bytes: int = self._engine.snapshot_bytes
         return num_bytes
 
-    def open_snapshots(self, path: str) -> set[int]:
+    def open_snapshots(self, path: str, name: str) -> set[int]:
         """Keep snapshots there from now on; returns the steps whose snapshots are there already.
         Where the keeper has died meanwhile, there are none: it will be replaced."""
         self._snapshots = None
-        with contextlib.suppress(FileNotFoundError):
-            self._snapshots = self._engine.open_snapshots(path)
+        with contextlib.suppress(MemoryGone):
+            self._snapshots = self._engine.open_snapshots(path, name)
         return self._snapshots.steps if self._snapshots else set()
 
     def restore(self, step: int) -> None:
@@ -94,8 +97,8 @@ class TrainerActor(Heartbeat):
 
     @ray.method(concurrency_group="beside")
     def read_weights(self, manifest: WeightManifest) -> npt.NDArray[np.uint8]:
-        """The bytes of a published version, for replicas on other nodes."""
-        return np.fromfile(manifest.path, np.uint8)
+        """The bytes of a published version, for replicas on other nodes. Raises MemoryGone."""
+        return read_weights(manifest)
 
     def sft_step(
         self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float

@@ -56,6 +56,15 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Unreadable:
+    """The shard that held the rollout is gone; nothing was scored."""
+
+
+Score = Scored | Unreadable
+TellScores = Callable[[Mapping[int, Score]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainTask:
     """One rollout of a micro-batch."""
 
@@ -145,8 +154,9 @@ class Fleet(Protocol):
 
 
 class Scorer(Protocol):
-    async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
-        """Raises RowsLost."""
+    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+        """Calls `tell` with scores by the task's place, in parts, as they come; returns when every
+        task has one."""
 
 
 class Learner(Protocol):
@@ -168,7 +178,7 @@ class Learner(Protocol):
 
     async def restart(self, step: int) -> int:
         """After LearnerDied or RowsLost: start all ranks anew, in places that exist, from the
-        newest state of at most `step` optimizer steps that is whole: a snapshot in memory, else the
-        newest checkpoint, else the beginning. Calls made before are forgotten, and so is what was
+        newest whole state of at most `step` optimizer steps: a snapshot in memory, else the newest
+        checkpoint, else the beginning. Calls made before are forgotten, and so is what was
         accumulated since. Returns how many optimizer steps are behind that state; raises
         LearnerDied if the ranks could not be started, and may then be called again."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,7 +37,8 @@ from rlsys.simulation.workers import (
     SimulatedScorer,
     exponential,
 )
-from rlsys.workers import ReplicaDied, ScoreTask
+from rlsys.types import WeightManifest
+from rlsys.workers import ReplicaDied, Scored, ScoreTask, TellScores, Unreadable, WeightsGone
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -294,6 +296,38 @@ def test_generation_goes_on_while_the_trainer_works() -> None:
     assert max(w.observer.staleness) == 1
 
 
+@dataclass(kw_only=True)
+class LateReplica(SimulatedReplica):
+    """Asks for a version when the learner may have given it up."""
+
+    learner: SimulatedLearner
+    num_late: int = 0
+
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        if self.learner.version >= manifest.version + 2:
+            self.num_late += 1
+            raise WeightsGone(f"version {manifest.version} is gone")
+        return await SimulatedReplica.update_weights(self, manifest, delayed=delayed)
+
+
+@pytest.mark.parametrize("weight_update", ["in_flight", "delayed"])
+def test_a_version_that_is_given_up_before_it_is_loaded_gives_way_to_a_newer_one(
+    weight_update: Literal["in_flight", "delayed"],
+) -> None:
+    w = world(asynchrony=AsyncConfig(max_staleness=8, weight_update=weight_update), num_steps=12)
+    w.learner = SimulatedLearner(row_s=0.05)
+    late = [
+        LateReplica(name=f"rollout-{i}", latency_s=lambda: 0.1, load_s=load_s, learner=w.learner)
+        for i, load_s in enumerate((3.0, 0.01))
+    ]
+    w.replicas = [*late]
+    w.config = dataclasses.replace(w.config, rollout=RolloutConfig(num_replicas=2))
+    run_in_virtual_time(w.run())
+    assert len(w.observer.steps) == 12
+    assert max(w.observer.staleness) <= 8
+    assert (late[1].num_late > 0) == (weight_update == "delayed")
+
+
 def test_the_trainer_waits_for_no_answer() -> None:
     """It has the next call before it is done with the one before, from step to step."""
     w = world(asynchrony=AsyncConfig(max_staleness=2), num_steps=8)
@@ -509,6 +543,40 @@ def test_groups_of_a_lost_shard_are_issued_again() -> None:
     assert w.ledger.num_trained == 3 * 4
     assert w.ledger.num_issued == 3 * 4  # the same groups, under their own ids
     assert sum(len(replica.submitted) for replica in w.replicas) > 3 * 8
+
+
+def test_rows_of_a_healthy_shard_are_scored_beside_those_of_a_lost_one() -> None:
+    """One batch holds both; the scorer meets the death before the controller is told."""
+    w = world(num_replicas=2, num_steps=3)
+    w.replicas[1].shard = "healthy"
+    dead: set[str] = set()
+    num_unreadable = 0
+
+    class Scorer(SimulatedScorer):
+        async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+            nonlocal num_unreadable
+            await asyncio.sleep(1.0)
+            lost = [i for i, task in enumerate(tasks) if task.cell[0].shard in dead]
+            num_unreadable += len(lost)
+            tell(dict.fromkeys(lost, Unreadable()))
+            for i in set(range(len(tasks))) - {*lost}:
+                tell({i: Scored(outcome=self.outcome(tasks[i]), text=None)})
+
+    w.scorer = Scorer()
+
+    async def lose_a_shard() -> None:
+        await asyncio.sleep(1.5)
+        dead.add("shard")
+        await asyncio.sleep(2.0)
+        w.replicas[0].shard = "shard-2"
+        w.controller.shard_lost("shard")
+
+    async def run() -> None:
+        await asyncio.gather(w.run(), lose_a_shard())
+
+    run_in_virtual_time(run())
+    assert num_unreadable > 0
+    assert w.ledger.num_trained == 3 * 4
 
 
 def test_groups_that_the_learner_has_read_are_not_issued_again() -> None:

@@ -208,6 +208,7 @@ def _records(trained: TrainedStep) -> list[RolloutRecord]:
             rewards=note.components,
             advantage=note.advantage,
             finish_reason=str(note.finish_reason),
+            row=group.prompt.metadata,
         )
         for group in trained.groups
         for index, note in enumerate(group.rollouts)

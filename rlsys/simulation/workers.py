@@ -34,6 +34,7 @@ from rlsys.workers import (
     ReplicaDied,
     Scored,
     ScoreTask,
+    TellScores,
     TrainTask,
 )
 
@@ -186,9 +187,9 @@ class SimulatedScorer:
         total=float(task.index), components={}
     )
 
-    async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
+    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
         await asyncio.sleep(self.latency_s())
-        return [Scored(outcome=self.outcome(task), text=None) for task in tasks]
+        tell({i: Scored(outcome=self.outcome(task), text=None) for i, task in enumerate(tasks)})
 
 
 @dataclass(kw_only=True)

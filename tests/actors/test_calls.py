@@ -41,7 +41,7 @@ class FakeActor:
     async def _answer(self, method: str, seconds: float) -> str:
         self.called.append(method)
         await asyncio.sleep(max(0.0, self._starts_at - now()))
-        if method == "beat":
+        if method in ("beat", "beside"):
             await self._work(seconds)
         else:
             async with self._turn:
@@ -117,6 +117,16 @@ def test_a_limit_runs_from_the_answer_to_the_call_before() -> None:
         assert messages[:2] == ["a", "b"]
         assert "died during d: c did not answer within 10 s" in str(messages[3])
         assert worker.ended_at == 45 + 9 + 9 + 10
+
+    run(main())
+
+
+def test_a_call_beside_the_others_shortens_nobodys_limit() -> None:
+    async def main() -> None:
+        worker = fake_worker(FakeActor(ordered=True), timeout_s=10, ordered=True)
+        calls = [worker.begin(name, s) for name, s in [("a", 9), ("beside", 1), ("b", 9)]]
+        assert await asyncio.gather(*calls) == ["a", "beside", "b"]
+        assert now() == 18
 
     run(main())
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from actors.calls import Worker, WorkerError
 from actors.learner import RayLearner
@@ -24,6 +25,7 @@ from actors.snapshots import SnapshotKeepers
 from actors.store import StoreAddress
 from actors.trainer import TrainerActor
 from rlsys.checkpoint import Checkpoint
+from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult
 from rlsys.workers import LearnerDied
@@ -31,31 +33,29 @@ from tests.clusters import cluster_of_one
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
-HEARTBEAT_S = 3.0
 
 
 class CountingEngine:
     """The state is the number of parts in each step so far; `marks` tells the test of each call.
-    Told to, a call of one rank hangs, as in a collective that another rank has left, or fails."""
+    Told to, one rank dies at its start, or its next call hangs, as in a collective that another
+    rank has left, or fails."""
 
     def __init__(self, rank: int, marks: Path) -> None:
-        import torch
-
         self._rank = rank
         self._marks = marks
         self._state = {"parts": torch.zeros(16)}
         self._num_parts = 0
         self.policy_version = 0
         self._mark("pid", str(os.getpid()))
+        if self._is_told("die") is not None:
+            os._exit(1)
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
         self._mark("accumulate")
-        if (self._marks / f"hang-{self._rank}").exists():
-            time.sleep(10 * TIMEOUT_S)
-        if (error := self._marks / f"raise-{self._rank}").exists():
-            raise {"nan": FloatingPointError, "bug": KeyError, "gloo": RuntimeError}[
-                error.read_text()
-            ](f"gloo of rank {self._rank}")
+        self._hang_if_told()
+        if error := self._is_told("raise"):
+            errors = {"nan": FloatingPointError, "bug": KeyError, "gloo": RuntimeError}
+            raise errors[error](f"gloo of rank {self._rank}")
         self._num_parts += 1
 
     def optimizer_step(self) -> StepResult:
@@ -69,14 +69,10 @@ class CountingEngine:
 
     @property
     def snapshot_bytes(self) -> int:
-        from rlsys.engines.training.snapshot import snapshot_bytes
-
         return snapshot_bytes(self._state)
 
-    def open_snapshots(self, path: str) -> Any:
-        from rlsys.engines.training.snapshot import SnapshotFile
-
-        return SnapshotFile(path, self._state)
+    def open_snapshots(self, path: str, name: str) -> Any:
+        return SnapshotFile(path, name, self._state)
 
     def snapshot(self, file: Any) -> None:
         self._mark("snapshot")
@@ -94,20 +90,37 @@ class CountingEngine:
         pass
 
     def save(self, directory: Path) -> None:
+        self._mark("save")
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"{self._rank}").write_text(" ".join(map(str, self._state["parts"].tolist())))
-        if (self._marks / f"hang-{self._rank}").exists():
-            time.sleep(10 * TIMEOUT_S)
+        self._hang_if_told()
 
     def load(self, directory: Path) -> None:
-        import torch
-
         parts = [float(part) for part in (directory / f"{self._rank}").read_text().split()]
         self._state["parts"].copy_(torch.tensor(parts))
-        self.policy_version = int(directory.parent.name)
+        name = directory.parent.name  # of a checkpoint, by its step
+        self.policy_version = int(name) if name.isdigit() else 0
+
+    def export(self, directory: Path) -> None:
+        self._mark("export")
+        self._hang_if_told()
+        directory.write_text(str(self.policy_version))
 
     def close(self) -> None:
         pass
+
+    def _hang_if_told(self) -> None:
+        if self._is_told("hang") is not None:
+            time.sleep(10 * TIMEOUT_S)
+
+    def _is_told(self, what: str) -> str | None:
+        """Once: None the next time."""
+        path = self._marks / f"{what}-{self._rank}"
+        if not path.exists():
+            return None
+        text = path.read_text()
+        path.unlink()
+        return text
 
     def _mark(self, name: str, text: str = "") -> None:
         with (self._marks / f"{name}-{self._rank}").open("a") as file:
@@ -132,8 +145,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @dataclass
 class World:
-    """A learner of two ranks, and the marks that its engines leave."""
+    """A learner, and the marks that its engines leave."""
 
+    num_ranks: int
     marks: Path
     learner: RayLearner
     keepers: SnapshotKeepers
@@ -142,10 +156,18 @@ class World:
     async def step(self, num_parts: int) -> list[int]:
         """One optimizer step of so many parts, asked for as the controller does: all at once.
         Returns the parts of all steps so far."""
-        calls = [self.learner.accumulate([[], []]) for _ in range(num_parts)]
-        *_, result = await asyncio.gather(*calls, self.learner.optimizer_step())
+        parts = [self.learner.accumulate([[]] * self.num_ranks) for _ in range(num_parts)]
+        accumulated = [asyncio.create_task(part) for part in parts]
+        stepped = asyncio.create_task(self.learner.optimizer_step())
+        await asyncio.gather(*accumulated, stepped)
+        result = stepped.result()
         assert result.policy_version == len(result.metrics)
         return [int(count) for count in result.metrics.values()]
+
+    async def lessons_learned(self) -> int:
+        directory = self.marks / f"saved-{time.monotonic_ns()}"
+        await self.learner.save(directory)
+        return int(float((directory / "0").read_text().split()[15]))
 
     def pid(self, rank: int) -> int:
         return int((self.marks / f"pid-{rank}").read_text().split()[-1])
@@ -158,11 +180,8 @@ class World:
         """Until a rank has begun this call so many times."""
         await asyncio.to_thread(wait_until, lambda: self.count(name) >= count)
 
-    @contextlib.contextmanager
-    def told(self, name: str, text: str = "") -> Iterator[None]:
+    def tell(self, name: str, text: str = "") -> None:
         (self.marks / name).write_text(text)
-        yield
-        (self.marks / name).unlink()
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +201,13 @@ def cluster() -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def running(marks: Path, *, snapshot_every: int = 1) -> AsyncIterator[World]:
+async def running(
+    marks: Path,
+    *,
+    num_ranks: int = 1,
+    snapshot_every: int = 1,
+    heartbeat_s: float = TIMEOUT_S,
+) -> AsyncIterator[World]:
     def hire(rank: int) -> Worker:
         actor: Any = TrainerActor
         handle = actor.options(num_cpus=0).remote(
@@ -196,23 +221,24 @@ async def running(marks: Path, *, snapshot_every: int = 1) -> AsyncIterator[Worl
             f"trainer-{rank}",
             handle,
             timeout_s=TIMEOUT_S,
-            heartbeat_timeout_s=HEARTBEAT_S,
+            heartbeat_timeout_s=heartbeat_s,
             ordered=True,
         )
 
-    keepers = SnapshotKeepers(timeout_s=TIMEOUT_S, heartbeat_timeout_s=10 * HEARTBEAT_S)
+    keepers = SnapshotKeepers(timeout_s=TIMEOUT_S, heartbeat_timeout_s=TIMEOUT_S)
     checkpoints: list[Checkpoint] = []
     learner = RayLearner(
         hire,
         keepers,
-        num_ranks=2,
+        num_ranks=num_ranks,
         keeps_snapshots=snapshot_every > 0,
         start_timeout_s=TIMEOUT_S,
         newest_checkpoint=lambda: checkpoints[-1] if checkpoints else None,
+        warm_start_dir=marks / "warm_start",
     )
     await learner.start()
     try:
-        yield World(marks, learner, keepers, checkpoints)
+        yield World(num_ranks, marks, learner, keepers, checkpoints)
     finally:
         learner.close()
         for rank in learner.ranks:
@@ -223,7 +249,7 @@ def test_a_rank_killed_between_steps_goes_on_from_the_last_one(
     cluster: None, tmp_path: Path
 ) -> None:
     async def run() -> None:
-        async with running(tmp_path) as world:
+        async with running(tmp_path, num_ranks=2) as world:
             assert await world.step(1) == [1]
             assert await world.step(2) == [1, 2]
             os.kill(world.pid(1), signal.SIGKILL)
@@ -247,15 +273,16 @@ def test_a_rank_killed_in_a_step_takes_the_others_with_it(cluster: None, tmp_pat
     """What had been accumulated is forgotten."""
 
     async def run() -> None:
-        async with running(tmp_path) as world:
+        async with running(tmp_path, num_ranks=2) as world:
             await world.step(1)
-            with world.told("hang-0"), world.told("hang-1"):
-                step = asyncio.create_task(world.step(2))
-                await world.until("accumulate-0", 2)
-                await world.until("accumulate-1", 2)
-                os.kill(world.pid(0), signal.SIGKILL)
-                with pytest.raises(LearnerDied, match=r"trainer-0 died"):
-                    await step
+            world.tell("hang-0")
+            world.tell("hang-1")
+            step = asyncio.create_task(world.step(2))
+            await world.until("accumulate-0", 2)
+            await world.until("accumulate-1", 2)
+            os.kill(world.pid(0), signal.SIGKILL)
+            with pytest.raises(LearnerDied, match=r"trainer-0 died"):
+                await step
             assert await world.learner.restart(1) == 1
             assert await world.step(4) == [1, 4]
 
@@ -264,11 +291,11 @@ def test_a_rank_killed_in_a_step_takes_the_others_with_it(cluster: None, tmp_pat
 
 def test_a_stopped_rank_has_died(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
-        async with running(tmp_path) as world:
+        async with running(tmp_path, heartbeat_s=10.0) as world:
             await world.step(1)
-            stopped = world.pid(1)
+            stopped = world.pid(0)
             os.kill(stopped, signal.SIGSTOP)
-            with pytest.raises(LearnerDied, match=r"trainer-1 died .* no sign of life"):
+            with pytest.raises(LearnerDied, match=r"trainer-0 died .* no sign of life"):
                 await world.step(1)
             assert await world.learner.restart(1) == 1
             assert await world.step(2) == [1, 2]
@@ -288,7 +315,6 @@ def test_a_keeper_that_dies_is_replaced(cluster: None, tmp_path: Path) -> None:
             assert await world.step(2) == [1, 2]  # the ranks do not notice
             # One at the start, one a step; the fourth is the new keeper's.
             await world.until("snapshot-0", 4)
-            await world.until("snapshot-1", 4)
             os.kill(world.pid(0), signal.SIGKILL)
             with pytest.raises(LearnerDied):
                 await world.step(1)
@@ -342,12 +368,12 @@ def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path:
     async def run() -> None:
         async with running(tmp_path) as world:
             await world.step(1)
-            with world.told("hang-1"):
-                saving = asyncio.create_task(world.learner.save(tmp_path / "1" / "trainer"))
-                await asyncio.sleep(0)
-                os.kill(world.pid(1), signal.SIGKILL)
-                with pytest.raises(LearnerDied, match=r"trainer-1 died during save"):
-                    await saving
+            world.tell("hang-0")
+            saving = asyncio.create_task(world.learner.save(tmp_path / "1" / "trainer"))
+            await world.until("save-0", 1)
+            os.kill(world.pid(0), signal.SIGKILL)
+            with pytest.raises(LearnerDied, match=r"trainer-0 died during save"):
+                await saving
             assert await world.learner.restart(1) == 1
 
     asyncio.run(run())
@@ -356,21 +382,45 @@ def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path:
 def test_what_a_warm_start_taught_is_the_beginning(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
-            await world.learner.sft_step([[1]], [1], 0.1)
-            await die(world)
-            assert await world.learner.restart(0) == 0  # as if there had been none
-            for _ in range(3):
-                await world.learner.sft_step([[1]], [1], 0.1)
-            await world.learner.reset_optimizer()
+            lives = 0
+
+            async def lessons() -> None:
+                nonlocal lives
+                lives += 1
+                for number in range(3):
+                    await world.learner.sft_step([[1]], [1], 0.1)
+                    if lives == 1 and number == 1:
+                        os.kill(world.pid(0), signal.SIGKILL)
+
+            await world.learner.warm_start(lessons)
+            assert lives == 2  # and the second began afresh
+            assert await world.lessons_learned() == 3
             await die(world)
             assert await world.learner.restart(0) == 0
-            await world.learner.save(tmp_path / "saved")
-            assert (tmp_path / "saved" / "1").read_text().split()[15] == "3.0"
-            # It lies nowhere else.
+            assert await world.lessons_learned() == 3
+            # All nodes that had snapshots are gone.
             world.keepers.close()
+            await world.step(1)
             await die(world)
-            with pytest.raises(LearnerDied, match=r"what the warm start had taught is gone"):
-                await world.learner.restart(9)
+            assert await world.learner.restart(1) == 0
+            assert await world.lessons_learned() == 3
+            assert await world.step(2) == [2]
+
+    asyncio.run(run())
+
+
+def test_deaths_during_the_start_and_the_export_are_outlived(cluster: None, tmp_path: Path) -> None:
+    async def run() -> None:
+        (tmp_path / "die-0").touch()
+        async with running(tmp_path) as world:
+            await world.step(1)
+            world.tell("hang-0")
+            exporting = asyncio.create_task(world.learner.export(tmp_path / "hf"))
+            await world.until("export-0", 1)
+            os.kill(world.pid(0), signal.SIGKILL)
+            await exporting
+            assert world.count("export-0") == 2
+            assert (tmp_path / "hf").read_text() == "1"
 
     asyncio.run(run())
 
@@ -384,9 +434,10 @@ def test_an_error_of_the_mathematics_stays_what_it_is(cluster: None, tmp_path: P
     ]
 
     async def run() -> None:
-        async with running(tmp_path) as world:
+        async with running(tmp_path, num_ranks=2) as world:
             for told, error, message in errors:
-                with world.told("raise-1", told), pytest.raises(error, match=message):
+                world.tell("raise-1", told)
+                with pytest.raises(error, match=message):
                     await world.step(3)
                 with pytest.raises(error, match=message):
                     await world.learner.publish()
@@ -398,6 +449,6 @@ def test_an_error_of_the_mathematics_stays_what_it_is(cluster: None, tmp_path: P
 
 
 async def die(world: World) -> None:
-    os.kill(world.pid(1), signal.SIGKILL)
+    os.kill(world.pid(0), signal.SIGKILL)
     with pytest.raises(LearnerDied):
         await world.step(1)

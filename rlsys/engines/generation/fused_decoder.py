@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from rlsys.engines.attention import AttentionRule
+from rlsys.engines.causal_lm import backbone as model_backbone
 from rlsys.engines.generation.kv_cache import SlotCache
 from rlsys.engines.onednn_linear import LinearFunction, laid_out, linear_function
 
@@ -39,7 +40,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin, [N, A + H, W
 
 def is_llama_like(model: Any) -> bool:
     """Has the backbone all the parts that FusedDecoder knows, and no other?"""
-    backbone = model.get_decoder()
+    backbone = model_backbone(model)
     return (
         _parts(backbone) == BACKBONE_PARTS
         and _is_static(backbone.rotary_emb)
@@ -51,7 +52,7 @@ class FusedDecoder:
     """For a model that is_llama_like; `rules` by layer."""
 
     def __init__(self, model: Any, rules: Mapping[int, AttentionRule]) -> None:
-        backbone = model.get_decoder()
+        backbone = model_backbone(model)
         self._embed = backbone.embed_tokens
         rotary = backbone.rotary_emb
         typed = "layer_type" in inspect.signature(rotary.forward).parameters
