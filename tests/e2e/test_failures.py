@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from rlsys.audit import audit
 from rlsys.dataflow.ledger import Ledger, read_events
 from rlsys.history import read_evidence
 from rlsys.observe.metrics import read_metrics
-from tests.e2e.job import ROOT, SMALL_QUICKSTART, run, start
+from tests.e2e.job import ROOT, SMALL_QUICKSTART, run, start, start_command
 
 KINDS = ("RewardActor", "RolloutActor", "TrainerActor", "SnapshotKeeper", "StoreShard")
 
@@ -112,7 +115,8 @@ def test_a_run_outlives_each_of_its_processes(tmp_path: Path) -> None:
         assert job.left_behind() == {}
     finally:
         job.end()
-    assert audit(read_evidence(directory)).faults == []
+    evidence, damages = read_evidence(directory)
+    assert [*damages, *audit(evidence).faults] == []
 
 
 def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
@@ -140,6 +144,33 @@ def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
         read_events(directory / "ledger.jsonl"), lambda event: None, groups_per_step=4
     )
     assert (ledger.num_trained, ledger.open_groups) == (60 * 4, [])
+
+
+def test_a_run_whose_directory_is_deleted_fails(tmp_path: Path) -> None:
+    arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path)
+    try:
+        job.wait_for_output("stale avg/max", timeout_s=240)
+        shutil.rmtree(tmp_path / "runs" / "quickstart", ignore_errors=True)
+        assert job.wait(timeout_s=120) == 1
+        assert "was deleted or moved while the run was writing to it" in job.output
+        assert "Traceback" not in job.output
+        assert job.left_behind() == {}
+    finally:
+        job.end()
+
+
+def test_a_run_that_nobody_reads_ends_quietly_with_its_processes(tmp_path: Path) -> None:
+    arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
+    command = shlex.join([sys.executable, "recipes/quickstart.py", *arguments])
+    job = start_command(["bash", "-c", f"{command} | head -n 12"], tmp_path)
+    try:
+        assert job.wait(timeout_s=240) == 0
+        assert job.left_behind() == {}
+        assert "Traceback" not in job.output
+        assert "rror" not in job.output
+    finally:
+        job.end()
 
 
 def test_interrupt_ends_every_process(tmp_path: Path) -> None:
