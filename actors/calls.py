@@ -124,7 +124,7 @@ class Worker:
 
     def kill(self) -> None:
         """Its work is done: end the process at once; no error if it is gone."""
-        self.end("it was ended.")
+        self.end("it was ended")
 
     def _end_process(self) -> None:
         ray.kill(self.handle, no_restart=True)  # a stopped one too, within seconds
@@ -153,7 +153,7 @@ class Worker:
             self.end(
                 f"{method} did not answer within {limit_s:g} s; the process may hang (see its "
                 "log), or the limit is too short (cluster.call_timeout_s; for a start "
-                "cluster.start_timeout_s)."
+                "cluster.start_timeout_s)"
             )
         if not answer.done():
             raise self._death(method)
@@ -178,7 +178,7 @@ class Worker:
                 if not await _any_within(limit_s if self._has_begun else None, answer):
                     self.end(
                         f"its process has shown no sign of life for {limit_s:g} s "
-                        "(cluster.heartbeat_timeout_s)."
+                        "(cluster.heartbeat_timeout_s)"
                     )
                 elif error := answer.exception():
                     self.end(_reason(error))
@@ -243,4 +243,4 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, RayActorError) and not error.actor_init_failed:
         lines = lines[1:] or lines  # after "The actor died unexpectedly ..."
     told = " ".join(line.strip() for line in lines[-3:]).partition(" Some common causes")[0]
-    return told or "no reason given"
+    return told.rstrip(".") or "no reason given"
