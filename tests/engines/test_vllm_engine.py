@@ -215,7 +215,7 @@ def test_both_engines_draw_the_same_completions_from_the_same_seeds(
 def drawn(seed: int, num_tokens: int) -> list[int]:
     """What a request draws at a temperature at which all 259 tokens are equally likely."""
     keys = np.full(num_tokens, stream_key(seed), np.uint64)
-    return (259 * uniforms(keys, np.arange(num_tokens))).astype(int).tolist()
+    return [int(259 * number) for number in uniforms(keys, np.arange(num_tokens))]
 
 
 def seed_that_draws(accept: Callable[[list[int]], bool], num_tokens: int) -> int:
