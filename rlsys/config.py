@@ -95,7 +95,7 @@ class SamplingConfig:
     max_tokens: int = 256
     """Longest completion, in tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion; they stay part of it."""
+    """Strings that end a completion and stay part of it; special tokens count as their text."""
 
     def __post_init__(self) -> None:
         conform(self, "sampling")
