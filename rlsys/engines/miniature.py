@@ -50,7 +50,7 @@ OTHER_HEADS = "linear_num_(key_|value_)?heads|index_n_heads"
 HEAD_GROUPS = "(mamba_)?n_?groups"
 WINDOWS = (
     "(sliding_|attention_|keep_|local_)?window(_size)?|sliding_window_size|local_attention|"
-    "attention_chunk_size|index_topk|index_topk_blocks|index_block_size|floor_scale"
+    "attention_chunk_size|index_topk|index_topk_blocks|index_block_size|indexer_budget|floor_scale"
 )
 CONTEXTS = "max_position_embeddings|max_seq_len|n_positions|n_ctx|max_target_positions"
 VOCABULARIES = "(\\w+_)?vocab_size(_\\w+)?|encoder_hash_byte_group_vocab"
@@ -86,7 +86,7 @@ def build_miniature(kind: Any, config: Any) -> Any:
     for widths in Widths:
         try:
             model = random_model(kind, miniature_config(config, widths))
-            model(input_ids=torch.ones(1, FEWEST_LAYERS, dtype=torch.long), use_cache=False)
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
             return model
         except Exception as error:  # noqa: BLE001 - raised below if nothing else is left
             failure = failure or error

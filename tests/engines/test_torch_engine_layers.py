@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,17 +39,17 @@ def test_logits_and_gradients_are_those_of_transformers_eager_attention(
         assert (ours_p.grad - theirs_p.grad).abs().max() < 1e-4 * scale, name
 
 
-def test_window_and_cap_by_hand() -> None:
+def test_windows_caps_chunks_and_sinks_by_hand() -> None:
     """One head of width 1, keys 0: every token in sight counts alike."""
     zeros, value = torch.zeros(1, 1, 4, 1), torch.tensor([8.0, 4.0, 2.0, 1.0]).view(1, 1, 4, 1)
 
-    def attend(**rule: float | int) -> list[float]:
+    def attend(**rule: Any) -> list[float]:
         return (
             causal_attention(
                 zeros,
                 zeros,
                 value,
-                AttentionRule(scaling=1.0, **rule),  # type: ignore[arg-type]
+                AttentionRule(scaling=1.0, **rule),
             )
             .flatten()
             .tolist()
@@ -57,6 +58,11 @@ def test_window_and_cap_by_hand() -> None:
     assert attend() == pytest.approx([8, 6, 14 / 3, 15 / 4])
     assert attend(sliding_window=2) == pytest.approx([8, 6, 3, 1.5])
     assert attend(sliding_window=2, softcap=5.0) == pytest.approx([8, 6, 3, 1.5])
+    assert attend(chunk=3) == pytest.approx([8, 6, 14 / 3, 1])
+    # A sink of score log 2 weighs as much as two tokens.
+    sinks = torch.tensor([2.0]).log()
+    assert attend(sinks=sinks) == pytest.approx([8 / 3, 12 / 4, 14 / 5, 15 / 6])
+    assert attend(sinks=sinks, chunk=2) == pytest.approx([8 / 3, 12 / 4, 2 / 3, 3 / 4])
 
 
 def test_softcap_by_hand() -> None:

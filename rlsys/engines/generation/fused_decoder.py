@@ -225,9 +225,9 @@ def _is_static(rotary: Any) -> bool:
 
 
 def _is_known(layer: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    if _parts(layer) not in (PRE_NORM_PARTS, SANDWICH_PARTS) or _parts(mlp) != MLP_PARTS:
+    if _parts(layer) not in (PRE_NORM_PARTS, SANDWICH_PARTS) or _parts(layer.mlp) != MLP_PARTS:
         return False
+    attention, mlp = layer.self_attn, layer.mlp
     if _parts(attention) == ATTENTION_PARTS | HEAD_NORMS:
         if attention.q_norm.weight.shape != (attention.head_dim,):
             return False
