@@ -74,21 +74,25 @@ def step_after(files: RunFiles, moment: float, until: float) -> float | None:
 
 
 def tokens_after(files: RunFiles, moment: float, until: float) -> float | None:
-    """Seconds from `moment` (Unix) until a replica samples that was not there before."""
+    """Seconds from `moment` (Unix) until a replica that was not there before tells of what it has
+    sampled: an upper bound for its first token."""
     events = _trace(files.trace)
     origin = next((e["args"]["unix_ns"] / 1e9 for e in events if e["name"] == "origin"), None)
     if origin is None:
         return None
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     first: dict[int, float] = {}  # when each replica was first heard of
-    sampled: dict[int, float] = {}  # when it first had rollouts under way
+    asked: set[int] = set()  # those that have been given rollouts
+    sampled: dict[int, float] = {}  # when such a one first answered
     for event in events:
         if event["ph"] == "M" or not names.get(event["pid"], "").startswith("rollout"):
             continue
         at = origin + event["ts"] / 1e6
         first[event["pid"]] = min(at, first.get(event["pid"], at))
-        if event["name"] == "running" and event["args"]["value"] > 0:
-            sampled[event["pid"]] = min(at, sampled.get(event["pid"], at))
+        if event["name"] == "submit" and event["args"]["rollouts"] > 0:
+            asked.add(event["pid"])
+        if event["name"] == "running" and event["pid"] in asked:
+            sampled.setdefault(event["pid"], at)
     backs = [at - moment for pid, at in sampled.items() if moment < first[pid] and at < until]
     return min(backs, default=None)
 
