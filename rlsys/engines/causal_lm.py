@@ -8,13 +8,16 @@ the positions whose log-probabilities they need.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlsys.data.hub import in_short, unreadable
 from rlsys.engines import onednn_linear
 from rlsys.engines.attention import ATTENTION, register_attention
+from rlsys.engines.float32_product import Float32Copy, float32_product, gradient_sum, mm
 
 # Names of the soft cap of logits: Gemma's and NanoChat's, RecurrentGemma's, xLSTM's.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -41,11 +44,12 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation="eager"
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except unreadable() as error:
         raise ValueError(
-            f"model.path={str(path)!r} holds no causal language model ({error}); give a Hugging "
-            "Face model directory or hub name."
+            f"model.path={str(path)!r} holds no causal language model ({in_short(error)}); give a "
+            "Hugging Face model directory or hub name."
         ) from error
+    _check_finite(model, path)
     use_engine_layers(model)
     return model.to(device)
 
@@ -67,8 +71,23 @@ def backbone(model: Any) -> Any:
     return found
 
 
+def _check_finite(model: Any, path: str | Path) -> None:
+    """Raise ValueError for weights that are no numbers."""
+    for name, parameter in model.named_parameters():
+        # The sum of finite weights is finite; only for one that is not, each has to be looked at.
+        if not torch.isfinite(parameter.detach().float().sum()):
+            num_bad = int((~torch.isfinite(parameter)).sum())
+            if num_bad:
+                raise ValueError(
+                    f"model.path={str(path)!r}: {num_bad:,} of {parameter.numel():,} weights of "
+                    f"{name} are NaN or infinite; the files are damaged, or training diverged "
+                    "before they were written: give a model that is whole."
+                )
+
+
 class Head:
-    """Logits [N, V] of hidden states [N, D], as the model's own forward computes them."""
+    """Logits [N, V] float32 of hidden states [N, D], as the model's own forward computes them but
+    for the rounding of 16-bit logits, which is left out."""
 
     def __init__(self, model: Any) -> None:
         self._output_embeddings = model.get_output_embeddings()
@@ -76,18 +95,47 @@ class Head:
         caps = (getattr(config, name, None) for name in SOFT_CAPS)
         self._cap: float | None = next((cap for cap in caps if cap is not None), None)
         self._scale = _logit_scale(config)
+        self._sum: torch.Tensor | None = None
+        self._copy: Float32Copy | None = None
+
+    def for_chunks(self) -> Head:
+        """The same head for one pass that calls it several times: the gradient of a 16-bit weight
+        is summed over the calls in float32."""
+        head = copy.copy(self)
+        if self._is_16_bit and torch.is_grad_enabled():
+            head._sum = gradient_sum(self._output_embeddings.weight)
+        return head
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._output_embeddings(hidden)
+        logits = self._product(hidden)
         if self._scale != 1:
             logits = logits * self._scale
         if self._cap is not None:
             logits = torch.tanh(logits / self._cap) * self._cap
         return logits
 
+    @property
+    def _is_16_bit(self) -> bool:
+        return self._output_embeddings.weight.dtype in (torch.bfloat16, torch.float16)
+
+    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor
+        if not self._is_16_bit:
+            logits = self._output_embeddings(hidden)
+            return logits
+        weight, bias = self._output_embeddings.weight, self._output_embeddings.bias
+        if torch.is_grad_enabled():
+            total = gradient_sum(weight) if self._sum is None else self._sum
+            logits = float32_product(hidden, weight, total)
+        else:
+            # A sampler multiplies few rows by it, thousands of times between two changes.
+            self._copy = self._copy or Float32Copy(weight)
+            logits = mm(hidden, self._copy.get().t())
+        return logits if bias is None else logits + bias.float()
+
 
 def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits [N, V] of hidden states [N, D]. For many small calls, keep a Head instead."""
+    """Logits [N, V] float32 of hidden states [N, D]. For many small calls, keep a Head instead."""
     return Head(model)(hidden)
 
 

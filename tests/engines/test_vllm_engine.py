@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlsys.config import RolloutConfig
 from rlsys.engines.generation.protocol import EngineError
+from rlsys.engines.generation.stopping import text_decoder
+from rlsys.engines.generation.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm_engine import VLLMEngine
 from rlsys.tiny_models import build_tiny_model
-from rlsys.types import FinishReason, Generation, WeightManifest
+from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
 from tests.engines.vllm_harness import (
     TIMEOUT_S,
     collect_all,
@@ -143,6 +146,105 @@ def test_updated_engine_equals_a_freshly_loaded_one_to_the_bit(
         assert not np.array_equal(a.token_ids, b.token_ids)
         assert np.array_equal(b.token_ids, c.token_ids)
         assert np.array_equal(b.sampler_logprobs, c.sampler_logprobs)
+
+
+def test_updated_and_fresh_engine_sample_alike_from_the_same_seeds(
+    engine: VLLMEngine, fresh: VLLMEngine, manifests: list[WeightManifest], run: Run
+) -> None:
+    """What an engine has sampled before, here with other weights, leaves no trace."""
+    sampling = {"temperature": 1.0, "max_tokens": 48}
+    run(generate(engine, make_requests(PROMPTS, "before", **sampling)))
+    run(update(engine, manifests[1]))
+    updated = run(generate(engine, make_requests(PROMPTS, "alike", **sampling)))
+    expected = run(generate(fresh, make_requests(PROMPTS, "alike", **sampling)))
+    for a, b in zip(updated, expected, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids)
+        assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
+
+
+async def torch_generate(path: Path, requests: list[GenerationRequest]) -> dict[str, Generation]:
+    engine = TorchEngine(path, RolloutConfig(), dtype="float32")
+    await engine.start()
+    try:
+        engine.submit(requests)
+        ended: list[Generation] = []
+        while len(ended) < len(requests):
+            ended += await engine.collect()
+    finally:
+        await engine.close()
+    return {generation.request_id: generation for generation in ended}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 8, "top_p": 0.6}],
+    ids=["whole distribution", "cut"],
+)
+def test_both_engines_draw_the_same_completions_from_the_same_seeds(
+    engine: VLLMEngine, paths: list[Path], run: Run, sampling: dict[str, Any]
+) -> None:
+    requests = make_requests(PROMPTS, "drawn", max_tokens=32, **sampling)
+    theirs = run(generate(engine, requests))
+    ours = run(torch_generate(paths[0], requests))
+    for generation in theirs:
+        expected = ours[generation.request_id]
+        assert generation.token_ids.tolist() == expected.token_ids.tolist()
+        np.testing.assert_allclose(
+            generation.sampler_logprobs, expected.sampler_logprobs, atol=1e-4
+        )
+    continued = [
+        dataclasses.replace(
+            request,
+            request_id=f"continued-{index}",
+            prompt_token_ids=[*request.prompt_token_ids, *generation.token_ids[:10].tolist()],
+            num_prior_tokens=10,
+            sampling=dataclasses.replace(request.sampling, max_tokens=22),
+        )
+        for index, (request, generation) in enumerate(zip(requests, theirs, strict=True))
+        if len(generation.token_ids) == 32
+    ]
+    assert continued
+    whole = {g.request_id.rsplit("-")[-1]: g for g in theirs}
+    for request, rest in zip(continued, run(generate(engine, continued)), strict=True):
+        tokens = [*request.prompt_token_ids[-10:], *rest.token_ids.tolist()]
+        assert tokens in [generation.token_ids.tolist() for generation in whole.values()]
+
+
+def test_both_engines_stop_at_the_same_strings_special_tokens_included(
+    engine: VLLMEngine, paths: list[Path], run: Run
+) -> None:
+    """A special token, "<bos>", as a stop string; a string that spans tokens; one that spans what
+    a continued completion had before."""
+    long = {"temperature": 1.5, "max_tokens": 400}
+    (whole,) = run(generate(engine, make_requests([[9]], "whole", **long)))
+    token_ids = whole.token_ids.tolist()
+    assert 1 in token_ids, "no <bos> was drawn: take another prompt"
+    decode = text_decoder(paths[0])
+    end = token_ids.index(1)
+    words = decode(token_ids[end - 3 : end]), decode(token_ids[5:8])
+    assert all(word.isprintable() for word in words)
+    requests = [
+        request
+        for number, stop in enumerate(["<bos>", *words])
+        for request in make_requests([[9]], f"stop{number}", stop=(stop,), **long)
+    ]
+    continued = dataclasses.replace(
+        requests[2],
+        request_id="continued-3",
+        prompt_token_ids=[9, *token_ids[:7]],
+        num_prior_tokens=7,
+    )
+    requests.append(continued)
+    requests = [
+        dataclasses.replace(request, request_id=f"stop-{i}") for i, request in enumerate(requests)
+    ]
+    theirs = run(generate(engine, requests))
+    ours = run(torch_generate(paths[0], requests))
+    for generation in theirs:
+        assert generation.finish_reason is FinishReason.STOP
+        assert generation.token_ids.tolist() == ours[generation.request_id].token_ids.tolist()
+    assert theirs[0].token_ids.tolist() == token_ids[: end + 1]
+    assert theirs[3].token_ids.tolist() == token_ids[7:8]
 
 
 def without_one(manifest: WeightManifest) -> WeightManifest:

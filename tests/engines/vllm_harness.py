@@ -32,7 +32,7 @@ def make_engine(
 ) -> VLLMEngine:
     sizes: dict[str, Any] = {"max_running": 64, "kv_cache_gib": 0.125}
     rollout = RolloutConfig(engine="vllm", **(sizes | options))
-    return VLLMEngine(str(path), rollout, dtype=dtype, seed=0, max_context=max_context)
+    return VLLMEngine(str(path), rollout, dtype=dtype, max_context=max_context)
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ from rlsys.engines.context import context_length
 from rlsys.engines.generation.fused_decoder import FusedDecoder, is_llama_like
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, room
 from rlsys.engines.generation.manifest_check import check_manifest
+from rlsys.engines.model_tensors import model_tensors
 from rlsys.layout.transport.shm import open_weights
 from rlsys.types import WeightManifest
 
@@ -75,11 +76,11 @@ class Backbone:
         Raises ValueError, and changes nothing, if names or shapes do not fit the model or the bytes
         are not those that were published.
         """
-        parameters = dict(self._model.named_parameters())  # tied ones appear once
-        check_manifest(manifest, {name: tuple(p.shape) for name, p in parameters.items()})
+        tensors = model_tensors(self._model)
+        check_manifest(manifest, {name: tuple(t.shape) for name, t in tensors.items()})
         with torch.no_grad():
             for name, tensor in open_weights(manifest).items():
-                parameters[name].copy_(tensor)
+                tensors[name].copy_(tensor)
             if self._fused is not None:
                 self._fused.refresh()
 

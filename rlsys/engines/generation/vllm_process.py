@@ -20,9 +20,7 @@ WORKER = "rlsys.engines.generation.vllm_worker.Worker"
 CLOSE_TIMEOUT_S = 10.0  # for vLLM's processes to end in order; then they are killed
 
 
-def start_vllm(
-    path: str, rollout: RolloutConfig, *, dtype: str, seed: int, max_context: int | None
-) -> Any:
+def start_vllm(path: str, rollout: RolloutConfig, *, dtype: str, max_context: int | None) -> Any:
     """An AsyncLLM whose model is loaded; `max_context` as VLLMEngine has it.
 
     Raises ValueError for a model that vLLM does not serve, RuntimeError if a process of vLLM's
@@ -46,7 +44,8 @@ def start_vllm(
         args = AsyncEngineArgs(
             model=path,
             dtype=dtype,
-            seed=seed,
+            # Logits as the trainer computes them, not rounded to 16 bits.
+            hf_overrides={"head_dtype": "float32"},
             max_model_len=-1,  # the longest that model and KV cache allow
             max_num_seqs=rollout.max_running,
             tensor_parallel_size=rollout.tensor_parallel,

@@ -20,11 +20,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rlsys.engines.architecture import check_architecture
-from rlsys.engines.causal_lm import backbone, head_logits
+from rlsys.engines.causal_lm import Head, backbone
 from rlsys.engines.context import row_limit
 from rlsys.engines.training.collate import Batch
 
 MAX_LOGITS = 1 << 26  # of one chunk: 256 MiB in float32
+# exp of this is 0 in any precision, and so are its products with 0, where those of −inf are NaN: a
+# token of this log-probability adds nothing to an entropy or a gradient, as one of −inf does.
+IMPOSSIBLE = -1e4
 
 
 class TokenPolicy(nn.Module):
@@ -46,10 +49,11 @@ class TokenPolicy(nn.Module):
         """
         hidden = self._backbone(batch).flatten(0, 1).index_select(0, batch.positions)  # [N, D]
         targets = batch.targets
+        head = Head(self.model).for_chunks()
         if len(targets) <= self.chunk_tokens:
-            return self._score(hidden, targets, temperature)
+            return _score(head, hidden, targets, temperature)
         chunks = [
-            checkpoint(self._score, *chunk, temperature, use_reentrant=False)
+            checkpoint(_score, head, *chunk, temperature, use_reentrant=False)
             for chunk in zip(
                 hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True
             )
@@ -73,13 +77,14 @@ class TokenPolicy(nn.Module):
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
-    def _score(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head_logits(self.model, hidden).float()
-        if temperature != 1:
-            logits = logits / temperature
-        return token_logprobs(logits, targets)
+
+def _score(
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = head(hidden)
+    if temperature != 1:
+        logits = logits / temperature
+    return token_logprobs(logits, targets)
 
 
 def token_logprobs(
@@ -101,11 +106,13 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.log_softmax(logits, dim=-1)  # [N, V]
+        of_targets = -F.nll_loss(logprobs, targets, reduction="none")
+        logprobs.clamp_(min=IMPOSSIBLE)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         ctx.save_for_backward(logprobs, targets, entropy)
         # A loss without an entropy term sends None, and its part of the gradient costs nothing.
         ctx.set_materialize_grads(False)
-        return -F.nll_loss(logprobs, targets, reduction="none"), entropy
+        return of_targets, entropy
 
     @staticmethod
     @once_differentiable
