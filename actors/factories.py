@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.cluster import Need
 from rlsys.config import RunConfig
 from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.rewards import Reward, RewardRunner
+from rlsys.rewards import PackedRewards, RewardRunner
+
+from .placement import Need
 
 if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
     from rlsys.engines.training.protocol import Aggregation, LossFn, TrainingEngine
@@ -92,7 +93,6 @@ class RolloutFactory:
                 config.model.path,
                 config.rollout,
                 dtype=config.model.dtype,
-                seed=config.seed + self.replica,
                 max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
             )
         from rlsys.engines.generation.torch_engine import TorchEngine
@@ -109,11 +109,13 @@ class RolloutFactory:
 @dataclass(frozen=True, kw_only=True)
 class RewardFactory:
     config: RunConfig
-    rewards: tuple[Reward, ...]
+    rewards: PackedRewards
 
     def __call__(self) -> RewardRunner:
         return RewardRunner(
             self.rewards,
             concurrency=self.config.reward.concurrency,
             timeout_s=self.config.reward.timeout_s,
+            memory_gib=self.config.reward.memory_gib,
+            start_timeout_s=self.config.cluster.start_timeout_s,
         )

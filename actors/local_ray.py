@@ -23,7 +23,7 @@ import psutil
 import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 # Ray's own objects are metadata here; rollouts and weights have shared memory of their own.
 OBJECT_STORE_BYTES = 128 * 2**20

@@ -34,14 +34,12 @@ from rlsys.dataflow.signal import Signal
 from rlsys.layout.transport.shared_memory import MemoryGone
 from rlsys.workers import RowsLost
 
+from .calls import Heartbeat
+
 T = TypeVar("T")
 Cells = Mapping[str, Sequence[Cell]]  # by column
 Calls = dict[str, Any]  # shard -> reference to the answer of a call
 Steps = Generator[Calls, list[Any], T]
-
-# How long one `watch` call of a healthy shard takes. A dead one ends the call at once; a hung one
-# is noticed when an answer is overdue.
-WATCH_S = 10.0
 
 
 class ShardLost(RowsLost):
@@ -63,7 +61,7 @@ class StoreAddress:
     timeout_s: float  # of each call, and of each wait for room
 
 
-class StoreShard:
+class StoreShard(Heartbeat):
     """Owns one arena. An asynchronous actor; StoreShards starts it."""
 
     def __init__(self, name: str) -> None:
@@ -131,10 +129,6 @@ class StoreShard:
                 f"{freed}); release rows only when their bytes have been read."
             )
         return pack_cells(self._arena.buffer, cells)
-
-    async def watch(self, seconds: float) -> None:
-        """Answers late, so that the caller learns at once when the process dies."""
-        await asyncio.sleep(seconds)
 
     async def bytes_leased(self) -> int:
         return self._arena.bytes_leased

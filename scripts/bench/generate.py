@@ -72,7 +72,7 @@ async def measure(model_dir: str, engine_name: str, num_threads: int) -> dict[st
 def build_engine(model_dir: str, name: str, num_threads: int) -> GenerationEngine:
     rollout = RolloutConfig(max_running=NUM_SEQUENCES, num_cpus=num_threads)
     if name == "vllm":
-        return VLLMEngine(model_dir, rollout, dtype="float32", seed=0)
+        return VLLMEngine(model_dir, rollout, dtype="float32")
     return TorchEngine(model_dir, rollout, dtype="float32", stop_token_ids=())
 
 

@@ -97,7 +97,9 @@ async def running_shards(
     *,
     timeout_s: float = TIMEOUT_S,
 ) -> AsyncIterator[StoreShards]:
-    shards = StoreShards(capacity_bytes=CAPACITY_BYTES, timeout_s=timeout_s, on_lost=on_lost)
+    shards = StoreShards(
+        capacity_bytes=CAPACITY_BYTES, timeout_s=timeout_s, heartbeat_timeout_s=30, on_lost=on_lost
+    )
     running = asyncio.create_task(shards.run())
     try:
         for node_id in node_ids:

@@ -21,13 +21,7 @@ CLOSE_TIMEOUT_S = 10.0  # for what is killed to be gone
 
 
 def start_vllm(
-    path: str,
-    rollout: RolloutConfig,
-    *,
-    dtype: str,
-    seed: int,
-    max_context: int | None,
-    sockets: str,
+    path: str, rollout: RolloutConfig, *, dtype: str, max_context: int | None, sockets: str
 ) -> Any:
     """An AsyncLLM whose model is loaded; `max_context` as VLLMEngine has it. `sockets` is a
     directory for the processes to meet in, which is of no more use when the first request has run.
@@ -54,7 +48,8 @@ def start_vllm(
         args = AsyncEngineArgs(
             model=path,
             dtype=dtype,
-            seed=seed,
+            # Logits as the trainer computes them, not rounded to 16 bits.
+            hf_overrides={"head_dtype": "float32"},
             max_model_len=-1,  # the longest that model and KV cache allow
             max_num_seqs=rollout.max_running,
             tensor_parallel_size=rollout.tensor_parallel,
