@@ -18,8 +18,9 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -86,9 +87,9 @@ def within(limit_s: float, call: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-async def while_intact(work: Awaitable[object]) -> None:
+async def while_intact(work: Coroutine[Any, Any, None]) -> None:
     """Wait for it, but no longer than Ray's processes live: without them no call is answered."""
-    task = asyncio.ensure_future(work)
+    task = asyncio.create_task(work)
     while not task.done() and is_intact():
         await asyncio.wait([task], timeout=LOOK_EVERY_S)
     if task.done():

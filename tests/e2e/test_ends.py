@@ -75,7 +75,7 @@ def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
             os.kill(pid, number)
         assert job.wait(timeout_s=60) == 130, job.output
         assert "Interrupted: " in job.output
-        assert "Traceback" not in job.output
+        assert "Traceback" not in job.output, job.output
         assert job.left_behind() == {}
         assert list(ray_dir.iterdir()) == []
     finally:
@@ -110,7 +110,7 @@ def test_a_shard_that_dies_during_the_start_is_replaced(tmp_path: Path) -> None:
         job.wait_for_output("Starting rollout-0", timeout_s=TIMEOUT_S)
         kill_first(job, "ray::StoreShard")
         assert job.wait(timeout_s=TIMEOUT_S) == 0, job.output
-        assert "Traceback" not in job.output
+        assert "Traceback" not in job.output, job.output
         assert job.left_behind() == {}
     finally:
         job.end()
