@@ -12,10 +12,12 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import signal
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -50,6 +52,7 @@ SHUTDOWN_TIMEOUT_S, DEAD_SHUTDOWN_TIMEOUT_S = 15.0, 1.0
 LOOK_EVERY_S = 0.2  # whether Ray's processes still live
 
 NUM_ATTEMPTS = 2
+MAX_CAUSE_LENGTH = 200
 
 
 class RayFailed(OSError):
@@ -129,10 +132,11 @@ def _start(directory: Path) -> None:
             stop_ray()
             _end(_children() - before)
             if attempt == NUM_ATTEMPTS:
+                cause = _said(directory) or last_line(error)
                 raise RayFailed(
-                    f"Ray did not start on this machine, tried {NUM_ATTEMPTS} times: "
-                    f"{last_line(error)}. See whether memory, disk ({directory.parent}), processes "
-                    "(ulimit -u) or open files (ulimit -n) are short: python scripts/doctor.py."
+                    f"Ray did not start on this machine, tried {NUM_ATTEMPTS} times: {cause}. "
+                    "See whether memory, disk, processes (ulimit -u) or open files (ulimit -n) are "
+                    "short: python scripts/doctor.py."
                 ) from None
 
 
@@ -150,6 +154,21 @@ def _init(directory: Path) -> None:
         )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _said(directory: Path) -> str:
+    """What Ray's head, else its node, has complained about last in its log."""
+    for name in ("gcs_server", "raylet"):
+        for log in sorted(directory.glob(f"{FILES}/session_2*/logs/{name}.out"), reverse=True):
+            # An assertion stands within a longer text; other errors are lines such as
+            # "[2026-11-22 02:41:33,383 E 23351 23351] file.cc:1: message".
+            text = log.read_text(errors="replace")
+            errors = re.findall(r"Check failed: (.*)", text) or re.findall(
+                r"^\[[\d\-: ,]+ [EF] [^\]]*\] *(.*)", text, re.MULTILINE
+            )
+            if errors:
+                return f"{name}: {textwrap.shorten(errors[-1], MAX_CAUSE_LENGTH).rstrip('.')}"
+    return ""
 
 
 def last_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from rlsys.engines.generation.protocol import EngineError
+from rlsys.engines.generation.vllm_leftovers import shared_files
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
 from tests.engines.buffered_models import build_buffered
@@ -146,6 +147,7 @@ def test_a_killed_owner_takes_the_engine_along(tmp_path: Path) -> None:
     assert owner.stdout is not None
     processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
     assert len(processes) >= 2
+    assert shared_files(processes) == set()  # which would stay if all were killed
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait(timeout=10)
     assert gone(processes, within_s=10)

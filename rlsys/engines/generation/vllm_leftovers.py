@@ -82,33 +82,42 @@ def watch(owner: int, directory: str) -> None:
     """Until standard input ends, which it does when the owner says so or dies; in the latter case
     end what the owner had started, and remove what that has left."""
     try:
-        root, owner_end = psutil.Process(owner), os.pidfd_open(owner)
+        leftovers, owner_end = Leftovers(owner), os.pidfd_open(owner)
     except (psutil.NoSuchProcess, ProcessLookupError):
         return
     poll = select.poll()
     poll.register(owner_end, select.POLLIN)
     poll.register(sys.stdin.fileno(), select.POLLIN)
-    started: set[psutil.Process] = set()
-    files: set[Path] = set()
-    ready: list[tuple[int, int]] = []
-    while not ready:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            started.update(root.children(recursive=True))
-        files |= shared_files(started)
-        ready = poll.poll(1000 * LOOK_EVERY_S)
-    if not _has_ended(owner_end):
-        return
-    for process in list(started):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            started.update(process.children(recursive=True))
-    files |= shared_files(started)
-    started.discard(psutil.Process())  # a child of the owner's for its first moments
-    for process in started:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    for path in files:
-        path.unlink(missing_ok=True)
-    shutil.rmtree(directory, ignore_errors=True)
+    leftovers.look()
+    while not poll.poll(1000 * LOOK_EVERY_S):
+        leftovers.look()
+    if _has_ended(owner_end):
+        leftovers.remove()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class Leftovers:
+    """What has been seen of the processes that an owner has started, and of their files."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner = psutil.Process(owner)
+        self._started: set[psutil.Process] = set()
+        self._files: set[Path] = set()
+
+    def look(self) -> None:
+        for process in [self._owner, *self._started]:  # whose owner may be dead by now
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._started.update(process.children(recursive=True))
+        self._started.discard(psutil.Process())  # the watchman, a child for its first moments
+        self._files |= shared_files(self._started)
+
+    def remove(self) -> None:
+        self.look()
+        for process in self._started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for path in self._files:
+            path.unlink(missing_ok=True)
 
 
 def _has_ended(pidfd: int) -> bool:
