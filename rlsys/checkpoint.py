@@ -1,29 +1,42 @@
-"""Checkpoints of a run: complete or absent, whatever kills the process.
+"""Checkpoints of a run: complete or absent, whatever kills the process; and checked before use.
 
     checkpoints/
         step_000010/            appears in one rename, when all below is on disk
             trainer/            model, optimizer, RNG: written by all ranks
-            controller.json     data position, ledger, everything that is not a tensor
-        .step_000020.partial    being written; a leftover of a killed save is removed by the next
+            controller.json     data position, everything else that is not a tensor
+            manifest.json       written last: size and checksum of every file beside it
+        .step_000020.partial    being written; what a killed save leaves, the next one removes
 
 In: a step and something that fills a directory. Out: that directory under its final name.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from rlsys.file_modes import ordinary_modes
 
 TRAINER_DIR = "trainer"
 CONTROLLER_FILE = "controller.json"
+MANIFEST_FILE = "manifest.json"
+
+_T = TypeVar("_T")
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
+LEFTOVER_NAME = re.compile(r"\.step_\d+\.(partial|replaced)")
+
+READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -39,45 +52,124 @@ class Checkpoint:
     def controller_file(self) -> Path:
         return self.path / CONTROLLER_FILE
 
+    def faults(self) -> list[str]:
+        """What is wrong with its files, by name; none if it is as it was written. Reads it all."""
+        try:
+            wanted = json.loads((self.path / MANIFEST_FILE).read_bytes())
+            files = {str(name): (entry["bytes"], entry["crc32"]) for name, entry in wanted.items()}
+        except FileNotFoundError:
+            return [f"{MANIFEST_FILE} is missing"]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return [f"{MANIFEST_FILE} is damaged ({type(error).__name__}: {error})"]
+        found = set(_files(self.path)) - {MANIFEST_FILE}
+        faults = [f"{name} does not belong there" for name in sorted(found - files.keys())]
+        for name, (num_bytes, checksum) in sorted(files.items()):
+            if name not in found:
+                faults.append(f"{name} is missing")
+            elif (size := (self.path / name).stat().st_size) != num_bytes:
+                faults.append(f"{name} has {size:,} bytes instead of {num_bytes:,}")
+            elif _checksum(self.path / name) != checksum:
+                faults.append(f"{name} has another checksum than when it was written")
+        return faults
+
 
 class Checkpoints:
-    """The checkpoints below `directory`; the newest `keep` stay."""
+    """The checkpoints below `directory`; the newest `keep` stay.
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    `records` are files that a checkpoint builds on (the ledger, the metrics): what they hold when
+    a checkpoint is finished is on disk before it counts.
+    """
+
+    def __init__(self, directory: Path, keep: int, records: Sequence[Path] = ()) -> None:
         self._directory = directory
         self._keep = keep
+        self._records = records
+
+    @property
+    def warm_start(self) -> Path:
+        """Where the trainer keeps, while the run goes on, what its warm start had taught."""
+        return self._directory / ".warm_start"
 
     def all(self) -> list[Checkpoint]:
         """Complete ones, oldest first."""
-        if not self._directory.is_dir():
-            return []
-        found = [
-            Checkpoint(int(match[1]), path)
-            for path in self._directory.iterdir()
-            if (match := STEP_NAME.fullmatch(path.name))
-        ]
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        return find_checkpoints(self._directory)
 
     def newest(self) -> Checkpoint | None:
         return max(self.all(), key=lambda checkpoint: checkpoint.step, default=None)
 
-    @contextmanager
-    def writing(self, step: int) -> Iterator[Checkpoint]:
+    @asynccontextmanager
+    async def writing(self, step: int) -> AsyncIterator[Checkpoint]:
         """A checkpoint to be filled; it is kept if the block ends, and removed if it raises.
 
-            with checkpoints.writing(step) as checkpoint:
-                learner.save(checkpoint.trainer_dir)
+            async with checkpoints.writing(step) as checkpoint:
+                await learner.save(checkpoint.trainer_dir)
                 checkpoint.controller_file.write_text(...)
 
-        Raises OSError for an unwritable directory or a full disk; the older checkpoints stay.
+        What waits for the disk runs in a thread, beside the event loop. Raises OSError for an
+        unwritable directory or a full disk; the older checkpoints stay.
         """
-        with new_directory(self._directory / f"step_{step:06d}") as unfinished:
-            yield Checkpoint(step, unfinished)
+        final = self._directory / f"step_{step:06d}"
+        with _advised(final):
+            await _to_the_end(self._sweep)
+            unfinished = await _to_the_end(_begin, final)
+            try:
+                yield Checkpoint(step, unfinished)
+                await _to_the_end(self._finish, unfinished, final)
+            finally:
+                await _to_the_end(_remove, unfinished)
+
+    def _sweep(self) -> None:
+        """Remove what processes left behind that were killed while they wrote or deleted."""
+        if self._directory.is_dir():
+            for path in self._directory.iterdir():
+                if LEFTOVER_NAME.fullmatch(path.name):
+                    _remove(path)
+
+    def _finish(self, unfinished: Path, final: Path) -> None:
+        for record in self._records:
+            if record.exists():
+                _sync(record)
+        write_manifest(unfinished)
+        _replace(unfinished, final)
         for old in self.all()[: -self._keep]:
             # Renamed first, so that a kill in the middle of deleting leaves no half checkpoint.
             doomed = _partial_name(old.path)
+            _remove(doomed)
             old.path.rename(doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
+
+
+def find_checkpoints(directory: Path) -> list[Checkpoint]:
+    """The checkpoints below a directory that were finished, oldest first; whether they are whole
+    is told by `Checkpoint.faults`."""
+    found = [Checkpoint(int(match[1]), path) for path, match in _entries(directory) if match]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def find_strays(directory: Path) -> list[Path]:
+    """What lies among the checkpoints and is none, nor one that is being written."""
+    return [
+        path for path, match in _entries(directory) if not match and not path.name.startswith(".")
+    ]
+
+
+def _entries(directory: Path) -> list[tuple[Path, re.Match[str] | None]]:
+    """What lies in the directory, by name; with a match where it is a checkpoint."""
+    if not directory.is_dir():
+        return []
+    return [
+        (path, STEP_NAME.fullmatch(path.name) if path.is_dir() else None)
+        for path in sorted(directory.iterdir())
+    ]
+
+
+def write_manifest(directory: Path) -> None:
+    """Size and checksum of every file below, in a file beside them."""
+    entries = {
+        name: {"bytes": (directory / name).stat().st_size, "crc32": _checksum(directory / name)}
+        for name in _files(directory)
+    }
+    (directory / MANIFEST_FILE).write_text(json.dumps(entries, indent=1) + "\n")
 
 
 @contextmanager
@@ -87,31 +179,65 @@ def new_directory(path: Path) -> Iterator[Path]:
 
     Raises OSError with the cause and the fix for an unwritable directory or a full disk.
     """
-    unfinished = _partial_name(path)
+    with _advised(path):
+        unfinished = _begin(path)
+        try:
+            yield unfinished
+            _replace(unfinished, path)
+        finally:
+            _remove(unfinished)
+
+
+def _begin(final: Path) -> Path:
+    """An empty directory beside `final`."""
+    unfinished = _partial_name(final)
+    _remove(unfinished)
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def _replace(unfinished: Path, final: Path) -> None:
+    """Everything below is on disk when the final name appears."""
+    ordinary_modes(unfinished)
+    _sync_tree(unfinished)
+    if final.exists():
+        replaced = final.with_name(f".{final.name}.replaced")
+        _remove(replaced)
+        final.rename(replaced)
+        unfinished.rename(final)
+        _remove(replaced)
+    else:
+        unfinished.rename(final)
+    _sync(final.parent)
+
+
+def _remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _to_the_end(function: Callable[..., _T], *args: object) -> _T:
+    """Run in a thread. If the caller is cancelled meanwhile, it goes on when the thread is done:
+    no thread is at work on a directory that its owner has given up."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        _sync_tree(unfinished)
-        if path.exists():
-            replaced = path.with_name(f".{path.name}.replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
-            path.rename(replaced)
-            unfinished.rename(path)
-            shutil.rmtree(replaced)
-        else:
-            unfinished.rename(path)
-        _sync(path.parent)
-    except OSError as error:
-        if (advice := _advice(error)) is None:
-            raise
-        raise OSError(error.errno, f"cannot write {path}: {advice}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _partial_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def _advised(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if (advice := _advice(error)) is None:
+            raise
+        raise OSError(error.errno, f"cannot write {path}: {advice}") from error
 
 
 def _advice(error: OSError) -> str | None:
@@ -120,6 +246,24 @@ def _advice(error: OSError) -> str | None:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "permission denied; make the directory writable, or choose another (runs_dir)"
     return None
+
+
+def _files(directory: Path) -> list[str]:
+    """Every file below, by its path in the directory."""
+    return sorted(
+        str(Path(root, name).relative_to(directory))
+        for root, _, names in os.walk(directory)
+        for name in names
+    )
+
+
+def _checksum(path: Path) -> str:
+    """CRC-32: finds every burst of up to 32 damaged bits, at the speed of a disk."""
+    value = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(READ_BYTES):
+            value = zlib.crc32(chunk, value)
+    return f"{value:08x}"
 
 
 def _sync_tree(directory: Path) -> None:

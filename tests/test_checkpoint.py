@@ -1,20 +1,26 @@
+import asyncio
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from rlsys.checkpoint import Checkpoints, new_directory
+from rlsys.checkpoint import Checkpoints, find_checkpoints, find_strays, new_directory
 
 
-def save(checkpoints: Checkpoints, step: int) -> None:
-    with checkpoints.writing(step) as checkpoint:
-        checkpoint.trainer_dir.mkdir()
-        (checkpoint.trainer_dir / "weights").write_text(f"weights of {step}")
-        checkpoint.controller_file.write_text(str(step))
+def save(checkpoints: Checkpoints, step: int, *, state: str = "") -> None:
+    async def write() -> None:
+        async with checkpoints.writing(step) as checkpoint:
+            checkpoint.trainer_dir.mkdir()
+            (checkpoint.trainer_dir / "weights").write_text(f"weights of {step}")
+            checkpoint.controller_file.write_text(state or str(step))
+
+    asyncio.run(write())
 
 
 def test_what_was_written_is_found(tmp_path: Path) -> None:
@@ -41,23 +47,27 @@ def test_a_failed_save_leaves_nothing_and_the_older_ones_stay(tmp_path: Path) ->
     checkpoints = Checkpoints(tmp_path, keep=1)
     save(checkpoints, 1)
 
-    def fail() -> None:
-        with checkpoints.writing(2) as checkpoint:
+    async def fail() -> None:
+        async with checkpoints.writing(2) as checkpoint:
             checkpoint.controller_file.write_text("half")
             raise RuntimeError("trainer died")
 
     with pytest.raises(RuntimeError, match="trainer died"):
-        fail()
+        asyncio.run(fail())
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
 KILLED = """
-import os, signal, sys
+import asyncio, os, signal, sys
 from pathlib import Path
 from rlsys.checkpoint import Checkpoints
-with Checkpoints(Path(sys.argv[1]), keep=2).writing(2) as checkpoint:
-    checkpoint.controller_file.write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
+
+async def write():
+    async with Checkpoints(Path(sys.argv[1]), keep=2).writing(2) as checkpoint:
+        checkpoint.controller_file.write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(write())
 """
 
 
@@ -75,18 +85,19 @@ def test_a_killed_save_is_never_the_newest_and_the_next_one_succeeds(tmp_path: P
     newest = checkpoints.newest()
     assert newest is not None
     assert newest.controller_file.read_text() == "2"
+    assert newest.faults() == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002"]
 
 
 def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     save(checkpoints, 3)
-    with checkpoints.writing(3) as checkpoint:
-        checkpoint.controller_file.write_text("again")
+    (tmp_path / "step_000003" / "more").touch()
+    save(checkpoints, 3, state="again")
     newest = checkpoints.newest()
     assert newest is not None
     assert newest.controller_file.read_text() == "again"
-    assert not newest.trainer_dir.exists()
+    assert newest.faults() == []
     assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
 
 
@@ -112,3 +123,128 @@ def test_a_file_where_the_directory_should_be_is_an_error(tmp_path: Path) -> Non
     (tmp_path / "checkpoints").touch()
     with pytest.raises(OSError, match="checkpoints"):
         save(Checkpoints(tmp_path / "checkpoints", keep=1), 1)
+
+
+def test_what_killed_processes_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    for name in (".step_000001.partial", ".step_000007.replaced", ".cache"):
+        (tmp_path / name).mkdir()
+    save(Checkpoints(tmp_path, keep=1), 9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".cache", "step_000009"]
+
+
+def test_what_is_no_checkpoint_is_not_taken_for_one(tmp_path: Path) -> None:
+    save(Checkpoints(tmp_path, keep=1), 3)
+    (tmp_path / "step_000009").touch()
+    (tmp_path / "step_000010_copy").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [3]
+    strays = [path.name for path in find_strays(tmp_path)]
+    assert strays == ["notes", "step_000009", "step_000010_copy"]
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def damage(checkpoint: Path, kind: str) -> None:
+    weights = checkpoint / "trainer" / "weights"
+    match kind:
+        case "flipped":
+            flip_a_bit(weights)
+        case "cut":
+            weights.write_bytes(weights.read_bytes()[:-1])
+        case "lost":
+            weights.unlink()
+        case "added":
+            (checkpoint / "trainer" / "more").touch()
+        case "no manifest":
+            (checkpoint / "manifest.json").unlink()
+        case "torn manifest":
+            (checkpoint / "manifest.json").write_text("{")
+        case "other manifest":
+            (checkpoint / "manifest.json").write_text('{"trainer/weights": 3}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("flipped", "trainer/weights has another checksum"),
+        ("cut", "trainer/weights has 11 bytes instead of 12"),
+        ("lost", "trainer/weights is missing"),
+        ("added", "trainer/more does not belong there"),
+        ("no manifest", "manifest.json is missing"),
+        ("torn manifest", "manifest.json is damaged"),
+        ("other manifest", "manifest.json is damaged"),
+    ],
+)
+def test_damage_is_found_by_name(tmp_path: Path, kind: str, words: str) -> None:
+    save(Checkpoints(tmp_path, keep=1), 1)
+    (checkpoint,) = find_checkpoints(tmp_path)
+    assert checkpoint.faults() == []
+    damage(checkpoint.path, kind)
+    (fault,) = checkpoint.faults()
+    assert fault.startswith(words)
+
+
+def test_the_manifest_covers_whatever_is_there(tmp_path: Path) -> None:
+    async def write() -> None:
+        async with Checkpoints(tmp_path, keep=1).writing(1) as checkpoint:
+            (checkpoint.path / "rollouts" / "deep").mkdir(parents=True)
+            (checkpoint.path / "rollouts" / "deep" / "0").write_bytes(b"abc")
+            checkpoint.controller_file.touch()
+
+    asyncio.run(write())
+    (checkpoint,) = find_checkpoints(tmp_path)
+    manifest = json.loads((checkpoint.path / "manifest.json").read_text())
+    assert manifest == {
+        "controller.json": {"bytes": 0, "crc32": "00000000"},
+        "rollouts/deep/0": {"bytes": 3, "crc32": "352441c2"},
+    }
+
+
+def test_the_loop_goes_on_while_the_disk_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk answers only when the loop has done something else meanwhile."""
+    answered = threading.Event()
+
+    def slow(descriptor: int) -> None:
+        assert answered.wait(60)
+
+    async def run() -> None:
+        monkeypatch.setattr(os, "fsync", slow)
+        asyncio.get_running_loop().call_later(0.1, answered.set)
+        async with Checkpoints(tmp_path, keep=1).writing(1) as checkpoint:
+            checkpoint.controller_file.touch()
+
+    asyncio.run(run())
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1]
+
+
+def test_a_cancelled_save_leaves_no_thread_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncing, go_on = threading.Event(), threading.Event()
+
+    def slow(descriptor: int) -> None:
+        syncing.set()
+        assert go_on.wait(60)
+
+    async def write() -> None:
+        async with Checkpoints(tmp_path, keep=1).writing(1) as checkpoint:
+            checkpoint.controller_file.touch()
+
+    async def run() -> None:
+        monkeypatch.setattr(os, "fsync", slow)
+        task = asyncio.create_task(write())
+        await asyncio.to_thread(syncing.wait, 60)
+        task.cancel()
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert all(checkpoint.faults() == [] for checkpoint in find_checkpoints(tmp_path))

@@ -1,13 +1,23 @@
 """Every group ends exactly once: trained, or dropped with a reason.
 
     issued ──► trained(step)
-       │
-       └─────► dropped(reason)
+      │ ▲
+      │ └───── reissued(version): sampled anew, because what it had is lost
+      └──────► dropped(reason)
 
 A pure state machine that writes each event to a sink before it counts. The file of a run
-(`ledger.jsonl`) holds the events in order and is enough to audit the run and to resume it:
-`resumed(step)` says that training after `step` was lost with the weights that it had made, so that
-groups trained later than that are open again and are issued anew under their own id.
+(`ledger.jsonl`) holds the events in order, one JSON object a line:
+
+    {"event": "issued", "group": 7, "prompt": 7, "version": 2}
+    {"event": "reissued", "group": 7, "version": 3}
+    {"event": "trained", "step": 4, "groups": [6, 7], "oldest_versions": [3, 3]}
+    {"event": "dropped", "group": 8, "reason": "stale"}
+    {"event": "resumed", "step": 3}
+
+`version` is the oldest that any sampler had when the group was (re)issued; `oldest_versions` are
+those of each group's oldest token, in the order of `groups`. `resumed` says that training went back
+to `step`: groups that were trained in later steps are open again, under their own ids. So the file
+is enough to resume a run and to audit it.
 """
 
 from __future__ import annotations
@@ -15,39 +25,60 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 Event = dict[str, Any]
 
+# The fields of each event.
+FIELDS: dict[str, dict[str, type]] = {
+    "issued": {"group": int, "prompt": int, "version": int},
+    "reissued": {"group": int, "version": int},
+    "trained": {"step": int, "groups": list, "oldest_versions": list},
+    "dropped": {"group": int, "reason": str},
+    "resumed": {"step": int},
+}
+
 
 class LedgerError(RuntimeError):
-    """A group would end twice, or an unknown one would end: a bug, never a user's mistake."""
+    """A group would end twice, an unknown one would end, a step would be missing or not be whole:
+    a bug, or a damaged file, never a user's mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenGroup:
     group_id: int
     prompt_index: int
+    version: int  # when it was issued, or issued again
 
 
 class Ledger:
-    def __init__(self, sink: Callable[[Event], None]) -> None:
+    """The history of a run whose optimizer steps train `groups_per_step` groups each."""
+
+    def __init__(self, sink: Callable[[Event], None], *, groups_per_step: int) -> None:
         self._sink = sink
+        self._groups_per_step = groups_per_step
         self._open: dict[int, OpenGroup] = {}
-        self._trained: dict[int, tuple[int, OpenGroup]] = {}  # group id -> (step, group)
+        self._trained: list[list[OpenGroup]] = []  # by step, the first at 0
+        self._trained_in: dict[int, int] = {}  # group id -> step
         self._dropped: dict[int, str] = {}
         self._next_prompt = 0
 
     @property
     def num_issued(self) -> int:
-        return len(self._open) + len(self._trained) + len(self._dropped)
+        """Groups, each counted once however often it was issued again."""
+        return len(self._open) + len(self._trained_in) + len(self._dropped)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps in the history that counts, less those that a resume took back."""
+        return len(self._trained)
 
     @property
     def num_trained(self) -> int:
-        return len(self._trained)
+        return self.step * self._groups_per_step
 
     @property
     def num_dropped(self) -> int:
@@ -72,15 +103,28 @@ class Ledger:
             {"event": "issued", "group": group_id, "prompt": prompt_index, "version": version}
         )
 
-    def train(self, group_ids: Iterable[int], *, step: int) -> None:
-        """One event for the whole optimizer step, so that a step is recorded whole or not."""
-        self._apply({"event": "trained", "groups": sorted(group_ids), "step": step})
+    def reissue(self, group_id: int, *, version: int) -> None:
+        """An open group is sampled anew, from its first token: what it had is lost."""
+        self._apply({"event": "reissued", "group": group_id, "version": version})
+
+    def train(self, oldest_versions: Mapping[int, int], *, step: int) -> None:
+        """The groups of one optimizer step, each with the oldest policy_version among its tokens.
+        One event for all, so that a step is recorded whole or not."""
+        group_ids = sorted(oldest_versions)
+        self._apply(
+            {
+                "event": "trained",
+                "step": step,
+                "groups": group_ids,
+                "oldest_versions": [oldest_versions[group_id] for group_id in group_ids],
+            }
+        )
 
     def drop(self, group_id: int, *, reason: str) -> None:
         self._apply({"event": "dropped", "group": group_id, "reason": reason})
 
     def resume(self, *, step: int) -> None:
-        """Go back to the state that a checkpoint after `step` optimizer steps belongs to."""
+        """Go back to the weights that have `step` optimizer steps behind them."""
         self._apply({"event": "resumed", "step": step})
 
     def _apply(self, event: Event, *, record: bool = True) -> None:
@@ -89,49 +133,93 @@ class Ledger:
             self._sink(event)
         match event["event"]:
             case "issued":
-                group = OpenGroup(group_id=event["group"], prompt_index=event["prompt"])
+                group = OpenGroup(
+                    group_id=event["group"], prompt_index=event["prompt"], version=event["version"]
+                )
                 self._open[group.group_id] = group
                 self._next_prompt = max(self._next_prompt, group.prompt_index + 1)
+            case "reissued":
+                group = self._open[event["group"]]
+                self._open[group.group_id] = replace(group, version=event["version"])
             case "trained":
-                for group_id in event["groups"]:
-                    self._trained[group_id] = (event["step"], self._open.pop(group_id))
+                self._trained.append([self._open.pop(group_id) for group_id in event["groups"]])
+                self._trained_in.update(dict.fromkeys(event["groups"], event["step"]))
             case "dropped":
                 del self._open[event["group"]]
                 self._dropped[event["group"]] = event["reason"]
             case "resumed":
-                lost = [g for g, (step, _) in self._trained.items() if step > event["step"]]
-                for group_id in lost:
-                    self._open[group_id] = self._trained.pop(group_id)[1]
+                while self.step > event["step"]:
+                    for group in self._trained.pop():
+                        del self._trained_in[group.group_id]
+                        self._open[group.group_id] = group
 
     def _check(self, event: Event) -> None:
+        check_fields(event)
         match event["event"]:
             case "issued":
                 if self._ended(event["group"]) or event["group"] in self._open:
                     raise LedgerError(f"group {event['group']} was issued already")
-            case "trained" | "dropped":
-                for group_id in event.get("groups", [event.get("group")]):
-                    if group_id not in self._open:
-                        ended = self._ended(group_id) or "never issued"
-                        raise LedgerError(f"group {group_id} cannot be {event['event']}: {ended}")
+            case "reissued" | "dropped":
+                self._check_open(event["group"], event["event"])
+            case "trained":
+                self._check_step(event)
             case "resumed":
-                pass
-            case other:
-                raise LedgerError(f"unknown ledger event {other!r}")
+                if not 0 <= event["step"] <= self.step:
+                    raise LedgerError(
+                        f"step {event['step']} cannot be gone back to: {self.step} are trained"
+                    )
+
+    def _check_step(self, event: Event) -> None:
+        step, groups, oldest_versions = event["step"], event["groups"], event["oldest_versions"]
+        if step != self.step + 1:
+            raise LedgerError(f"step {step} was trained after step {self.step}")
+        if len(set(groups)) != self._groups_per_step or len(groups) != len(oldest_versions):
+            raise LedgerError(
+                f"step {step} trained groups {groups} with tokens of versions {oldest_versions}: "
+                f"a step has {self._groups_per_step} different groups, each with its version"
+            )
+        for group_id in groups:
+            self._check_open(group_id, "trained")
+
+    def _check_open(self, group_id: int, end: str) -> None:
+        if group_id not in self._open:
+            ended = self._ended(group_id) or "never issued"
+            raise LedgerError(f"group {group_id} cannot be {end}: {ended}")
 
     def _ended(self, group_id: int) -> str | None:
-        if group_id in self._trained:
-            return f"trained in step {self._trained[group_id][0]}"
+        if group_id in self._trained_in:
+            return f"trained in step {self._trained_in[group_id]}"
         if group_id in self._dropped:
             return f"dropped ({self._dropped[group_id]})"
         return None
 
     @classmethod
-    def replay(cls, events: Iterable[Event], sink: Callable[[Event], None]) -> Ledger:
-        """The ledger that these events lead to. Raises LedgerError where they contradict."""
-        ledger = cls(sink)
-        for event in events:
-            ledger._apply(event, record=False)
+    def replay(
+        cls, events: Iterable[Event], sink: Callable[[Event], None], *, groups_per_step: int
+    ) -> Ledger:
+        """The ledger that these events lead to. Raises LedgerError, with the number of the event,
+        where they contradict each other."""
+        ledger = cls(sink, groups_per_step=groups_per_step)
+        for number, event in enumerate(events, start=1):
+            try:
+                ledger._apply(event, record=False)
+            except LedgerError as error:
+                raise LedgerError(f"event {number}: {error}") from None
         return ledger
+
+
+def check_fields(event: Event) -> None:
+    """Raises LedgerError for what is no event."""
+    if not isinstance(event, dict) or event.get("event") not in FIELDS:
+        raise LedgerError(f"{event!r} is no event of a ledger")
+    fields = FIELDS[event["event"]]
+    if event.keys() != {"event", *fields} or any(
+        type(event[name]) is not kind for name, kind in fields.items()
+    ):
+        raise LedgerError(f"{event!r} has not just the fields {sorted(fields)} of their types")
+    for name, kind in fields.items():
+        if kind is list and any(type(item) is not int for item in event[name]):
+            raise LedgerError(f"{event!r}: {name} holds more than integers")
 
 
 class LedgerFile:
@@ -144,10 +232,6 @@ class LedgerFile:
     def __call__(self, event: Event) -> None:
         self._file.write(json.dumps(event).encode() + b"\n")
         self._file.flush()
-
-    def sync(self) -> None:
-        """Onto the disk: called before a checkpoint counts as complete."""
-        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

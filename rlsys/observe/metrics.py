@@ -136,6 +136,11 @@ class MetricsWriter:
         self._log.append(numbers)
         self._last_step = int(step)
 
+    def go_back(self, step: int) -> None:
+        """Training went back to `step`: lines of later steps are removed, and written again."""
+        self._log.go_back(step)
+        self._last_step = min(self._last_step, step)
+
     def close(self) -> None:
         self._log.close()
 

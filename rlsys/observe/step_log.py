@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 class StepLog:
@@ -24,15 +24,31 @@ class StepLog:
     """
 
     def __init__(self, path: Path, *, after_step: int = 0) -> None:
-        if path.exists():
-            _keep_through(path, after_step)
-        self._file = path.open("a", encoding="ascii")
+        self._path = path
+        self._file = _open(path, after_step)
+
+    def go_back(self, step: int) -> None:
+        """Training went back to `step`: lines of later steps are removed."""
+        self._file.close()
+        self._file = _open(self._path, step)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Raises ValueError for NaN and infinities, which JSON has no numbers for."""
+        """Raises ValueError for NaN and infinities, which JSON has no numbers for, and
+        FileNotFoundError where the file was deleted or moved away: the line would be lost."""
         assert "step" in line, f"a line without a step: {sorted(line)}"
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+        if not self._is_in_place():
+            raise FileNotFoundError(
+                f"{self._path} was deleted or moved while the run was writing to it, so that its "
+                "steps cannot be kept; leave run directories alone until their runs have ended."
+            )
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         self._file.close()
@@ -60,6 +76,12 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
             "the line."
         )
     return value
+
+
+def _open(path: Path, after_step: int) -> IO[str]:
+    if path.exists():
+        _keep_through(path, after_step)
+    return path.open("a", encoding="ascii")
 
 
 def _keep_through(path: Path, step: int) -> None:

@@ -1,7 +1,7 @@
 """Exactly once, over crashes and resumes.
 
-Mutation shown: letting Ledger.resume keep groups that were trained after the checkpoint (drop the
-loop over `lost`) leaves them trained although the weights that they made are gone, and
+Mutation shown: letting Ledger.resume keep groups that were trained after the checkpoint (drop its
+`while`) leaves them trained although the weights that they made are gone, and
 `test_resume_opens_what_was_trained_after_the_checkpoint` fails.
 """
 
@@ -21,53 +21,117 @@ def discard(event: dict[str, Any]) -> None:
 
 
 def test_a_group_ends_once() -> None:
-    ledger = Ledger(discard)
+    ledger = Ledger(discard, groups_per_step=1)
     ledger.issue(0, prompt_index=0, version=0)
-    ledger.train([0], step=1)
+    ledger.train({0: 0}, step=1)
     with pytest.raises(LedgerError, match="trained in step 1"):
         ledger.drop(0, reason="stale")
+    with pytest.raises(LedgerError, match="trained in step 1"):
+        ledger.reissue(0, version=1)
     with pytest.raises(LedgerError, match="never issued"):
-        ledger.train([7], step=1)
+        ledger.train({7: 1}, step=2)
     with pytest.raises(LedgerError, match="issued already"):
         ledger.issue(0, prompt_index=0, version=0)
 
 
 def test_a_refused_event_is_not_recorded() -> None:
     events: list[dict[str, Any]] = []
-    ledger = Ledger(events.append)
+    ledger = Ledger(events.append, groups_per_step=2)
     ledger.issue(0, prompt_index=0, version=0)
     with pytest.raises(LedgerError):
-        ledger.train([0, 1], step=1)
+        ledger.train({0: 0, 1: 0}, step=1)
     assert [event["event"] for event in events] == ["issued"]
     assert ledger.num_trained == 0
 
 
+@pytest.mark.parametrize(
+    ("step", "oldest_versions", "words"),
+    [
+        (2, {0: 0, 1: 0}, "step 2 was trained after step 0"),
+        (1, {0: 0}, "a step has 2 different groups"),
+        (1, {0: 0, 1: 0, 2: 0}, "a step has 2 different groups"),
+    ],
+)
+def test_steps_are_consecutive_and_whole(
+    step: int, oldest_versions: dict[int, int], words: str
+) -> None:
+    ledger = Ledger(discard, groups_per_step=2)
+    for group_id in range(3):
+        ledger.issue(group_id, prompt_index=group_id, version=0)
+    with pytest.raises(LedgerError, match=words):
+        ledger.train(oldest_versions, step=step)
+    assert len(ledger.open_groups) == 3
+
+
+def test_a_step_that_was_never_trained_cannot_be_resumed_from() -> None:
+    ledger = Ledger(discard, groups_per_step=1)
+    ledger.issue(0, prompt_index=0, version=0)
+    ledger.train({0: 0}, step=1)
+    with pytest.raises(LedgerError, match="step 2 cannot be gone back to: 1 are trained"):
+        ledger.resume(step=2)
+
+
+def test_each_token_version_stands_beside_its_group() -> None:
+    events: list[dict[str, Any]] = []
+    ledger = Ledger(events.append, groups_per_step=2)
+    ledger.issue(0, prompt_index=0, version=0)
+    ledger.issue(1, prompt_index=1, version=0)
+    ledger.reissue(0, version=1)
+    assert [group.version for group in ledger.open_groups] == [1, 0]
+    ledger.train({1: 0, 0: 1}, step=1)
+    assert events[-1] == {
+        "event": "trained",
+        "step": 1,
+        "groups": [0, 1],
+        "oldest_versions": [1, 0],
+    }
+
+
 def test_resume_opens_what_was_trained_after_the_checkpoint() -> None:
-    ledger = Ledger(discard)
+    ledger = Ledger(discard, groups_per_step=1)
     for group_id in range(4):
         ledger.issue(group_id, prompt_index=group_id, version=0)
-    ledger.train([0], step=1)
-    ledger.train([1], step=2)
+    ledger.train({0: 0}, step=1)
+    ledger.train({1: 0}, step=2)
     ledger.drop(2, reason="reward failed")
     ledger.resume(step=1)
     assert [group.group_id for group in ledger.open_groups] == [1, 3]
     assert (ledger.num_trained, ledger.num_dropped, ledger.next_prompt) == (1, 1, 4)
+    assert ledger.step == 1
 
 
 def test_a_torn_last_line_is_cut_and_the_file_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     file = LedgerFile(path)
-    ledger = Ledger(file)
+    ledger = Ledger(file, groups_per_step=1)
     ledger.issue(0, prompt_index=0, version=0)
     file.close()
     with path.open("a") as torn:
         torn.write('{"event": "trai')
     assert len(read_events(path)) == 1
     file = LedgerFile(path)
-    ledger = Ledger.replay(read_events(path), file)
-    ledger.train([0], step=1)
+    ledger = Ledger.replay(read_events(path), file, groups_per_step=1)
+    ledger.train({0: 0}, step=1)
     file.close()
     assert [event["event"] for event in read_events(path)] == ["issued", "trained"]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "trained", "step": 1, "groups": [0]},  # as it was before versions were recorded
+        {"event": "trained", "step": 1, "groups": [0], "oldest_versions": ["0"]},
+        {"event": "dropped", "group": 0, "reason": None},
+        {"event": "issued", "group": 1, "prompt": 1, "version": True},
+        {"event": "lost", "group": 0},
+        {"event": "dropped", "group": 0, "reason": "stale", "extra": 1},
+        [],
+    ],
+)
+def test_replay_names_the_event_that_is_none(event: Any) -> None:
+    first = {"event": "issued", "group": 0, "prompt": 0, "version": 0}
+    with pytest.raises(LedgerError, match=r"event 2: .*(is no event|the fields|integers)"):
+        Ledger.replay([first, event], discard, groups_per_step=1)
 
 
 def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
@@ -83,7 +147,7 @@ class LedgerHistory(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[dict[str, Any]] = []
-        self.ledger = Ledger(self.events.append)
+        self.ledger = Ledger(self.events.append, groups_per_step=2)
         self.fate: dict[int, int | str | None] = {}
         self.step = 0
 
@@ -96,13 +160,19 @@ class LedgerHistory(RuleBasedStateMachine):
         self.ledger.issue(group_id, prompt_index=group_id, version=self.step)
         self.fate[group_id] = None
 
-    @precondition(lambda self: self.open_ids())
+    @precondition(lambda self: len(self.open_ids()) >= 2)
     @rule(data=st.data())
     def train(self, data: st.DataObject) -> None:
-        chosen = data.draw(st.lists(st.sampled_from(self.open_ids()), min_size=1, unique=True))
+        open_ids = st.sampled_from(self.open_ids())
+        chosen = data.draw(st.lists(open_ids, min_size=2, max_size=2, unique=True))
         self.step += 1
-        self.ledger.train(chosen, step=self.step)
+        self.ledger.train(dict.fromkeys(chosen, self.step - 1), step=self.step)
         self.fate.update(dict.fromkeys(chosen, self.step))
+
+    @precondition(lambda self: self.open_ids())
+    @rule(data=st.data())
+    def reissue(self, data: st.DataObject) -> None:
+        self.ledger.reissue(data.draw(st.sampled_from(self.open_ids())), version=self.step)
 
     @precondition(lambda self: self.open_ids())
     @rule(data=st.data())
@@ -114,7 +184,7 @@ class LedgerHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def crash_and_resume(self, data: st.DataObject) -> None:
         self.step = data.draw(st.integers(0, self.step))
-        self.ledger = Ledger.replay(list(self.events), self.events.append)
+        self.ledger = Ledger.replay(list(self.events), self.events.append, groups_per_step=2)
         self.ledger.resume(step=self.step)
         for group_id, fate in self.fate.items():
             if isinstance(fate, int) and fate > self.step:
@@ -124,6 +194,8 @@ class LedgerHistory(RuleBasedStateMachine):
     def every_group_stands_where_the_model_says(self) -> None:
         assert [group.group_id for group in self.ledger.open_groups] == self.open_ids()
         assert self.ledger.num_issued == len(self.fate)
+        assert self.ledger.num_trained == 2 * self.step
+        assert self.ledger.num_trained == sum(isinstance(f, int) for f in self.fate.values())
         assert self.ledger.num_dropped == sum(fate == "stale" for fate in self.fate.values())
 
 

@@ -11,6 +11,7 @@ import torch
 
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
+from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory
 from rlsys.types import MicroBatch, StepResult, TrainRow
 from tests.engines.training_harness import (
     Weights,
@@ -40,7 +41,7 @@ def state(number: float) -> dict[str, torch.Tensor]:
 def open_file(path: Path) -> SnapshotFile:
     if not path.exists():
         memory(path, snapshot_bytes(state(0)))
-    return SnapshotFile(str(path), state(0))
+    return SnapshotFile(str(path), path.name, state(0))
 
 
 def read(file: SnapshotFile, step: int) -> float:
@@ -101,7 +102,21 @@ def test_a_file_of_another_layout_is_refused(tmp_path: Path) -> None:
     file.write(1, state(1))
     other = state(0) | {"weights": torch.zeros(5, 3)}  # as many bytes
     with pytest.raises(ValueError, match="another model or layout"):
-        SnapshotFile(str(tmp_path / "file"), other)
+        SnapshotFile(str(tmp_path / "file"), "file", other)
+
+
+def test_what_a_dead_owner_held_is_gone() -> None:
+    """Even where the kernel has given its numbers to somebody else."""
+    owner = SharedMemory("rlsys-snapshots-a", snapshot_bytes(state(0)), purpose="a test")
+    file = SnapshotFile(owner.path, owner.name, state(0))
+    file.write(1, state(1))
+    with pytest.raises(MemoryGone, match="rlsys-snapshots-b is gone"):
+        SnapshotFile(owner.path, "rlsys-snapshots-b", state(0))
+    owner.close()
+    with pytest.raises(MemoryGone, match="is gone"):
+        SnapshotFile(owner.path, owner.name, state(0))
+    file.write(2, state(2))  # whoever has it mapped goes on
+    assert file.steps == {1, 2}
 
 
 def train_on(engine: FSDPEngine, rows: list[TrainRow]) -> tuple[StepResult, Weights]:
@@ -115,7 +130,7 @@ def interrupted(rank: int, world_size: int, directory: Path, **options: Any) -> 
     options = {"rank": rank, "world_size": world_size, "warmup_steps": 4} | options
     first = make_engine(directory / "model", **options)
     path = memory(directory / f"rank-{rank}", first.snapshot_bytes)
-    file = first.open_snapshots(path)
+    file = first.open_snapshots(path, "snapshots")
     batches = [make_rows(8, seed=seed)[rank::world_size] for seed in range(3)]
     for rows in batches[:2]:
         train_on(first, rows)
@@ -126,7 +141,7 @@ def interrupted(rank: int, world_size: int, directory: Path, **options: Any) -> 
 
     second = make_engine(directory / "model", **options)
     accumulate(second, [batches[0]])  # is forgotten
-    again = second.open_snapshots(path)
+    again = second.open_snapshots(path, "snapshots")
     assert again.steps == {1, 2}
     second.restore(again, 2)
     assert second.policy_version == 2
@@ -165,12 +180,12 @@ def test_a_fresh_optimizer_is_restored_too(tmp_path: Path) -> None:
     engine = make_engine(tiny_model(tmp_path / "model"))
     path = memory(tmp_path / "file", engine.snapshot_bytes)
     rows = make_rows(4)
-    engine.snapshot(engine.open_snapshots(path))
+    engine.snapshot(engine.open_snapshots(path, "snapshots"))
     undisturbed = train_on(engine, rows)
 
     other = make_engine(tmp_path / "model", seed=1)
     train_on(other, make_rows(4, seed=1))
-    other.restore(other.open_snapshots(path), 0)
+    other.restore(other.open_snapshots(path, "snapshots"), 0)
     assert_bitwise_equal([undisturbed, train_on(other, rows)])
     for each in (engine, other):
         each.close()

@@ -101,6 +101,19 @@ def test_a_resumed_run_trains_its_lost_steps_again(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines] == [1.0] * 5 + [2.0] * 3
 
 
+def test_training_that_goes_back_writes_its_steps_again(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        writer.write({"step": step, "loss": 1.0})
+    writer.go_back(3)
+    for step in range(4, 7):
+        writer.write({"step": step, "loss": 2.0})
+    writer.close()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [*range(1, 7)]
+    assert [line["loss"] for line in lines] == [1.0] * 3 + [2.0] * 3
+
+
 def test_reasons_come_largest_first_and_without_zeros() -> None:
     line = {
         "rollouts/dropped": 9.0,

@@ -20,7 +20,7 @@ import torch
 from rlsys.algorithms import kl
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.config import ModelConfig, TrainerConfig
-from rlsys.engines.causal_lm import check_head, load_causal_lm
+from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.rms_norm import use_fast_norms
@@ -49,8 +49,8 @@ from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightMa
 class FSDPEngine:
     """A rlsys.engines.training.protocol.TrainingEngine.
 
-    With several ranks every one of them makes its own, after `init_process_group`. `weights_prefix`
-    names this run's files in `weights_dir`; no other run may use it.
+    With several ranks every one of them makes its own, after `init_process_group`. Raises OSError
+    where memory is short for the versions of the weights that rank 0 publishes.
     """
 
     def __init__(
@@ -64,8 +64,6 @@ class FSDPEngine:
         temperature: float,
         num_total_steps: int,
         seed: int,
-        weights_dir: Path,
-        weights_prefix: str,
         rank: int = 0,
         world_size: int = 1,
         device: str = "cpu",
@@ -86,7 +84,6 @@ class FSDPEngine:
         # Masters are float32 whatever the precision of the forward pass. The model stays in
         # evaluation mode: dropout would make trainer and sampler two different policies.
         causal_lm = load_causal_lm(model_path, dtype="float32")
-        check_head(causal_lm)
         use_fast_norms(causal_lm)
         self._policy = TokenPolicy(causal_lm)
         if model.gradient_checkpointing:
@@ -95,7 +92,8 @@ class FSDPEngine:
         self._parameters = dict(self._policy.model.named_parameters())  # tied ones stand once
         self._tensors = model_tensors(self._policy.model)  # these and the persistent buffers
         self.reset_optimizer()
-        self._publisher = Publisher(weights_dir, weights_prefix) if rank == 0 else None
+        published = {name: (self._dtype_of(name), t.shape) for name, t in self._tensors.items()}
+        self._publisher = Publisher(published) if rank == 0 else None
         self._begin_step()
 
     def reset_optimizer(self) -> None:
@@ -161,9 +159,8 @@ class FSDPEngine:
     def publish(self) -> WeightManifest | None:
         file, error = None, None
         if self._publisher is not None:
-            shapes = {name: (self._dtype_of(name), t.shape) for name, t in self._tensors.items()}
             try:
-                file = self._publisher.create(self.policy_version, shapes)
+                file = self._publisher.create(self.policy_version)
             except OSError as failure:
                 error = failure
         self._ranks.raise_together(error)
@@ -173,7 +170,7 @@ class FSDPEngine:
                 file.put(name, gathered)
         if file is None or self._publisher is None:
             return None
-        return self._publisher.commit(file, self.policy_version)
+        return self._publisher.commit(file)
 
     def save(self, directory: Path) -> None:
         save_state(
@@ -190,8 +187,8 @@ class FSDPEngine:
     def snapshot_bytes(self) -> int:
         return snapshot_bytes(self._local_state())
 
-    def open_snapshots(self, path: str) -> SnapshotFile:
-        return SnapshotFile(path, self._local_state())
+    def open_snapshots(self, path: str, name: str) -> SnapshotFile:
+        return SnapshotFile(path, name, self._local_state())
 
     def snapshot(self, file: SnapshotFile) -> None:
         file.write(self.policy_version, self._local_state())

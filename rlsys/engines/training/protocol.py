@@ -96,8 +96,9 @@ class TrainingEngine(Protocol):
     def snapshot_bytes(self) -> int:
         """Of the file that `open_snapshots` needs, on this rank."""
 
-    def open_snapshots(self, path: str) -> SnapshotFile:
-        """This rank's file of snapshots: zeros, or what the rank that it replaces wrote there."""
+    def open_snapshots(self, path: str, name: str) -> SnapshotFile:
+        """This rank's shared memory for snapshots: zeros, or what the rank that it replaces wrote
+        there. Raises MemoryGone."""
 
     def snapshot(self, file: SnapshotFile) -> None:
         """Copy what `save` saves, this rank's part of it, under its policy_version."""

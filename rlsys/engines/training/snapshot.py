@@ -13,6 +13,7 @@ Each rank has a file of its own. A state of the whole trainer is a step that all
 from __future__ import annotations
 
 import mmap
+import os
 import zlib
 from collections.abc import Mapping
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from rlsys.engines.training.sharding import local
+from rlsys.layout.transport.shared_memory import map_shared, open_shared
 
 # [first slot: step + 1, or 0 while it is empty; second slot; checksum of names and shapes] int64
 HEADER_BYTES = 4096
@@ -34,29 +36,31 @@ def snapshot_bytes(state: State) -> int:
 
 
 class SnapshotFile:
-    """The file at `path`, which has `snapshot_bytes` of this state and began as zeros.
+    """The shared memory of this name at `path`, which has `snapshot_bytes` of this state and began
+    as zeros.
 
-    Raises ValueError if it holds snapshots of another state: of another rank, model or layout.
+    Raises MemoryGone if its owner is dead, ValueError if it holds snapshots of another state: of
+    another rank, model or layout.
     """
 
-    def __init__(self, path: str, state: State) -> None:
-        with open(path, "r+b") as file:
+    def __init__(self, path: str, name: str, state: State) -> None:
+        descriptor = open_shared(path, name, writable=True)
+        try:
             # Mapped at once: a page that is first touched in a step costs that step time.
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            buffer = mmap.mmap(file.fileno(), snapshot_bytes(state), flags=flags)
-        self._header = np.frombuffer(buffer, np.int64, 3)
-        flat = torch.frombuffer(buffer, dtype=torch.uint8)
-        size = _slot_bytes(state)
-        first = flat[HEADER_BYTES : HEADER_BYTES + size]
-        self._slots = [_views(first, state), _views(flat[HEADER_BYTES + size :], state)]
+            buffer = map_shared(descriptor, getattr(mmap, "MAP_POPULATE", 0))
+        finally:
+            os.close(descriptor)
+        self._header = buffer[:HEADER_BYTES].view(np.int64)[:3]
         shapes = [(name, str(t.dtype), tuple(local(t).shape)) for name, t in state.items()]
         checksum = zlib.crc32(repr(shapes).encode())
-        if self._header[2] not in (0, checksum):
+        if len(buffer) != snapshot_bytes(state) or self._header[2] not in (0, checksum):
             raise ValueError(
-                f"{path} holds snapshots of another model or layout; a rank reads only those that "
+                f"{name} holds snapshots of another model or layout; a rank reads only those that "
                 "the same rank of the same model and number of ranks wrote."
             )
         self._header[2] = checksum
+        flat = torch.from_numpy(buffer)[HEADER_BYTES:]
+        self._slots = [_views(slot, state) for slot in flat.split(_slot_bytes(state))]
 
     @property
     def steps(self) -> set[int]:
@@ -67,6 +71,7 @@ class SnapshotFile:
         """Keep the state after `step` optimizer steps, and that of the newest step before it."""
         if step in self.steps:
             return
+        assert step > max(self.steps, default=-1), "newer snapshots belong to another history"
         slot = int(np.argmin(self._header[:2]))
         self._header[slot] = 0
         torch._foreach_copy_(self._slots[slot], [local(tensor) for tensor in state.values()])

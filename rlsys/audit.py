@@ -1,0 +1,336 @@
+"""Proves from a run's files that nothing was lost, repeated or trained too late.
+
+In: what the files hold (rlsys.history.read_evidence). Out: what is broken, in sentences; nothing
+if the run kept its promises:
+
+- each group is issued once and ends once, trained or dropped, over any number of resumes;
+- steps are consecutive and whole, and each counts once in the history that survived;
+- prompts are issued in their order, none skipped and none repeated;
+- no token is trained that was sampled more than η versions before, nor by weights that were lost;
+- metrics.jsonl has a line for each step, rollouts.jsonl the groups that it should, with the
+  versions that the ledger says.
+
+The ledger is followed here by other code than the one that writes it (rlsys.dataflow.ledger), which
+goes on after a fault to find the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlsys.data.prompts import epoch_order
+from rlsys.dataflow.ledger import Event, LedgerError, check_fields
+from rlsys.observe import metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What the files of a run hold."""
+
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    num_steps: int  # that the run was to train
+    recorded_groups: int | None  # of each step in rollouts.jsonl; None: it was changed on the way
+    shuffle: bool
+    prompt_order: Mapping[str, int] | None  # the newest checkpoint's, None without one
+    events: Sequence[Event]
+    metrics: Sequence[Mapping[str, Any]]
+    rollouts: Sequence[Mapping[str, Any]]
+    checkpoints: Sequence[int]  # steps of those that are whole
+    exported: bool  # hf/ is there: the run has ended at least once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    faults: Sequence[str]
+    summary: str  # what the run did, in a line
+    finished: bool  # every step trained, the model exported
+
+
+def audit(evidence: Evidence) -> Verdict:
+    """Everything that is broken."""
+    past = Past(evidence)
+    past.follow(evidence.events)
+    faults = [
+        *past.faults,
+        *_prompts(past),
+        *_end(past, evidence),
+        *_metrics(past, evidence),
+        *_rollouts(past, evidence),
+    ]
+    staleness = max((past.staleness(step) for step in past.steps), default=0)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(past.reasons.items()))
+    summary = (
+        f"{past.step} of {evidence.num_steps} steps, {len(past.prompts)} groups issued, "
+        f"{len(past.trained)} trained, {len(past.dropped)} dropped ({reasons or 'for no reason'}), "
+        f"{len(past.open)} open, {past.num_reissued} times one sampled anew, {past.num_resumes} "
+        f"resumes, staleness at most {staleness} of {evidence.max_staleness}, "
+        f"{len(evidence.checkpoints)} checkpoints whole"
+    )
+    return Verdict(faults=faults, summary=summary, finished=past.is_finished)
+
+
+@dataclass
+class Past:
+    """The ledger, followed event by event."""
+
+    evidence: Evidence
+    faults: list[str] = field(default_factory=list)
+    prompts: dict[int, int] = field(default_factory=dict)  # of each group, in the order of issue
+    versions: dict[int, int] = field(default_factory=dict)  # when it was last issued
+    open: set[int] = field(default_factory=set)
+    trained: dict[int, int] = field(default_factory=dict)  # step of each group
+    dropped: dict[int, str] = field(default_factory=dict)
+    steps: dict[int, dict[int, int]] = field(default_factory=dict)  # step -> group -> oldest token
+    lost: set[int] = field(default_factory=set)  # open, and sampled by weights that are gone
+    step: int = 0
+    num_resumes: int = 0
+    num_reissued: int = 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.evidence.exported and self.step == self.evidence.num_steps
+
+    @property
+    def reasons(self) -> Counter[str]:
+        return Counter(self.dropped.values())
+
+    def staleness(self, step: int) -> int:
+        return step - 1 - min(self.steps[step].values(), default=step - 1)
+
+    def follow(self, events: Sequence[Event]) -> None:
+        for number, event in enumerate(events, start=1):
+            try:
+                check_fields(event)
+            except LedgerError as error:
+                self.faults.append(f"ledger event {number}: {error}")
+                continue
+            for fault in getattr(self, f"_{event['event']}")(event):
+                self.faults.append(f"ledger event {number}: {fault}")
+
+    def _issued(self, event: Event) -> list[str]:
+        group = event["group"]
+        if group in self.prompts:
+            return [f"group {group} is issued twice"]
+        self.prompts[group] = event["prompt"]
+        self.open.add(group)
+        return self._sampled_by(event)
+
+    def _reissued(self, event: Event) -> list[str]:
+        group = event["group"]
+        if group not in self.open:
+            return [f"group {group} is issued again, but {self._state(group)}"]
+        self.num_reissued += 1
+        self.lost.discard(group)
+        return self._sampled_by(event)
+
+    def _sampled_by(self, event: Event) -> list[str]:
+        group, version = event["group"], event["version"]
+        self.versions[group] = version
+        if not 0 <= version <= self.step:
+            return [f"group {group} is sampled by version {version} after {self.step} steps"]
+        return []
+
+    def _dropped(self, event: Event) -> list[str]:
+        group = event["group"]
+        if group not in self.open:
+            return [f"group {group} is dropped, but {self._state(group)}"]
+        self.open.remove(group)
+        self.dropped[group] = event["reason"]
+        return []
+
+    def _trained(self, event: Event) -> list[str]:
+        step, groups, oldest_versions = event["step"], event["groups"], event["oldest_versions"]
+        faults = []
+        if step != self.step + 1:
+            faults.append(f"step {step} follows step {self.step}")
+        if len(groups) != self.evidence.groups_per_step or len(groups) != len(oldest_versions):
+            faults.append(
+                f"step {step} has {len(groups)} groups with {len(oldest_versions)} versions, it "
+                f"needs {self.evidence.groups_per_step}"
+            )
+        for group, oldest in zip(groups, oldest_versions, strict=False):
+            if group not in self.open:
+                faults.append(f"step {step} trains group {group}, but {self._state(group)}")
+                continue
+            self.open.remove(group)
+            self.trained[group] = step
+            if group in self.lost:
+                faults.append(f"step {step} trains group {group}, sampled by weights that are lost")
+            issued = self.versions[group]
+            earliest = max(issued, step - 1 - self.evidence.max_staleness)
+            if not earliest <= oldest <= step - 1:
+                faults.append(
+                    f"step {step} trains group {group} with tokens of version {oldest}; it was "
+                    f"issued at {issued}, and the step may train versions {earliest} to {step - 1}"
+                )
+        self.step = step
+        self.steps[step] = dict(zip(groups, oldest_versions, strict=False))
+        return faults
+
+    def _resumed(self, event: Event) -> list[str]:
+        step = event["step"]
+        self.num_resumes += 1
+        if not 0 <= step <= self.step:
+            return [f"step {step} is resumed after {self.step} steps"]
+        for taken_back in [s for s in self.steps if s > step]:
+            for group in self.steps.pop(taken_back):
+                if self.trained.get(group) == taken_back:
+                    del self.trained[group]
+                    self.open.add(group)
+        self.lost |= {group for group in self.open if self.versions[group] > step}
+        self.step = step
+        return []
+
+    def _state(self, group: int) -> str:
+        if group in self.trained:
+            return f"was trained in step {self.trained[group]}"
+        if group in self.dropped:
+            return f"was dropped ({self.dropped[group]})"
+        return "is open" if group in self.open else "was never issued"
+
+
+def _prompts(past: Past) -> list[str]:
+    return [
+        f"group {group} has prompt {prompt} where prompt {expected} follows"
+        for expected, (group, prompt) in enumerate(past.prompts.items())
+        if prompt != expected
+    ]
+
+
+def _end(past: Past, evidence: Evidence) -> list[str]:
+    faults = [
+        f"the checkpoint of step {step} is beyond the ledger, which ends at step {past.step}"
+        for step in evidence.checkpoints
+        if step > past.step
+    ]
+    if past.step > evidence.num_steps:
+        faults.append(f"{past.step} steps are trained, {evidence.num_steps} were asked for")
+    if past.is_finished:
+        faults += [f"group {group} never ended" for group in sorted(past.open)]
+        if past.step not in evidence.checkpoints:
+            faults.append(f"the run has ended without a whole checkpoint of step {past.step}")
+    return faults
+
+
+def _metrics(past: Past, evidence: Evidence) -> list[str]:
+    faults = []
+    steps = [line[metrics.STEP] for line in evidence.metrics]
+    # A process that is killed may have the last step in the ledger alone; a resume trains it again.
+    lag = 0 if past.is_finished else 1
+    if steps != [*range(1, len(steps) + 1)] or not past.step - lag <= len(steps) <= past.step:
+        shown = f"{len(steps)} lines" + (f", of steps {steps[0]} to {steps[-1]}" if steps else "")
+        faults.append(f"metrics.jsonl has {shown}, not one for each of {past.step} steps in order")
+    rollouts_per_step = evidence.groups_per_step * evidence.group_size
+    for line in evidence.metrics:
+        step = line[metrics.STEP]
+        if step not in past.steps:
+            continue
+        for name, expected in (
+            (metrics.POLICY_VERSION, step),
+            (metrics.ROLLOUTS_TRAINED, step * rollouts_per_step),
+            (metrics.STALENESS_MAX, past.staleness(step)),
+        ):
+            if line.get(name) != expected:
+                faults.append(
+                    f"metrics.jsonl says {name}={line.get(name)} of step {step}, the ledger "
+                    f"{expected}"
+                )
+    return faults
+
+
+def _rollouts(past: Past, evidence: Evidence) -> list[str]:
+    faults = []
+    found: defaultdict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
+    last = 0
+    for record in evidence.rollouts:
+        step, group, index = record["step"], record["group_id"], record["index"]
+        name = f"rollouts.jsonl: rollout {index} of group {group} in step {step}"
+        if step < last:
+            faults.append(f"{name} stands behind one of step {last}")
+        last = max(last, step)
+        if step > past.step:
+            faults.append(f"{name} is beyond the ledger, which ends at step {past.step}")
+        elif group not in past.steps.get(step, {}):
+            faults.append(f"{name}, but that step did not train the group")
+        else:
+            found[step, group].append(record)
+            faults += [f"{name} {fault}" for fault in _tokens(record, evidence.max_staleness)]
+    for (step, group), records in found.items():
+        name = f"rollouts.jsonl: group {group} in step {step}"
+        if sorted(record["index"] for record in records) != [*range(evidence.group_size)]:
+            if step < past.step or past.is_finished:
+                faults.append(f"{name} has not each of its {evidence.group_size} rollouts once")
+            continue
+        sampled = [v for record in records for v in record["policy_versions"]]
+        if sampled and min(sampled) != past.steps[step][group]:
+            faults.append(
+                f"{name} has its oldest token from version {min(sampled)}, the ledger says "
+                f"{past.steps[step][group]}"
+            )
+    if evidence.recorded_groups is not None:
+        num_complete = past.step if past.is_finished else len(evidence.metrics) - 1
+        faults += [
+            f"rollouts.jsonl lacks group {group} of step {step}"
+            for step, groups in past.steps.items()
+            if step <= num_complete
+            for group in groups
+            if group % evidence.groups_per_step < evidence.recorded_groups
+            and (step, group) not in found
+        ]
+    return faults + _order(past, evidence, found)
+
+
+def _tokens(record: Mapping[str, Any], max_staleness: int) -> list[str]:
+    """What is wrong with the versions of a recorded rollout's tokens."""
+    step, versions = record["step"], record["policy_versions"]
+    if len(versions) != len(record["token_ids"]):
+        return [f"has {len(record['token_ids'])} tokens and {len(versions)} versions"]
+    if not versions:
+        return []
+    faults = []
+    if max(versions) > step - 1:
+        faults.append(f"has a token of version {max(versions)}, which came later")
+    if step - 1 - min(versions) > max_staleness:
+        faults.append(
+            f"has a token of version {min(versions)}, {step - 1 - min(versions)} steps old where "
+            f"{max_staleness} are allowed"
+        )
+    if list(versions) != sorted(versions):
+        faults.append("has tokens whose versions go back")
+    if record["staleness"] != step - 1 - min(versions):
+        faults.append(
+            f"says staleness {record['staleness']}, its tokens {step - 1 - min(versions)}"
+        )
+    return faults
+
+
+def _order(
+    past: Past,
+    evidence: Evidence,
+    found: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]],
+) -> list[str]:
+    """Prompts come in the order of the seed: over the epochs, one place in the data is one text."""
+    if evidence.prompt_order is None:
+        return []
+    seed, num_prompts = evidence.prompt_order["seed"], evidence.prompt_order["num_prompts"]
+    texts: dict[int, tuple[str, int]] = {}  # place in the data -> text, group
+    faults = []
+    for (step, group), records in found.items():
+        if past.prompts.get(group, -1) < 0:  # which is a fault of its own
+            continue
+        epoch, place = divmod(past.prompts[group], num_prompts)
+        if evidence.shuffle:
+            place = int(epoch_order(seed, epoch, num_prompts)[place])
+        for record in records:
+            text, first = texts.setdefault(place, (record["prompt"], group))
+            if record["prompt"] != text:
+                faults.append(
+                    f"rollouts.jsonl: group {group} in step {step} has the prompt "
+                    f"{record['prompt']!r} where group {first} had {text!r}: by the seed it is one"
+                )
+    return faults

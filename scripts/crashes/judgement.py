@@ -1,0 +1,163 @@
+"""What a trial leaves to be judged: its run's files, and what it should not have left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlsys.audit import audit
+from rlsys.history import read_evidence
+from rlsys.observe.metrics import STEP, TIME_UNIX_S, read_metrics, without_times
+from rlsys.observe.step_log import read_lines
+from rlsys.run_directory import RunFiles
+
+# A step that was nearly done when its rank was killed may still be told.
+TOLD_LATE_S = 1.0
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """Of one trial."""
+
+    number: int
+    title: str  # what was done to it
+    ended_well: bool = False
+    audit_errors: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+    replica_back_s: list[float] = field(default_factory=list)
+    rank_back_s: list[float] = field(default_factory=list)
+    resampled: int = 0
+    resampled_older: int = 0
+    notes: list[str] = field(default_factory=list)
+    took_s: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        return self.ended_well and not self.audit_errors and not self.leftovers
+
+    def lines(self) -> Iterator[str]:
+        """As a person reads it: one line, and one more for each thing that is wrong."""
+        verdict = "well" if self.is_good else "BADLY"
+        back = [f"replica back in {s:.1f} s" for s in self.replica_back_s]
+        back += [f"rank back in {s:.1f} s" for s in self.rank_back_s]
+        if self.resampled:
+            back.append(
+                f"{self.resampled} groups sampled anew, {self.resampled_older} of them needlessly"
+            )
+        parts = [self.title, f"ended {verdict} in {self.took_s:.0f} s", *back, *self.notes]
+        yield f"run {self.number}: " + "; ".join(parts)
+        if not self.ended_well:
+            yield "    it did not end by itself with every step trained"
+        yield from (f"    audit: {error}" for error in self.audit_errors)
+        yield from (f"    left: {leftover}" for leftover in self.leftovers)
+
+
+def audited(path: Path) -> tuple[bool, list[str]]:
+    """Whether the run is finished, and what the audit finds."""
+    try:
+        evidence, unreadable = read_evidence(path)
+    except ValueError as error:
+        return False, [str(error)]
+    verdict = audit(evidence)
+    return verdict.finished, [*unreadable, *verdict.faults]
+
+
+def step_after(files: RunFiles, moment: float, until: float) -> float | None:
+    """Seconds from `moment` (Unix) to the end of the next optimizer step, if it came in time."""
+    for line in read_metrics(files.metrics):
+        if moment + TOLD_LATE_S < line[TIME_UNIX_S] < until:
+            return line[TIME_UNIX_S] - moment
+    return None
+
+
+def tokens_after(files: RunFiles, moment: float, until: float) -> float | None:
+    """Seconds from `moment` (Unix) until a replica that was not there before tells of what it has
+    sampled: an upper bound for its first token."""
+    events = _trace(files.trace)
+    origin = next((e["args"]["unix_ns"] / 1e9 for e in events if e["name"] == "origin"), None)
+    if origin is None:
+        return None
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    first: dict[int, float] = {}  # when each replica was first heard of
+    asked: set[int] = set()  # those that have been given rollouts
+    sampled: dict[int, float] = {}  # when such a one first answered
+    for event in events:
+        if event["ph"] == "M" or not names.get(event["pid"], "").startswith("rollout"):
+            continue
+        at = origin + event["ts"] / 1e6
+        first[event["pid"]] = min(at, first.get(event["pid"], at))
+        if event["name"] == "submit" and event["args"]["rollouts"] > 0:
+            asked.add(event["pid"])
+        if event["name"] == "running" and event["pid"] in asked:
+            sampled.setdefault(event["pid"], at)
+    backs = [at - moment for pid, at in sampled.items() if moment < first[pid] and at < until]
+    return min(backs, default=None)
+
+
+def _trace(path: Path) -> list[dict[str, Any]]:
+    try:
+        events = json.loads(path.read_bytes())
+    except (OSError, ValueError):  # a run that is killed may tear it
+        return []
+    return list(events)
+
+
+def differences(files: RunFiles, reference: RunFiles) -> list[str]:
+    """Where a run differs from one that was never disturbed, times aside."""
+    found = []
+    pairs = zip(read_metrics(files.metrics), read_metrics(reference.metrics), strict=False)
+    for one, other in pairs:
+        here, there = without_times(one), without_times(other)
+        names = [n for n in sorted(here.keys() | there.keys()) if here.get(n) != there.get(n)]
+        if names:
+            shown = ", ".join(f"{n} {here.get(n)} instead of {there.get(n)}" for n in names[:4])
+            found.append(f"step {one[STEP]} differs from the undisturbed run: {shown}")
+            break  # all that follows may differ because of it
+    sampled, wanted = _sampled(files.rollouts), _sampled(reference.rollouts)
+    if sampled != wanted:
+        keys = sorted(k for k in sampled.keys() | wanted.keys() if sampled.get(k) != wanted.get(k))
+        found.append(f"rollouts differ from the undisturbed run, first in step {keys[0][0]}")
+    for weights in sorted(reference.hf.glob("*.safetensors")):
+        if (files.hf / weights.name).read_bytes() != weights.read_bytes():
+            found.append(f"hf/{weights.name} differs from the undisturbed run's")
+    return found
+
+
+def _sampled(path: Path) -> Mapping[tuple[int, int, int], Sequence[Any]]:
+    """The tokens of each rollout and what they were worth, by step, group and index."""
+    return {
+        (line["step"], line["group_id"], line["index"]): (
+            line["token_ids"],
+            line["policy_versions"],
+            line["reward"],
+            line["advantage"],
+        )
+        for line in read_lines(path)
+    }
+
+
+def sampled_twice(files: RunFiles) -> tuple[int, int]:
+    """Groups that were sampled anew after a resume; and those of them that were issued before the
+    checkpoint that was resumed, whose rollouts it should have kept."""
+    issued_after: dict[int, int] = {}  # group -> steps trained when it was issued, or issued again
+    step = resumed = anew = older = 0
+    for event in read_lines_of(files.ledger):
+        match event["event"]:
+            case "trained":
+                step = event["step"]
+            case "resumed":
+                step = resumed = event["step"]
+            case "issued":
+                issued_after[event["group"]] = step
+            case "reissued":
+                anew += 1
+                older += issued_after[event["group"]] < resumed
+                issued_after[event["group"]] = step
+    return anew, older
+
+
+def read_lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,88 @@
+"""A Ray cluster of two nodes on this machine; the second may be killed, and another joins."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+from scripts.crashes.processes import MARK, Process, below
+
+OPTIONS = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+
+
+class TwoNodes:
+    """`mark` is in the environment of all processes, `directory` holds what Ray writes."""
+
+    def __init__(self, cluster: Any, mark: str) -> None:
+        self._cluster = cluster
+        self._mark = mark
+        self._second = cluster.add_node(**OPTIONS)
+        self._lost: list[Process] = []
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def second(self) -> list[Process]:
+        """All processes of the node that is not the head."""
+        return [
+            process
+            for started in self._second.all_processes.values()
+            for info in started
+            for process in below(info.process.pid, self._mark)
+        ]
+
+    def lose_second(self, number: signal.Signals) -> None:
+        """As a machine vanishes that loses its power (SIGKILL) or its network (SIGSTOP)."""
+        victims = self.second()
+        self._lost += victims
+        for victim in victims:
+            victim.send(number)
+        self._cluster.worker_nodes.discard(self._second)
+
+    def end_lost(self) -> None:
+        """Machines that were stopped never come back."""
+        for process in self._lost:
+            process.send(signal.SIGKILL)
+
+    def add(self) -> None:
+        """Another node in its place."""
+        self._second = self._cluster.add_node(wait=False, **OPTIONS)
+
+
+@contextmanager
+def two_nodes(mark: str, directory: Path) -> Iterator[TwoNodes]:
+    """Paths of sockets lie below `directory` and may have 107 characters: keep it short."""
+    environment = {
+        MARK: mark,
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_TMPDIR": str(directory),  # Ray writes the address below it
+        "TMPDIR": str(directory / "tmp"),
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+    }
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    (directory / "ray").mkdir(parents=True, exist_ok=True)
+    (directory / "tmp").mkdir(exist_ok=True)
+    cluster = None
+    try:
+        cluster = Cluster(
+            initialize_head=True, head_node_args={**OPTIONS, "temp_dir": str(directory)}
+        )
+        yield TwoNodes(cluster, mark)
+    finally:
+        try:
+            if cluster is not None:
+                cluster.shutdown()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

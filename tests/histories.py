@@ -1,0 +1,174 @@
+"""Histories of runs that kept their promises, made up step by step, for tests that damage them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from rlsys.audit import Evidence
+from rlsys.checkpoint import Checkpoints
+from rlsys.data.prompts import epoch_order
+from rlsys.dataflow.ledger import Event, Ledger, OpenGroup
+from rlsys.run_directory import RunFiles
+
+GROUPS_PER_STEP = 2
+GROUP_SIZE = 2
+NUM_PROMPTS = 3  # of an epoch: few, so that epochs come round
+SEED = 7
+
+
+class MadeUpRun:
+    """Issues, trains, drops, crashes and resumes by chance, as a controller would."""
+
+    def __init__(self, chance: random.Random, *, max_staleness: int, num_steps: int) -> None:
+        self.chance = chance
+        self.max_staleness = max_staleness
+        self.num_steps = num_steps
+        self.events: list[Event] = []
+        self.ledger = Ledger(self.events.append, groups_per_step=GROUPS_PER_STEP)
+        self.metrics: list[dict[str, Any]] = []
+        self.rollouts: list[dict[str, Any]] = []
+        self.checkpoints = [0]
+
+    def run(self) -> Evidence:
+        while self.ledger.step < self.num_steps:
+            self.issue()
+            if self.chance.random() < 0.2:
+                group = self.chance.choice(self.ledger.open_groups)
+                self.ledger.drop(group.group_id, reason=self.chance.choice(["stale", "reward nan"]))
+                self.issue()
+            self.train()
+            if self.chance.random() < 0.3:
+                self.checkpoints.append(self.ledger.step)
+            if self.chance.random() < 0.15:
+                self.crash()
+        for group in self.ledger.open_groups:
+            self.ledger.drop(group.group_id, reason="surplus")
+        return Evidence(
+            groups_per_step=GROUPS_PER_STEP,
+            group_size=GROUP_SIZE,
+            max_staleness=self.max_staleness,
+            num_steps=self.num_steps,
+            recorded_groups=1,
+            shuffle=True,
+            prompt_order={"seed": SEED, "num_prompts": NUM_PROMPTS},
+            events=self.events,
+            metrics=self.metrics,
+            rollouts=self.rollouts,
+            checkpoints=sorted({*self.checkpoints[-3:], self.num_steps} - {0}),
+            exported=True,
+        )
+
+    def issue(self) -> None:
+        ledger = self.ledger
+        last_step = min(ledger.step + self.max_staleness, self.num_steps)
+        while (ledger.num_issued - ledger.num_dropped) < (last_step + 1) * GROUPS_PER_STEP:
+            version = self.chance.randint(max(0, ledger.step - self.max_staleness), ledger.step)
+            ledger.issue(ledger.num_issued, prompt_index=ledger.next_prompt, version=version)
+
+    def train(self) -> None:
+        step = self.ledger.step + 1
+        chosen = self.ledger.open_groups[:GROUPS_PER_STEP]
+        versions = {group.group_id: self.sampled(group, step) for group in chosen}
+        oldest = {group: min(map(min, sampled)) for group, sampled in versions.items()}
+        self.ledger.train(oldest, step=step)
+        self.metrics.append(
+            {
+                "step": step,
+                "policy_version": step,
+                "rollouts/trained": step * GROUPS_PER_STEP * GROUP_SIZE,
+                "staleness/max": step - 1 - min(oldest.values()),
+            }
+        )
+        for group in chosen:
+            if group.group_id % GROUPS_PER_STEP == 0:
+                self.rollouts += [
+                    self.record(step, group, index, sampled)
+                    for index, sampled in enumerate(versions[group.group_id])
+                ]
+
+    def sampled(self, group: OpenGroup, step: int) -> list[list[int]]:
+        """The version of each token of each rollout."""
+        earliest = max(group.version, step - 1 - self.max_staleness)
+        return [
+            sorted(self.chance.randint(earliest, step - 1) for _ in range(4))
+            for _ in range(GROUP_SIZE)
+        ]
+
+    def record(
+        self, step: int, group: OpenGroup, index: int, versions: list[int]
+    ) -> dict[str, Any]:
+        epoch, place = divmod(group.prompt_index, NUM_PROMPTS)
+        return {
+            "step": step,
+            "group_id": group.group_id,
+            "index": index,
+            "prompt": f"prompt {epoch_order(SEED, epoch, NUM_PROMPTS)[place]}",
+            "completion": "word",
+            "token_ids": [1, 2, 3, 4],
+            "policy_versions": versions,
+            "staleness": step - 1 - min(versions),
+            "reward": 1.0,
+            "rewards": {"r": 1.0},
+            "advantage": 0.5,
+            "finish_reason": "stop",
+        }
+
+    def crash(self) -> None:
+        """And go on from the newest checkpoint, with what it held of groups that were open."""
+        step = self.checkpoints[-1]
+        self.ledger = Ledger.replay(
+            self.events, self.events.append, groups_per_step=GROUPS_PER_STEP
+        )
+        self.ledger.resume(step=step)
+        self.metrics = [line for line in self.metrics if line["step"] <= step]
+        self.rollouts = [record for record in self.rollouts if record["step"] <= step]
+        for group in self.ledger.open_groups:
+            if group.version > step or self.chance.random() < 0.5:
+                self.ledger.reissue(group.group_id, version=step)
+
+
+def made_up_run(seed: int, *, max_staleness: int = 1, num_steps: int = 12) -> Evidence:
+    return MadeUpRun(random.Random(seed), max_staleness=max_staleness, num_steps=num_steps).run()
+
+
+def config_of(evidence: Evidence) -> dict[str, Any]:
+    return {
+        "seed": SEED,
+        "num_steps": evidence.num_steps,
+        "prompts_per_step": evidence.groups_per_step,
+        "group_size": evidence.group_size,
+        "asynchrony": {"max_staleness": evidence.max_staleness},
+        "observe": {"record_groups": evidence.recorded_groups},
+        "data": {"shuffle": evidence.shuffle},
+    }
+
+
+def write_run(evidence: Evidence, path: Path) -> RunFiles:
+    """The files of a run directory that hold the evidence, checkpoints included."""
+    files = RunFiles(path)
+    path.mkdir()
+    files.config.write_text(json.dumps({"config": config_of(evidence)}))
+    for file, lines in (
+        (files.ledger, evidence.events),
+        (files.metrics, evidence.metrics),
+        (files.rollouts, evidence.rollouts),
+    ):
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if evidence.exported:
+        files.hf.mkdir()
+        (files.hf / "config.json").touch()
+    asyncio.run(_write_checkpoints(evidence, files))
+    return files
+
+
+async def _write_checkpoints(evidence: Evidence, files: RunFiles) -> None:
+    for step in evidence.checkpoints:
+        async with Checkpoints(files.checkpoints, keep=100).writing(step) as checkpoint:
+            checkpoint.trainer_dir.mkdir()
+            (checkpoint.trainer_dir / "weights").write_text(f"weights of {step}")
+            state = {"step": step, "prompts": evidence.prompt_order}
+            checkpoint.controller_file.write_text(json.dumps(state))

@@ -1,0 +1,347 @@
+"""Every damage to a good history is found, whatever the history.
+
+Each mutation says on which histories it is one: taking away a `resumed` that took nothing back,
+for instance, leaves another good history.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.audit import Evidence, audit
+from rlsys.history import read_evidence
+from tests.histories import made_up_run, write_run
+
+ROOT = Path(__file__).parents[1]
+
+# Changes the evidence in place, at a place of its choice; False where there is nothing to change.
+Mutation = Callable[[Any, random.Random], bool]
+
+
+def surviving(evidence: Evidence) -> list[int]:
+    """Positions of the `trained` events that no resume took back."""
+    by_step: dict[int, int] = {}
+    for position, event in enumerate(evidence.events):
+        if event["event"] == "trained":
+            by_step[event["step"]] = position
+        if event["event"] == "resumed":
+            by_step = {step: p for step, p in by_step.items() if step <= event["step"]}
+    return list(by_step.values())
+
+
+def pick(kind: str, evidence: Evidence, chance: random.Random) -> int | None:
+    found = [p for p, event in enumerate(evidence.events) if event["event"] == kind]
+    return chance.choice(found) if found else None
+
+
+def lost(kind: str) -> Mutation:
+    def mutate(evidence: Any, chance: random.Random) -> bool:
+        position = pick(kind, evidence, chance)
+        if position is None:
+            return False
+        del evidence.events[position]
+        return True
+
+    return mutate
+
+
+def repeated(kind: str) -> Mutation:
+    def mutate(evidence: Any, chance: random.Random) -> bool:
+        position = pick(kind, evidence, chance)
+        if position is None:
+            return False
+        evidence.events.insert(position, dict(evidence.events[position]))
+        return True
+
+    return mutate
+
+
+def lost_step(evidence: Any, chance: random.Random) -> bool:
+    del evidence.events[chance.choice(surviving(evidence))]
+    return True
+
+
+def group_trained_twice(evidence: Any, chance: random.Random) -> bool:
+    first, second = chance.sample(surviving(evidence), 2)
+    evidence.events[second]["groups"][0] = evidence.events[first]["groups"][0]
+    return True
+
+
+def short_step(evidence: Any, chance: random.Random) -> bool:
+    event = evidence.events[chance.choice(surviving(evidence))]
+    event["groups"].pop()
+    event["oldest_versions"].pop()
+    return True
+
+
+def version(shift: Callable[[Evidence], int]) -> Mutation:
+    def mutate(evidence: Any, chance: random.Random) -> bool:
+        event = evidence.events[chance.choice(surviving(evidence))]
+        event["oldest_versions"][0] = event["step"] - 1 + shift(evidence)
+        return True
+
+    return mutate
+
+
+def other_prompt(evidence: Any, chance: random.Random) -> bool:
+    position = pick("issued", evidence, chance)
+    assert position is not None
+    evidence.events[position]["prompt"] += chance.choice([-1, 1])
+    return True
+
+
+def resumed_too_far(evidence: Any, chance: random.Random) -> bool:
+    position = pick("resumed", evidence, chance)
+    if position is None:
+        return False
+    evidence.events[position]["step"] = evidence.num_steps + 1
+    return True
+
+
+def lost_weights(evidence: Any, chance: random.Random) -> bool:
+    """A group that was sampled after the checkpoint goes on after it without being sampled anew."""
+    versions: dict[int, int] = {}
+    for position, event in enumerate(evidence.events):
+        if event["event"] in ("issued", "reissued"):
+            group = event["group"]
+            then = next(
+                (
+                    later["event"]
+                    for later in evidence.events[position + 1 :]
+                    if later.get("group") == group or group in later.get("groups", ())
+                ),
+                None,
+            )
+            if (
+                event["event"] == "reissued"
+                and versions[group] > event["version"]
+                and then == "trained"
+            ):
+                del evidence.events[position]
+                return True
+            versions[group] = event["version"]
+    return False
+
+
+def lost_line(evidence: Any, chance: random.Random) -> bool:
+    del evidence.metrics[chance.randrange(len(evidence.metrics))]
+    return True
+
+
+def repeated_line(evidence: Any, chance: random.Random) -> bool:
+    place = chance.randrange(len(evidence.metrics))
+    evidence.metrics.insert(place, evidence.metrics[place])
+    return True
+
+
+def other_number(name: str) -> Mutation:
+    def mutate(evidence: Any, chance: random.Random) -> bool:
+        chance.choice(evidence.metrics)[name] += 1
+        return True
+
+    return mutate
+
+
+def lost_rollout(evidence: Any, chance: random.Random) -> bool:
+    del evidence.rollouts[chance.randrange(len(evidence.rollouts))]
+    return True
+
+
+def lost_rollouts(evidence: Any, chance: random.Random) -> bool:
+    group = chance.choice(evidence.rollouts)["group_id"]
+    evidence.rollouts[:] = [r for r in evidence.rollouts if r["group_id"] != group]
+    return True
+
+
+def repeated_rollout(evidence: Any, chance: random.Random) -> bool:
+    place = chance.randrange(len(evidence.rollouts))
+    evidence.rollouts.insert(place, evidence.rollouts[place])
+    return True
+
+
+def recorded(change: Callable[[Evidence, dict[str, Any]], None]) -> Mutation:
+    def mutate(evidence: Any, chance: random.Random) -> bool:
+        change(evidence, chance.choice(evidence.rollouts))
+        return True
+
+    return mutate
+
+
+def old_token(evidence: Evidence, record: dict[str, Any]) -> None:
+    record["policy_versions"][0] = record["step"] - 2 - evidence.max_staleness
+
+
+def token_from_the_future(evidence: Evidence, record: dict[str, Any]) -> None:
+    record["policy_versions"][-1] = record["step"]
+
+
+def missing_version(evidence: Evidence, record: dict[str, Any]) -> None:
+    record["policy_versions"].pop()
+
+
+def other_staleness(evidence: Evidence, record: dict[str, Any]) -> None:
+    record["staleness"] += 1
+
+
+def other_text(evidence: Evidence, record: dict[str, Any]) -> None:
+    record["prompt"] = "prompt of another"
+
+
+def other_group(evidence: Evidence, record: dict[str, Any]) -> None:
+    record["group_id"] += 1
+
+
+def other_step(evidence: Evidence, record: dict[str, Any]) -> None:
+    record["step"] += 1
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "an issue is lost": lost("issued"),
+    "an issue is repeated": repeated("issued"),
+    "a drop is lost": lost("dropped"),
+    "a drop is repeated": repeated("dropped"),
+    "a step is repeated": repeated("trained"),
+    "a step is lost": lost_step,
+    "a step is short": short_step,
+    "a group is trained twice": group_trained_twice,
+    "a group is too old": version(lambda evidence: -1 - evidence.max_staleness),
+    "a group comes from the future": version(lambda evidence: 1),
+    "a prompt is another": other_prompt,
+    "a resume goes forward": resumed_too_far,
+    "lost weights sampled a group": lost_weights,
+    "a line is lost": lost_line,
+    "a line is repeated": repeated_line,
+    "metrics count other rollouts": other_number("rollouts/trained"),
+    "metrics have other staleness": other_number("staleness/max"),
+    "metrics have another version": other_number("policy_version"),
+    "a rollout is lost": lost_rollout,
+    "a group's rollouts are lost": lost_rollouts,
+    "a rollout is repeated": repeated_rollout,
+    "a token is too old": recorded(old_token),
+    "a token comes from the future": recorded(token_from_the_future),
+    "a token has no version": recorded(missing_version),
+    "a rollout has other staleness": recorded(other_staleness),
+    "a rollout has another prompt": recorded(other_text),
+    "a rollout is of another group": recorded(other_group),
+    "a rollout is of another step": recorded(other_step),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), max_staleness=st.integers(0, 4))
+def test_a_good_history_is_found_good(seed: int, max_staleness: int) -> None:
+    verdict = audit(made_up_run(seed, max_staleness=max_staleness))
+    assert verdict.faults == []
+    assert verdict.finished
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), max_staleness=st.integers(0, 4))
+def test_every_damage_is_found(name: str, seed: int, max_staleness: int) -> None:
+    evidence = copy.deepcopy(made_up_run(seed, max_staleness=max_staleness))
+    if MUTATIONS[name](evidence, random.Random(seed)):
+        assert audit(evidence).faults
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_damage_is_tried(name: str) -> None:
+    """Above, a mutation that finds nothing to change passes."""
+    done = [
+        MUTATIONS[name](copy.deepcopy(made_up_run(seed)), random.Random(seed)) for seed in range(40)
+    ]
+    assert sum(done) >= 10
+
+
+def test_an_unfinished_run_may_lack_the_last_line_and_its_ends() -> None:
+    evidence = made_up_run(3)
+    last = max(surviving(evidence))
+    cut = replace(
+        evidence,
+        events=evidence.events[: last + 1],
+        metrics=evidence.metrics[:-1],
+        rollouts=[r for r in evidence.rollouts if r["step"] < evidence.num_steps],
+        checkpoints=[],
+        exported=False,
+    )
+    verdict = audit(cut)
+    assert verdict.faults == []
+    assert not verdict.finished
+    assert audit(replace(cut, metrics=evidence.metrics[:-2])).faults
+
+
+def test_prompts_out_of_the_seeds_order_are_found_where_an_epoch_comes_round() -> None:
+    """Two rows of the data change places from the second epoch on."""
+    evidence = copy.deepcopy(made_up_run(5))
+    swapped = {"prompt 0": "prompt 1", "prompt 1": "prompt 0"}
+    for record in list(evidence.rollouts)[len(evidence.rollouts) // 2 :]:
+        record["prompt"] = swapped.get(record["prompt"], record["prompt"])  # type: ignore[index]
+    assert any("by the seed it is one" in fault for fault in audit(evidence).faults)
+
+
+def test_the_files_say_what_was_written(tmp_path: Path) -> None:
+    evidence = made_up_run(1)
+    write_run(evidence, tmp_path / "run")
+    read, unreadable = read_evidence(tmp_path / "run")
+    assert unreadable == []
+    assert read == evidence
+
+
+def run_script(path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "scripts/audit.py", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_command_says_what_is_broken(tmp_path: Path) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    good = run_script(files.path)
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert "finished: 12 of 12 steps" in good.stdout
+    assert "nothing broken" in good.stdout
+
+    lines = files.metrics.read_text().splitlines(keepends=True)
+    files.metrics.write_text("".join(lines[:3] + lines[4:]))
+    (weights,) = files.checkpoints.glob("step_000012/trainer/weights")
+    weights.write_text("others")
+    broken = run_script(files.path)
+    assert broken.returncode == 1
+    assert "broken: metrics.jsonl has 11 lines, of steps 1 to 12, not one for each" in broken.stdout
+    assert "broken: checkpoint step_000012 is damaged: trainer/weights has 6 bytes" in broken.stdout
+
+
+@pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl", "rollouts.jsonl"])
+@pytest.mark.parametrize("damage", ["missing", "no json", "no event"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    path = files.path / name
+    if damage == "missing":
+        path.unlink()
+    else:
+        with path.open("a") as file:
+            file.write("nonsense\n" if damage == "no json" else json.dumps({"step": 12}) + "\n")
+    evidence, unreadable = read_evidence(files.path)
+    assert any(name.partition(".")[0] in fault for fault in [*unreadable, *audit(evidence).faults])
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    result = run_script(tmp_path)
+    assert result.returncode == 1
+    assert "config.json does not say what was run" in result.stdout
+    assert "Traceback" not in result.stderr

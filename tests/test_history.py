@@ -1,0 +1,213 @@
+"""What a resumed run refuses, by a sentence, before it changes a byte."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlsys.history import History, read_history
+from rlsys.run_directory import RunFiles
+from tests.histories import GROUPS_PER_STEP, made_up_run, write_run
+
+NUM_STEPS = 12
+RUN = made_up_run(4, num_steps=NUM_STEPS)
+STEPS = RUN.checkpoints
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RunFiles:
+    return write_run(RUN, tmp_path / "run")
+
+
+def read(files: RunFiles, num_steps: int = NUM_STEPS) -> History:
+    return read_history(files, groups_per_step=GROUPS_PER_STEP, num_steps=num_steps)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def checkpoint(files: RunFiles, step: int) -> Path:
+    return files.checkpoints / f"step_{step:06d}"
+
+
+def edit_lines(path: Path, change: Callable[[list[str]], list[str]]) -> None:
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+
+
+def test_it_goes_on_from_the_newest_checkpoint(files: RunFiles) -> None:
+    history = read(files)
+    assert history.checkpoint.path == checkpoint(files, NUM_STEPS)
+    assert history.state["prompts"] == RUN.prompt_order
+    assert list(history.events) == list(RUN.events)
+
+
+def flip(files: RunFiles) -> None:
+    weights = checkpoint(files, NUM_STEPS) / "trainer" / "weights"
+    weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
+
+
+def two_damaged(files: RunFiles) -> None:
+    flip(files)
+    (checkpoint(files, STEPS[-2]) / "controller.json").unlink()
+
+
+def all_damaged(files: RunFiles) -> None:
+    for step in STEPS:
+        (checkpoint(files, step) / "manifest.json").unlink()
+
+
+def renamed(files: RunFiles) -> None:
+    checkpoint(files, NUM_STEPS).rename(checkpoint(files, NUM_STEPS - 1))
+
+
+def no_ledger(files: RunFiles) -> None:
+    files.ledger.unlink()
+
+
+def cut_ledger(files: RunFiles) -> None:
+    last = max(i for i, event in enumerate(RUN.events) if event["event"] == "trained")
+    edit_lines(files.ledger, lambda lines: lines[:last])
+
+
+def empty_ledger(files: RunFiles) -> None:
+    files.ledger.write_text("")
+
+
+def damaged_ledger(files: RunFiles) -> None:
+    edit_lines(files.ledger, lambda lines: [*lines[:3], "nonsense\n", *lines[3:]])
+
+
+def contradicting_ledger(files: RunFiles) -> None:
+    edit_lines(files.ledger, lambda lines: [lines[0], *lines])
+
+
+def former_ledger(files: RunFiles) -> None:
+    """As it was written before it had the tokens' versions."""
+    edit_lines(
+        files.ledger,
+        lambda lines: [
+            line.partition(', "oldest_versions"')[0] + "}\n" if "oldest" in line else line
+            for line in lines
+        ],
+    )
+
+
+def no_metrics(files: RunFiles) -> None:
+    files.metrics.unlink()
+
+
+def short_metrics(files: RunFiles) -> None:
+    edit_lines(files.metrics, lambda lines: lines[:5])
+
+
+def gap_in_metrics(files: RunFiles) -> None:
+    edit_lines(files.metrics, lambda lines: [*lines[:5], *lines[6:]])
+
+
+def empty_metrics(files: RunFiles) -> None:
+    files.metrics.write_text("")
+
+
+def damaged_metrics(files: RunFiles) -> None:
+    edit_lines(files.metrics, lambda lines: [*lines[:5], '{"step"\n', *lines[5:]])
+
+
+def no_rollouts(files: RunFiles) -> None:
+    files.rollouts.unlink()
+
+
+def disordered_rollouts(files: RunFiles) -> None:
+    edit_lines(files.rollouts, lambda lines: lines[::-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (
+            flip,
+            rf"step_0000{NUM_STEPS} is damaged: trainer/weights has another checksum.*delete "
+            rf"\S+/step_0000{NUM_STEPS} to continue from \S+/step_{STEPS[-2]:06d}, which is whole",
+        ),
+        (
+            two_damaged,
+            rf"step_0000{NUM_STEPS} is damaged: .*delete \S+/step_{STEPS[-2]:06d} and "
+            rf"\S+/step_0000{NUM_STEPS} to continue from \S+/step_{STEPS[-3]:06d}",
+        ),
+        (all_damaged, "is damaged: manifest.json is missing; no older one is whole"),
+        (renamed, r"step_000011/controller.json does not belong .*it is of step 12"),
+        (no_ledger, r"ledger.jsonl is missing.*restore it from a copy"),
+        (
+            cut_ledger,
+            rf"step_0000{NUM_STEPS} is beyond \S+/ledger.jsonl, whose last trained step is 11: .*"
+            rf"delete \S+/step_0000{NUM_STEPS} to continue from \S+/step_{STEPS[-2]:06d}",
+        ),
+        (empty_ledger, r"whose last trained step is 0: .*no older one is whole"),
+        (damaged_ledger, r"ledger.jsonl line 4 is no JSON"),
+        (contradicting_ledger, r"ledger.jsonl contradicts itself: event 2: group 0 was issued alr"),
+        (former_ledger, r"contradicts itself: .*written by another version of rlsys"),
+        (no_metrics, r"metrics.jsonl is missing.*restore it from a copy"),
+        (short_metrics, r"metrics.jsonl has lines of steps 1 to 5 where the checkpoint has 12"),
+        (gap_in_metrics, r"metrics.jsonl has lines of steps 1 to 12 where the checkpoint has 12"),
+        (empty_metrics, r"metrics.jsonl has no line where the checkpoint has 12"),
+        (damaged_metrics, r"metrics.jsonl, line 6 is no JSON"),
+        (no_rollouts, r"rollouts.jsonl is missing.*restore it from a copy"),
+        (disordered_rollouts, r"rollouts.jsonl has a rollout of step \d+ after one of step 1\d"),
+    ],
+)
+def test_files_that_do_not_belong_together_are_refused_and_left_alone(
+    files: RunFiles, damage: Callable[[RunFiles], None], words: str
+) -> None:
+    damage(files)
+    before = content(files.path)
+    with pytest.raises(ValueError, match=words):
+        read(files)
+    assert content(files.path) == before
+
+
+def test_the_advice_for_a_damaged_checkpoint_works(files: RunFiles) -> None:
+    flip(files)
+    shutil.rmtree(checkpoint(files, NUM_STEPS))
+    assert read(files).checkpoint.step == STEPS[-2]
+
+
+def test_fewer_steps_than_were_trained_are_refused(files: RunFiles) -> None:
+    with pytest.raises(ValueError, match=r"num_steps=11 lies below step 12, which this run has re"):
+        read(files, num_steps=11)
+    assert read(files, num_steps=20).checkpoint.step == 12
+
+
+def test_a_run_without_a_checkpoint_says_so(files: RunFiles) -> None:
+    shutil.rmtree(files.checkpoints)
+    with pytest.raises(ValueError, match="holds no checkpoint to resume from"):
+        read(files)
+
+
+def test_strays_are_told_and_not_used(files: RunFiles, caplog: pytest.LogCaptureFixture) -> None:
+    (files.checkpoints / "notes").mkdir()
+    (files.checkpoints / "step_000099_copy").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert read(files).checkpoint.step == NUM_STEPS
+    assert [record.getMessage().split()[0].rpartition("/")[2] for record in caplog.records] == [
+        "notes",
+        "step_000099_copy",
+    ]
+
+
+def test_what_came_after_the_checkpoint_may_be_torn(files: RunFiles) -> None:
+    """As a kill leaves it: events and lines beyond the checkpoint, the last ones half written."""
+    shutil.rmtree(checkpoint(files, NUM_STEPS))
+    last = json.dumps({"event": "trained", "step": 12, "groups": [1, 2]})
+    for path, text in ((files.ledger, last[:20]), (files.metrics, '{"st'), (files.rollouts, "{")):
+        with path.open("a") as file:
+            file.write(text)
+    assert read(files).checkpoint.step == STEPS[-2]
