@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rlsys import metrics
 from rlsys.audit import Evidence
 from rlsys.checkpoint import Checkpoint, find_checkpoints, find_strays
 from rlsys.dataflow.ledger import Event, Ledger, LedgerError, read_events
-from rlsys.observe import metrics
 from rlsys.observe.records import RolloutRecord
 from rlsys.observe.step_log import read_lines
 from rlsys.run_directory import RunFiles, read_config

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlsys import metrics
 from rlsys.config import SamplingConfig
-from rlsys.observe import metrics
-from rlsys.observe.metrics import recent_mean
+from rlsys.metrics import recent_mean
 
 Lines = Sequence[Mapping[str, float]]
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from rlsys.audit import audit
 from rlsys.history import read_evidence
-from rlsys.observe.metrics import STEP, TIME_UNIX_S, read_metrics, without_times
+from rlsys.metrics import STEP, TIME_UNIX_S, without_times
+from rlsys.observe.metrics import read_metrics
 from rlsys.observe.step_log import read_lines
 from rlsys.run_directory import RunFiles
 

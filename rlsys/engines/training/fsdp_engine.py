@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlsys import metrics
 from rlsys.algorithms import kl
 from rlsys.algorithms.aggregation import Aggregation, token_mean
 from rlsys.algorithms.inputs import LossFn, LossInputs
@@ -42,7 +43,6 @@ from rlsys.engines.training.statistics import StepStatistics, StepSums
 from rlsys.engines.training.supervised import supervised_loss, supervised_row
 from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.engines.training.trainer_state import load_state, save_state, state_tensors
-from rlsys.observe import metrics
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
