@@ -1,35 +1,48 @@
-"""What --dry-run prints: the resolved configuration, the graph, the placement and the memory."""
+"""What --dry-run prints: a file for --config. Its comments are the graph, the placement, the memory
+and a prompt as the model will see it."""
 
 from __future__ import annotations
 
-from actors.factories import needs
 from rlsys.config import RunConfig
+from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.estimate import ModelShape, estimate_memory
 from rlsys.fields import to_toml
 
+from .factories import needs
 
-def describe(config: RunConfig, flow: Dataflow, shape: ModelShape) -> str:
+
+def describe(config: RunConfig, flow: Dataflow, shape: ModelShape, prompts: PromptSource) -> str:
     ranks, replicas = needs(config)
     memory = estimate_memory(config, shape)
+    prompt = prompts.at(0)
+    facts = [
+        "dataflow: stage  reads -> writes",
+        *flow.describe().splitlines(),
+        "",
+        "placement",
+        *(str(need) for need in [*ranks, *replicas]),
+        f"reward-0 .. reward-{config.reward.num_workers - 1} and the store reserve nothing",
+        "",
+        f"memory for {shape.num_parameters:,} parameters, activations not counted",
+        f"trainer rank      {_size(memory.trainer_rank_bytes)}  weights, gradients, optimizer",
+        f"its snapshots     {_size(memory.snapshot_bytes)}  the last two steps, in host memory",
+        f"rollout replica   {_size(memory.replica_bytes)}  weights and a full KV cache",
+        f"store, per node   {_size(memory.store_bytes)}  at most, in shared memory",
+        f"checkpoint        {_size(memory.checkpoint_bytes)}  on disk",
+        "",
+        f"data: {len(prompts):,} prompts, each with {', '.join(prompts.metadata_columns) or 'no'} "
+        f"beside it; the first one has {len(prompt.token_ids)} tokens:",
+        *(f"  {_printable(line)}" for line in prompt.text.splitlines()),
+    ]
     return "\n".join(
-        [
-            "# configuration",
-            to_toml(config),
-            "# dataflow: stage  reads -> writes",
-            flow.describe(),
-            "",
-            "# placement",
-            *(str(need) for need in [*ranks, *replicas]),
-            f"reward-0 .. reward-{config.reward.num_workers - 1} and the store reserve nothing",
-            "",
-            f"# memory for {shape.num_parameters:,} parameters, activations not counted",
-            f"trainer rank      {_size(memory.trainer_rank_bytes)}  weights, gradients, optimizer",
-            f"rollout replica   {_size(memory.replica_bytes)}  weights and a full KV cache",
-            f"store, per node   {_size(memory.store_bytes)}  at most, in shared memory",
-            f"checkpoint        {_size(memory.checkpoint_bytes)}  on disk",
-        ]
+        ["# configuration", to_toml(config), *(f"# {fact}".rstrip() for fact in facts)]
     )
+
+
+def _printable(text: str) -> str:
+    """Control characters, which TOML forbids and which could drive the terminal, written out."""
+    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
 
 
 def _size(num_bytes: int) -> str:

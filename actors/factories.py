@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.cluster import Need
 from rlsys.config import RunConfig
 from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.layout.transport.owned_file import shared_memory_dir
-from rlsys.rewards import Reward, RewardRunner
+from rlsys.rewards import PackedRewards, RewardRunner
+
+from .placement import Need
 
 if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
     from rlsys.engines.training.protocol import Aggregation, LossFn, TrainingEngine
@@ -51,7 +51,6 @@ class TrainerFactory:
     config: RunConfig
     loss: LossFn
     aggregation: Aggregation
-    weights_prefix: str  # of the files in shared memory
 
     def __call__(self, rank: int, host: str, port: int) -> TrainingEngine:
         import torch
@@ -74,8 +73,6 @@ class TrainerFactory:
             temperature=config.sampling.temperature,
             num_total_steps=config.num_steps,
             seed=config.seed,
-            weights_dir=shared_memory_dir(),
-            weights_prefix=self.weights_prefix,
             rank=rank,
             world_size=world_size,
             device=device,
@@ -96,7 +93,6 @@ class RolloutFactory:
                 config.model.path,
                 config.rollout,
                 dtype=config.model.dtype,
-                seed=config.seed + self.replica,
                 max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
             )
         from rlsys.engines.generation.torch_engine import TorchEngine
@@ -113,11 +109,13 @@ class RolloutFactory:
 @dataclass(frozen=True, kw_only=True)
 class RewardFactory:
     config: RunConfig
-    rewards: tuple[Reward, ...]
+    rewards: PackedRewards
 
     def __call__(self) -> RewardRunner:
         return RewardRunner(
             self.rewards,
             concurrency=self.config.reward.concurrency,
             timeout_s=self.config.reward.timeout_s,
+            memory_gib=self.config.reward.memory_gib,
+            start_timeout_s=self.config.cluster.start_timeout_s,
         )

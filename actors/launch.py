@@ -1,7 +1,7 @@
 """From a recipe and its configuration to a placed, running job; and everything ended at its end.
 
     launch(config, flow) ─► check ─► run directory ─► Ray ─► actors ─► warm start ─► Controller.run
-                                                                              └► checkpoint, export
+                                                                       checkpoint, export ◄─┘
 
 Whatever happens (a last step, an error, Ctrl-C), every process that was started here is ended.
 """
@@ -10,51 +10,67 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import os
 import signal
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
-from actors.calls import WorkerError
-from actors.cluster import check_runs_dir, connected, reserved
-from actors.dry_run import describe
-from actors.factories import needs
-from actors.team import Team
+from rlsys.blocking import run_to_end
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
-from rlsys.controller import Controller, RewardsFailed, StallError
+from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
+from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
+from rlsys.data.rows import LOADERS
 from rlsys.dataflow.graph import Dataflow, GenerateStage, ScoreStage
 from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
-from rlsys.errors import first_error
+from rlsys.errors import RunFailed, first_error
 from rlsys.estimate import ModelShape, estimate_memory, model_shape
 from rlsys.fields import to_dict
 from rlsys.history import History, read_history
+from rlsys.launching import RunResult, WarmStart
 from rlsys.observe.console import RunConsole
 from rlsys.observe.metrics import MetricsWriter, read_metrics
 from rlsys.observe.recorder import Recorder
 from rlsys.observe.records import RolloutWriter
 from rlsys.observe.wandb_sink import WandbSink
-from rlsys.rewards import check_columns
-from rlsys.run_directory import RunDirectory
+from rlsys.rewards import as_rewards, check_columns, pack_rewards
+from rlsys.run_directory import RunDirectory, RunFiles, check_room
 from rlsys.tiny_models import OwnModel
-from rlsys.workers import ReplicaDied, RowsLost
+from rlsys.workers import Fleet, LearnerDied, Replica, ReplicaDied, RowsLost
 
-# A user's mistake or the world's: told in one message. Anything else is a bug and keeps its trace.
-EXPECTED_ERRORS = (
-    ValueError,
+from . import carry_over
+from .calls import WorkerError
+from .cluster import check_runs_dir, connected
+from .dry_run import describe
+from .factories import needs
+from .placement import reserved
+from .store import StoreClient
+from .team import Team, hired
+
+# What goes wrong in the world: told in one message. A ValueError is a user's mistake, and told so
+# too; anything else is a bug and keeps its trace.
+FAILURES = (
     OSError,
     WorkerError,
     RowsLost,
     ReplicaDied,
+    LearnerDied,
     EngineError,
     StallError,
     RewardsFailed,
 )
+
+# In a checkout; a wheel does without.
+PLOT = Path(__file__).resolve().parent.parent / "scripts" / "plot_run.py"
 
 # Metrics, rollouts and a trace of an average run, beside its checkpoints.
 RECORDS_BYTES = 64 * 2**20
@@ -66,19 +82,6 @@ STORE_FILL = 0.5
 BYTES_PER_PROMPT_TOKEN, BYTES_PER_TOKEN, PADDING_BYTES = 4, 12, 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmStart:
-    """Supervised steps before reinforcement learning starts."""
-
-    num_steps: int
-    batches: Iterator[list[tuple[str, str]]]  # prompts and the completions to learn
-    learning_rate: float  # peak, reached linearly over the first tenth of the steps
-
-    def rate(self, step: int) -> float:
-        """Learning rate of the step; steps count from 1."""
-        return self.learning_rate * min(1.0, step / max(1, self.num_steps // 10))
-
-
 def launch(
     config: RunConfig,
     flow: Dataflow,
@@ -86,54 +89,72 @@ def launch(
     own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
     dry_run: bool = False,
-) -> None:
-    """Run to the end, with `own_model` where model.path is empty. Ends the process with code 1 and
-    one message for a mistake or a failure of the cluster, with code 130 for Ctrl-C."""
+) -> RunResult:
+    """See rlsys.launch, which calls it."""
+    if dry_run:
+        work = functools.partial(_dry_run, config, flow, own_model)
+    else:
+        work = functools.partial(_run, config, flow, own_model, warm_start)
     try:
-        check_runs_dir(config.runs_dir)
-        if not config.model.path:
-            require(
-                own_model is not None,
-                "model.path is empty; give a Hugging Face model directory or hub name.",
-            )
-            assert own_model is not None
-            path = own_model.build(config.runs_dir, seed=config.seed)
-            config = replace(config, model=replace(config.model, path=path))
-        asyncio.run(_run(config, flow, warm_start, dry_run))
-    except EXPECTED_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        raise SystemExit(130) from None
+        return run_to_end(work)
+    except BrokenPipeError:  # nobody reads what it prints: no failure of the run
+        raise
+    except FAILURES as error:
+        raise RunFailed(str(error)) from error
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+async def _dry_run(config: RunConfig, flow: Dataflow, own_model: OwnModel | None) -> RunResult:
+    files = RunFiles(Path(config.runs_dir) / config.name)
+    with _hub(config), tempfile.TemporaryDirectory(prefix="rlsys-") as directory:
+        with_model = _with_model(
+            config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
+        )
+        shape = model_shape(with_model.model.path)
+        tokenizer = load_tokenizer(with_model.model.path)
+        prompts = _load_prompts(config, flow, tokenizer, shape)
+        print(describe(config, flow, shape, prompts))
+    return RunResult(outcome="dry run", files=files, metrics=())
 
 
 async def _run(
-    config: RunConfig, flow: Dataflow, warm_start: WarmStart | None, dry_run: bool
-) -> None:
+    config: RunConfig, flow: Dataflow, own_model: OwnModel | None, warm_start: WarmStart | None
+) -> RunResult:
     _cancel_on_sigterm()
-    if dry_run:
-        print(describe(config, flow, model_shape(config.model.path)))
-        return
+    check_runs_dir(config.runs_dir)
     console = RunConsole(
         num_steps=config.num_steps,
         max_staleness=config.asynchrony.max_staleness,
         print_every=config.observe.print_every,
         print_samples=config.observe.print_samples,
     )
-    with console.phase("Reading model and prompts"):
-        shape = model_shape(config.model.path)
-        tokenizer = load_tokenizer(config.model.path)
-        prompts = _load_prompts(config, flow, tokenizer, shape)
-    checkpoint_bytes = estimate_memory(config, shape).checkpoint_bytes
-    open_directory = RunDirectory.resume if config.resume else RunDirectory.create
-    with open_directory(
-        config.runs_dir,
-        config.name,
-        to_dict(config),
-        required_bytes=RECORDS_BYTES + (config.keep_checkpoints + 2) * checkpoint_bytes,
-    ) as directory:
+    with contextlib.ExitStack() as stack:
+        with console.phase("Reading model and prompts"):
+            stack.enter_context(_hub(config))
+            check_room(Path(config.runs_dir), RECORDS_BYTES)
+            with_model = _with_model(
+                config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
+            )
+            shape = model_shape(with_model.model.path)
+            tokenizer = load_tokenizer(with_model.model.path)
+            prompts = _load_prompts(config, flow, tokenizer, shape)
+        checkpoint_bytes = estimate_memory(config, shape).checkpoint_bytes
+        directory = stack.enter_context(
+            RunDirectory.open(
+                config.runs_dir,
+                config.name,
+                to_dict(config),
+                resume=config.resume,
+                required_bytes=RECORDS_BYTES + (config.keep_checkpoints + 2) * checkpoint_bytes,
+            )
+        )
+        resume = config.resume is not False and directory.has_checkpoint
+        if resume and _is_finished(config, directory):
+            console.note(f"{directory.path} has all of its {config.num_steps} steps already.")
+            return _result(directory)
         history = None
-        if config.resume:
+        if resume:
             with console.phase("Reading the run's history"):
                 history = read_history(
                     directory,
@@ -144,10 +165,10 @@ async def _run(
             directory.write_config(to_dict(config))
         outcome: Literal["finished", "interrupted", "failed"] = "failed"
         try:
-            job = _Job(config, flow, directory, history, prompts, tokenizer, console)
+            job = _Job(with_model, flow, directory, history, prompts, tokenizer, console)
             await job.run(warm_start)
             outcome = "finished"
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, BrokenPipeError):
             outcome = "interrupted"
             raise
         finally:
@@ -157,11 +178,54 @@ async def _run(
                 directory=directory.path,
                 next_command=_next_command(directory, outcome),
             )
+        return _result(directory)
+
+
+def _hub(config: RunConfig) -> contextlib.AbstractContextManager[None]:
+    names = [config.model.path]
+    if Path(config.data.source).suffix not in LOADERS:
+        names.append(config.data.source)
+    return offline_where_unreachable(*names)
+
+
+def _with_model(
+    config: RunConfig, own_model: OwnModel | None, make: Callable[[OwnModel], Path]
+) -> RunConfig:
+    """The configuration with the path of the recipe's own model, where it names none."""
+    if config.model.path:
+        return config
+    require(
+        own_model is not None,
+        "model.path is empty; give a Hugging Face model directory or hub name.",
+    )
+    assert own_model is not None
+    return replace(config, model=replace(config.model, path=str(make(own_model))))
+
+
+def _is_finished(config: RunConfig, directory: RunDirectory) -> bool:
+    """Whether the last step is behind the run, and its model exported after it."""
+    newest = Checkpoints(directory.checkpoints, config.keep_checkpoints).newest()
+    exported = directory.hf / "config.json"
+    return (
+        newest is not None
+        and newest.step == config.num_steps
+        and exported.is_file()
+        and exported.stat().st_mtime >= newest.controller_file.stat().st_mtime
+    )
+
+
+def _result(directory: RunDirectory) -> RunResult:
+    return RunResult(
+        outcome="finished",
+        files=RunFiles(directory.path),
+        metrics=tuple(read_metrics(directory.metrics)),
+    )
 
 
 def _cancel_on_sigterm() -> None:
-    """SIGTERM ends the run in good order, as Ctrl-C does."""
-    if (task := asyncio.current_task()) is not None:
+    """SIGTERM ends the run in good order, as Ctrl-C does; signals come to the main thread only."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and (task := asyncio.current_task()) is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
@@ -178,13 +242,18 @@ def _load_prompts(
         max_context=shape.max_context,
         rows=source.rows,
     )
-    check_columns(flow.stage(ScoreStage).rewards, prompts.metadata_columns)
+    rewards = as_rewards(flow.stage(ScoreStage).rewards)
+    check_columns(rewards, prompts.metadata_columns)
+    prompts.check_filled(dict.fromkeys(name for one in rewards for name in one.required_columns))
+    pack_rewards(rewards)  # raises for those that cannot travel
     return prompts
 
 
 def _next_command(directory: RunDirectory, outcome: str) -> str:
+    if outcome == "finished" and PLOT.is_file():
+        return f"python {os.path.relpath(PLOT)} {directory.path}"
     if outcome == "finished":
-        return f"python scripts/plot_run.py {directory.path}"
+        return f"AutoModelForCausalLM.from_pretrained({str(directory.hf)!r})"
     if directory.has_checkpoint:
         return "the same command with --resume"
     return "the same command with another --name (this run has no checkpoint to resume from)"
@@ -221,56 +290,78 @@ class _Job:
     async def run(self, warm_start: WarmStart | None) -> None:
         config = self._config
         ranks, replicas = needs(config)
-        with contextlib.ExitStack() as cluster:
+        async with contextlib.AsyncExitStack() as cluster:
             with self._console.phase("Starting Ray"):
                 cluster.enter_context(connected(config.cluster))
                 _cancel_on_sigterm()  # again: Ray's own handler has just replaced it
-                places = cluster.enter_context(reserved([*ranks, *replicas], config.cluster))
-            team = Team(config, self._flow, self._tokenizer, self._directory.trace)
-            try:
-                await self._start(team, places, warm_start)
-                await self._train(team)
-                with self._console.phase("Exporting the model"):
-                    await team.learner.export(self._directory.hf)
-            finally:
-                await team.close()
+                places = await cluster.enter_async_context(
+                    reserved(
+                        ranks,
+                        replicas,
+                        min_replicas=self._num_first,
+                        timeout_s=config.cluster.start_timeout_s,
+                    )
+                )
+            team = await cluster.enter_async_context(
+                hired(
+                    config,
+                    self._flow,
+                    self._tokenizer,
+                    self._directory.trace,
+                    places,
+                    self._checkpoints,
+                )
+            )
+            first = await self._start(team, warm_start)
+            await self._train(team, first, began_warm=warm_start is not None)
+            with self._console.phase("Exporting the model"):
+                await team.learner.export(self._directory.hf)
 
-    async def _start(
-        self, team: Team, places: list[dict[str, Any]], warm_start: WarmStart | None
-    ) -> None:
-        """Actors start side by side; the trainer warms up as soon as it is there."""
-        await team.hire(places)
+    @property
+    def _num_first(self) -> int:
+        """Replicas that the run starts with."""
+        rollout = self._config.rollout
+        return rollout.num_replicas if rollout.min_replicas is None else rollout.min_replicas
+
+    async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
+        """Actors start side by side; the trainer warms up as soon as it is there. Returns the first
+        replicas, by number, less those that died while they started."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._start_learner(team, warm_start))
-                for replica in team.replicas:
-                    tasks.create_task(self._start_replica(replica))
                 tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
+                first = [
+                    tasks.create_task(self._hire(team.fleet, number))
+                    for number in range(self._num_first)
+                ]
         except BaseExceptionGroup as group:
             raise first_error(group) from None
-        if self._resume_from or warm_start:
-            manifest = await team.learner.publish()
-            await asyncio.gather(
-                *(replica.update_weights(manifest, delayed=False) for replica in team.replicas)
-            )
+        started = {number: task.result() for number, task in enumerate(first)}
+        return {number: replica for number, replica in started.items() if replica is not None}
 
-    async def _start_replica(self, replica: Any) -> None:
-        with self._console.phase(f"Starting {replica.name} ({self._config.rollout.engine})"):
-            await replica.start(self._config.cluster.start_timeout_s)
+    async def _hire(self, fleet: Fleet, number: int) -> Replica | None:
+        with self._console.phase(f"Starting rollout-{number} ({self._config.rollout.engine})"):
+            try:
+                return await fleet.hire(number)
+            except ReplicaDied as death:  # the controller hires another
+                self._console.warn(str(death))
+                return None
 
     async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
         with self._console.phase("Loading the model into the trainer"):
-            await team.learner.start(self._config.cluster.start_timeout_s)
-            if self._resume_from:
-                await team.learner.load(self._resume_from.trainer_dir)
+            checkpoint = self._resume_from.trainer_dir if self._resume_from else None
+            await team.learner.start(checkpoint)
         if warm_start and not self._resume_from:
             with self._console.phase("Warm start") as phase:
-                for done in range(1, warm_start.num_steps + 1):
-                    loss = await team.learner.sft_step(
-                        *self._encode(next(warm_start.batches)), warm_start.rate(done)
-                    )
-                    phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
-                await team.learner.reset_optimizer()
+
+                async def lessons() -> None:
+                    for done in range(1, warm_start.num_steps + 1):
+                        loss = await team.learner.sft_step(
+                            *self._encode(warm_start.batch(done)), warm_start.rate(done)
+                        )
+                        phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
+
+                await team.learner.warm_start(lessons)
 
     def _encode(self, examples: list[tuple[str, str]]) -> tuple[list[list[int]], list[int]]:
         """Token ids of prompt, completion and end of sequence; and the prompts' lengths."""
@@ -283,8 +374,11 @@ class _Job:
             [len(prompt) for prompt in prompts],
         )
 
-    async def _train(self, team: Team) -> None:
+    async def _train(
+        self, team: Team, replicas: Mapping[int, Replica], *, began_warm: bool
+    ) -> None:
         config, directory = self._config, self._directory
+        client = StoreClient(team.shards.address)
         longest_prompt, longest = config.data.max_prompt_tokens, config.sampling.max_tokens
         store = self._flow.open_store(
             max_bytes=int(config.cluster.store_gib * 2**30 * STORE_FILL),
@@ -320,29 +414,48 @@ class _Job:
             stepped=stepped,
         )
 
-        async def checkpoint(step: int) -> None:
+        async def checkpoint(step: int, work: OpenWork) -> None:
             async with self._checkpoints.writing(step) as unfinished:
                 await team.learner.save(unfinished.trainer_dir)
+                await carry_over.save(work, client, unfinished.path)
                 state = {"step": step, "prompts": self._prompts.order}
                 unfinished.controller_file.write_text(json.dumps(state))
 
+        carried, weights = OpenWork(), None
+        if self._resume_from:
+            carried = await carry_over.load(self._resume_from.path, client)
+
+        if began_warm or self._resume_from:
+            try:
+                weights = await team.learner.publish()
+            except LearnerDied as death:
+                self._console.warn(f"{death}; the trainer starts again")
+                await team.learner.restart(self._first_step)
+                weights = await team.learner.publish()
         controller = Controller(
             flow=self._flow,
             config=config,
             prompts=self._prompts,
             store=store,
             ledger=ledger,
-            replicas=team.replicas,
+            fleet=team.fleet,
+            replicas=replicas,
             scorer=team.scorer,
             learner=team.learner,
             observer=recorder,
             checkpoint=checkpoint,
+            weights=weights,
+            carried=carried,
             first_step=self._first_step,
         )
-        team.on_shard_lost = controller.shard_lost
         failed = True
         try:
-            await team.serve_while(controller.run(), stepped, recorder.actor_reported)
+            await team.serve_while(
+                controller.run(),
+                stepped,
+                on_report=recorder.actor_reported,
+                on_shard_lost=controller.shard_lost,
+            )
             failed = False
         finally:
             recorder.close(failed=failed)

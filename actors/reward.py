@@ -1,29 +1,67 @@
-"""Reward functions in processes of their own, and their pool behind the controller's `Scorer`.
+"""Reward functions in processes that their actor supervises, and the pool of these actors behind
+the controller's `Scorer`.
 
-A function that hangs cannot be stopped from within its process. So a process that holds a hung
-function is replaced as soon as its other rollouts are scored.
+    controller ──► RayScorer ──► RewardActor (one of several) ──► RewardRunner ──► processes
+                       └──◄ results in parts, as they come ◄──┘
+
+An actor runs no user code itself, so it answers at once, whatever the functions do. One that does
+not has died: another takes its place and its rollouts.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from actors.calls import Worker, WorkerDied
-from actors.store import StoreAddress, StoreClient
 from rlsys.observe.trace import TraceBatch, Tracer
-from rlsys.rewards import RewardRunner
+from rlsys.rewards import RewardFailure, RewardResult, RewardRunner
+from rlsys.rewards.parts import Parts
 from rlsys.types import Rollout
-from rlsys.workers import RolloutText, Scored, ScoreTask
+from rlsys.workers import RolloutText, RowsLost, Score, Scored, ScoreTask, TellScores, Unreadable
+
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError
+from .store import StoreAddress, StoreClient
 
 SCORE_COLUMNS = ("prompt_token_ids", "token_ids", "policy_versions")
 
+# An actor answers after this time at the latest, with what there is.
+ANSWER_WITHIN_S = 10.0
 
-@ray.remote
-class RewardActor:
+# For an answer that is due within ANSWER_WITHIN_S, on a machine that is very busy.
+ANSWER_LIMIT_S = 60.0
+
+# Results that come one after the other travel together.
+GATHER_S = 0.05
+
+# A piece is not cut smaller: a call costs as much as some cheap rewards.
+MIN_PIECE = 16
+
+# Actors that may die over a rollout before it counts as failed.
+MAX_DEATHS = 2
+
+
+# Whatever a call raises: the process or its node has died, it hangs, or it could not start there.
+CALL_ERRORS = (WorkerError, ValueError, OSError)
+
+
+class _WorkerLost(RuntimeError):
+    """An actor will not score what it was given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What is new of a piece; `scores` by the task's place in it."""
+
+    scores: Mapping[int, Score]
+    is_last: bool
+
+
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
+class RewardActor(Heartbeat):
     def __init__(
         self,
         make_runner: Callable[[], RewardRunner],
@@ -32,109 +70,198 @@ class RewardActor:
         tracer: Tracer,
     ) -> None:
         self._tracer = tracer
-        self._num_calls = 0
-        self._runner = make_runner()
+        self._make_runner = make_runner
+        self._runner: RewardRunner | None = None
         self._tokenizer = tokenizer
         self._store = StoreClient(store)
+        self._pieces: dict[int, Parts[Score]] = {}
+        self._work: set[asyncio.Task[None]] = set()
 
-    async def ping(self) -> None:
-        """Answers when the actor is ready."""
+    async def start(self) -> None:
+        """Load the functions, once. Raises ValueError if they cannot be loaded."""
+        runner = self._make_runner()
+        await runner.start()
+        self._runner = runner
 
     async def drain_trace(self) -> TraceBatch:
         return self._tracer.drain()
 
-    async def score(self, tasks: list[ScoreTask]) -> tuple[list[Scored], int]:
-        """The outcomes, and how many functions hang in this process."""
-        columns = await self._store.get_async([task.cell for task in tasks], SCORE_COLUMNS)
-        texts = self._tokenizer.batch_decode(columns["token_ids"], skip_special_tokens=True)
+    async def score(self, number: int, tasks: list[ScoreTask]) -> Part:
+        """Begin a piece; `number` is new for each. What is not ready soon comes from `more`."""
+        piece = Parts[Score](len(tasks))
+        self._pieces[number] = piece
+        work = asyncio.create_task(self._score(number, tasks, piece))
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+        return await self.more(number)
+
+    async def more(self, number: int) -> Part:
+        """What has come since the last answer."""
+        piece = self._pieces[number]
+        scores = await piece.take(at_most_s=ANSWER_WITHIN_S, gather_s=GATHER_S)
+        is_last = piece.is_complete
+        if is_last:
+            del self._pieces[number]
+        return Part(scores=scores, is_last=is_last)
+
+    async def _score(self, number: int, tasks: Sequence[ScoreTask], piece: Parts[Score]) -> None:
+        by_shard: dict[str, list[int]] = {}
+        for place, task in enumerate(tasks):
+            by_shard.setdefault(task.cell[0].shard, []).append(place)
+        self._tracer.begin("score", number, rollouts=len(tasks))  # pieces overlap
+        self._tracer.job_begins()
+        try:
+            await asyncio.gather(
+                *(self._score_shard(tasks, places, piece) for places in by_shard.values())
+            )
+            await piece.complete()
+        # Whoever asks for more is told.
+        except Exception as error:  # noqa: BLE001
+            piece.fail(error)
+        finally:
+            self._tracer.job_ends()
+            self._tracer.end("score", number)
+
+    async def _score_shard(
+        self, tasks: Sequence[ScoreTask], places: Sequence[int], piece: Parts[Score]
+    ) -> None:
+        """The tasks at `places`, whose rows one shard of the store holds."""
+        assert self._runner is not None
+        own = [tasks[place] for place in places]
+        try:
+            columns = await self._store.get_async([task.cell for task in own], SCORE_COLUMNS)
+        except RowsLost:
+            for place in places:
+                piece.tell(place, Unreadable())
+            return
+        completions = self._tokenizer.batch_decode(columns["token_ids"], skip_special_tokens=True)
         rollouts = [
             Rollout(
                 group_id=task.group_id,
                 index=task.index,
                 prompt_text=task.prompt_text,
-                completion_text=text,
-                prompt_token_ids=prompt_ids.copy(),
-                token_ids=token_ids.copy(),
+                completion_text=completion,
+                prompt_token_ids=prompt_ids,
+                token_ids=token_ids,
                 finish_reason=task.finish_reason,
                 metadata=task.metadata,
             )
-            for task, text, prompt_ids, token_ids in zip(
-                tasks, texts, columns["prompt_token_ids"], columns["token_ids"], strict=True
+            for task, completion, prompt_ids, token_ids in zip(
+                own, completions, columns["prompt_token_ids"], columns["token_ids"], strict=True
             )
         ]
-        self._num_calls = call = self._num_calls + 1
-        self._tracer.begin("score", call, rollouts=len(rollouts))  # calls overlap
-        self._tracer.job_begins()
-        try:
-            outcomes = await self._runner.score(rollouts)
-        finally:
-            self._tracer.job_ends()
-            self._tracer.end("score", call)
-        scored = [
-            Scored(
-                outcome=outcome,
-                text=RolloutText(
-                    prompt=rollout.prompt_text,
-                    completion=rollout.completion_text,
-                    token_ids=rollout.token_ids.tolist(),
-                    policy_versions=versions.tolist(),
+
+        def tell(i: int, outcome: RewardResult | RewardFailure) -> None:
+            text = None
+            if own[i].record:
+                text = RolloutText(
+                    prompt=rollouts[i].prompt_text,
+                    completion=rollouts[i].completion_text,
+                    token_ids=rollouts[i].token_ids.tolist(),
+                    policy_versions=columns["policy_versions"][i].tolist(),
                 )
-                if task.record
-                else None,
-            )
-            for outcome, rollout, task, versions in zip(
-                outcomes, rollouts, tasks, columns["policy_versions"], strict=True
-            )
-        ]
-        return scored, self._runner.num_stuck
+            piece.tell(places[i], Scored(outcome=outcome, text=text))
+
+        self._runner.submit(rollouts, tell=tell, fail=piece.fail)
 
 
 class RayScorer:
-    """The pool: each batch goes to the worker with the fewest rollouts under way."""
+    """The pool: a batch is shared out in pieces, each to the actor with the fewest rollouts under
+    way."""
 
     def __init__(self, start_worker: Callable[[int], Worker], *, num_workers: int) -> None:
         self._start_worker = start_worker
-        self._active = [start_worker(number) for number in range(num_workers)]
-        self._num_started = num_workers
-        self._load = dict.fromkeys(self._active, 0)  # retired workers too, until they are idle
+        self._start_timeout_s = ANSWER_LIMIT_S
+        self._num_started = 0
+        self._num_pieces = 0
+        self._load: dict[Worker, int] = {}  # rollouts under way, of those that take some
+        self._starts: dict[Worker, asyncio.Task[None]] = {}
+        for _ in range(num_workers):
+            self._add()
 
     @property
     def workers(self) -> list[Worker]:
         return list(self._load)
 
     async def start(self, timeout_s: float) -> None:
-        await asyncio.gather(*(worker.call("ping", timeout_s=timeout_s) for worker in self._active))
+        """Returns when all can work. `timeout_s` holds for their successors too."""
+        self._start_timeout_s = timeout_s
+        await asyncio.gather(*map(self._started, self.workers))
 
-    async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
-        """Raises WorkerDied if two workers in a row die over these tasks: a function ends them."""
-        try:
-            return await self._score(tasks)
-        except WorkerDied:  # its node may have died
-            return await self._score(tasks)
+    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+        """`tell` gets the scores in parts, by the task's place; returns when all are told. Never
+        fails because of the functions or of actors that die."""
+        num_pieces = max(1, min(len(self._load), len(tasks) // MIN_PIECE))
+        async with asyncio.TaskGroup() as pieces:
+            for i in range(num_pieces):
+                places = range(i, len(tasks), num_pieces)
+                pieces.create_task(self._score_piece({p: tasks[p] for p in places}, tell))
 
-    async def _score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
-        worker = min(self._active, key=self._load.__getitem__)
-        self._load[worker] += len(tasks)
-        try:
-            scored: list[Scored]
-            scored, num_stuck = await worker.call("score", list(tasks))
-            if num_stuck:
+    async def _score_piece(self, left: dict[int, ScoreTask], tell: TellScores) -> None:
+        """`left`, by place, is what has not been told."""
+        for _ in range(MAX_DEATHS):
+            worker = min(self._load, key=self._load.__getitem__)
+            size = len(left)
+            self._load[worker] += size
+            try:
+                await self._restarted(worker)
+                async for scores in self._ask(worker, left):
+                    for place in scores:
+                        del left[place]
+                    tell(scores)
+                return
+            except _WorkerLost as error:
+                reason = str(error)
                 self._replace(worker)
-            return scored
-        except WorkerDied:
-            self._replace(worker)
-            raise
-        finally:
-            self._load[worker] -= len(tasks)
-            if worker not in self._active and self._load[worker] == 0:
-                del self._load[worker]
-                worker.kill()
+            finally:
+                if worker in self._load:
+                    self._load[worker] -= size
+        message = f"{MAX_DEATHS} reward workers in a row were lost over this rollout: {reason}"
+        failure = RewardFailure(kind="crash", reward="reward worker", message=message)
+        tell(dict.fromkeys(left, Scored(outcome=failure, text=None)))
+
+    async def _ask(
+        self, worker: Worker, left: Mapping[int, ScoreTask]
+    ) -> AsyncIterator[dict[int, Score]]:
+        places = list(left)
+        self._num_pieces = number = self._num_pieces + 1
+        part = await _part(worker, "score", number, list(left.values()))
+        while True:
+            yield {places[i]: score for i, score in part.scores.items()}
+            if part.is_last:
+                return
+            part = await _part(worker, "more", number)
+
+    def _add(self) -> None:
+        worker = self._start_worker(self._num_started)
+        self._num_started += 1
+        self._load[worker] = 0
+
+    async def _started(self, worker: Worker) -> None:
+        """When the actor can work; raises what kept it from starting."""
+        if worker not in self._starts:
+            start = worker.call("start", timeout_s=self._start_timeout_s)
+            self._starts[worker] = asyncio.ensure_future(start)
+        await asyncio.shield(self._starts[worker])
+
+    async def _restarted(self, worker: Worker) -> None:
+        try:
+            await self._started(worker)
+        except CALL_ERRORS as error:
+            raise _WorkerLost(str(error)) from error
 
     def _replace(self, worker: Worker) -> None:
-        """Send it nothing more. Its successor takes calls at once: they wait for its start."""
-        if worker not in self._active:
-            return
-        successor = self._start_worker(self._num_started)
-        self._num_started += 1
-        self._active[self._active.index(worker)] = successor
-        self._load[successor] = 0
+        """Another in its place, which takes pieces at once: they wait for its start."""
+        if worker in self._load:
+            del self._load[worker]
+            self._starts.pop(worker, None)
+            worker.kill()
+            self._add()
+
+
+async def _part(worker: Worker, method: str, *args: Any) -> Part:
+    try:
+        part: Part = await worker.call(method, *args, timeout_s=ANSWER_LIMIT_S)
+    except CALL_ERRORS as error:
+        raise _WorkerLost(str(error)) from error
+    return part

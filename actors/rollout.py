@@ -11,19 +11,27 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.calls import Worker, WorkerDied
-from actors.store import ShardLost, StoreAddress, StoreClient
-from actors.store_shards import StoreShards
-from actors.trainer import RayLearner
-from rlsys.dataflow.blocks import BlockRef, Columns
+from rlsys.dataflow.blocks import BlockRef, Cell, Columns
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.continuation import continued, merged
-from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
-from rlsys.layout.transport.owned_file import local_copy
+from rlsys.layout.transport.shm import held, local_copy
 from rlsys.observe.trace import TraceBatch, Tracer
-from rlsys.types import Generation, GenerationRequest, WeightManifest
-from rlsys.workers import Collected, FinishedRollout, ReplicaDied
+from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
+from rlsys.workers import (
+    Collected,
+    FinishedRollout,
+    Part,
+    ReplicaDied,
+    RowsLost,
+    WeightsGone,
+)
+
+from .calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
+from .learner import RayLearner
+from .store import ShardLost, StoreAddress, StoreClient
+from .store_shards import StoreShards
 
 # How long one `collect` waits for a rollout to end. Not a limit on rollouts: the next call goes on
 # waiting. It bounds how late the death of an actor is noticed.
@@ -36,14 +44,19 @@ GATHER_S = 0.03
 # For the controller to notice a dead shard and to start another.
 NEW_SHARD_TIMEOUT_S = 60.0
 
-# How often the tokens of long requests travel to the controller, and how many make a request long:
-# what is lost when the process dies, against what telling costs.
+# How often new tokens of running requests go into the store, and how many at least: what is lost
+# when the process dies, against what telling costs.
 PROGRESS_EVERY_S = 2.0
 MIN_PROGRESS_TOKENS = 64
 
+PART_COLUMNS = ("token_ids", "sampler_logprobs", "policy_versions")
 
-@ray.remote
-class RolloutActor:
+# What ends a replica. Other errors are a user's, and would come back in its successor.
+DEADLY = (WorkerError, EngineError, RowsLost, OSError)
+
+
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
+class RolloutActor(Heartbeat):
     """Writes finished rollouts to the store; only their metadata goes to the controller."""
 
     def __init__(
@@ -55,8 +68,10 @@ class RolloutActor:
         self._store = StoreClient(store)
         self._store_changed = Signal()
         self._prompts: dict[str, Sequence[int]] = {}
-        self._priors: dict[str, Generation] = {}
-        self._told_progress_at = time.monotonic()
+        self._priors: dict[str, Generation] = {}  # what another replica had sampled
+        self._num_told: dict[str, int] = {}  # tokens of running requests that lie in the store
+        self._num_sampled = 0  # tokens, when last told
+        self._looked_at = time.monotonic()
         self._collecting: asyncio.Task[list[Generation]] | None = None
 
     async def start(self) -> None:
@@ -66,13 +81,16 @@ class RolloutActor:
         return self._tracer.drain()
 
     async def submit(
-        self, requests: list[GenerationRequest], priors: dict[str, Generation]
+        self, requests: list[GenerationRequest], priors: dict[str, list[Cell]]
     ) -> None:
         self._tracer.instant("engine", "submit", rollouts=len(requests))
+        known = {
+            name: prior for name, cells in priors.items() if (prior := await self._prior(cells))
+        }
         self._switch.submit(
             [
-                continued(request, priors[request.request_id])
-                if request.request_id in priors
+                continued(request, known[request.request_id])
+                if request.request_id in known
                 else request
                 for request in requests
             ]
@@ -80,22 +98,43 @@ class RolloutActor:
         if requests and not self._prompts:
             self._tracer.job_begins()
         self._prompts.update((r.request_id, r.prompt_token_ids) for r in requests)
-        self._priors.update(priors)
+        self._priors.update(known)
+        self._num_told.update((name, len(prior.token_ids)) for name, prior in known.items())
+
+    async def _prior(self, cells: list[Cell]) -> Generation | None:
+        """The parts that another replica had sampled, as one; None if they are lost."""
+        try:
+            parts = await self._store.get_async(cells, PART_COLUMNS)
+        except RowsLost:
+            return None
+        token_ids, logprobs, versions = (np.concatenate(parts[name]) for name in PART_COLUMNS)
+        return Generation(
+            request_id="",
+            token_ids=token_ids,
+            sampler_logprobs=logprobs,
+            policy_versions=versions,
+            finish_reason=FinishReason.ABORTED,
+        )
 
     async def collect(self) -> Collected:
         generations = await self._next_generations()
         stats = self._engine.stats()
         self._tracer.counter("running", stats.num_running)
         self._tracer.counter("waiting", stats.num_waiting)
-        partial = await self._progress()
+        parts: list[Part] = []
+        has_sampled = stats.num_generated_tokens > self._num_sampled
+        self._num_sampled = stats.num_generated_tokens
+        if time.monotonic() - self._looked_at >= PROGRESS_EVERY_S:
+            parts = await self.progress(MIN_PROGRESS_TOKENS)
         if not generations:
-            return Collected(finished=[], partial=partial)
+            return Collected(finished=[], parts=parts, has_sampled=has_sampled)
         generations = [self._whole(generation) for generation in generations]
         prompts = [self._prompts.pop(g.request_id) for g in generations]
         if not self._prompts:
             self._tracer.job_ends()
         for generation in generations:
             self._priors.pop(generation.request_id, None)
+            self._num_told.pop(generation.request_id, None)
         block = await self._put(
             {
                 "prompt_token_ids": [np.asarray(prompt, np.int32) for prompt in prompts],
@@ -116,7 +155,35 @@ class RolloutActor:
             )
             for place, (g, prompt) in enumerate(zip(generations, prompts, strict=True))
         ]
-        return Collected(finished=finished, partial=partial)
+        return Collected(finished=finished, parts=parts, has_sampled=has_sampled)
+
+    async def progress(self, at_least: int) -> list[Part]:
+        """What running requests have sampled and not told yet, `at_least` tokens each, written to
+        the store."""
+        self._looked_at = time.monotonic()
+        running = [self._whole(g) for g in await self._engine.progress()]
+        new = [
+            (g, start)
+            for g in running
+            if g.request_id in self._prompts
+            and len(g.token_ids) - (start := self._num_told.get(g.request_id, 0)) >= at_least
+        ]
+        if not new:
+            return []
+        self._num_told.update((g.request_id, len(g.token_ids)) for g, _ in new)
+        block = await self._put(
+            {name: [getattr(g, name)[start:] for g, start in new] for name in PART_COLUMNS}
+        )
+        return [
+            Part(
+                request_id=g.request_id,
+                start=start,
+                cell=(block, place),
+                num_tokens=len(g.token_ids) - start,
+                min_version=int(g.policy_versions[start:].min()),
+            )
+            for place, (g, start) in enumerate(new)
+        ]
 
     async def use_store(self, address: StoreAddress) -> None:
         """The shard that this actor wrote to has died; there are others."""
@@ -137,38 +204,38 @@ class RolloutActor:
                 except TimeoutError:
                     raise death from None
 
-    async def _progress(self) -> list[Generation]:
-        """What long requests have so far, at most every PROGRESS_EVERY_S."""
-        now = time.monotonic()
-        if now - self._told_progress_at < PROGRESS_EVERY_S:
-            return []
-        self._told_progress_at = now
-        running = await self._engine.progress()
-        return [self._whole(g) for g in running if len(g.token_ids) >= MIN_PROGRESS_TOKENS]
-
     def _whole(self, generation: Generation) -> Generation:
         """With what another replica had sampled of it."""
         prior = self._priors.get(generation.request_id)
         return generation if prior is None else merged(prior, generation)
 
     async def abort(self, request_ids: list[str]) -> None:
-        await self._engine.abort(request_ids)
+        await self._switch.abort(request_ids)
 
     async def place(self) -> tuple[str, str]:
         """Ids of the node and of the actor."""
         context = ray.get_runtime_context()
         return str(context.get_node_id()), str(context.get_actor_id())
 
+    async def drain(self) -> bool:
+        """Hold what is submitted until the next weights, and let what runs come to its end. False
+        if it has not after a while: call again."""
+        try:
+            async with asyncio.timeout(COLLECT_WAIT_S):
+                await self._switch.drained()
+        except TimeoutError:
+            return False
+        return True
+
     async def update_weights(
-        self, manifest: WeightManifest, content: npt.NDArray[np.uint8] | None, delayed: bool
+        self, manifest: WeightManifest, content: npt.NDArray[np.uint8] | None
     ) -> float:
-        """Seconds during which nothing was sampled. `content` holds the version's bytes where its
-        file lies on another node."""
-        with self._tracer.span("engine", "update_weights", version=manifest.version):
-            if content is None:
-                return await self._switch.switch(manifest, delayed=delayed)
-            with local_copy(manifest, content) as local:
-                return await self._switch.switch(local, delayed=delayed)
+        """Seconds during which nothing was sampled. `content` holds the version's bytes where they
+        lie on another node. Raises MemoryGone if the trainer has given the version up by now."""
+        # Opened at once and kept: the trainer may give it up while the switch waits.
+        local = held(manifest) if content is None else local_copy(manifest, content)
+        with self._tracer.span("engine", "update_weights", version=manifest.version), local as own:
+            return await self._switch.switch(own)
 
     async def close(self) -> None:
         await self._engine.close()
@@ -198,6 +265,9 @@ class RolloutActor:
 
 
 class RayReplica:
+    """One life of a replica, from `start` on. Whatever it fails of, but a mistake of the user's, is
+    its death: its process is ended."""
+
     def __init__(self, worker: Worker, learner: RayLearner, shards: StoreShards) -> None:
         self.worker = worker
         self._learner = learner
@@ -209,32 +279,56 @@ class RayReplica:
         return self.worker.name
 
     async def start(self, timeout_s: float) -> None:
-        self.node_id, self._actor_id = await self.worker.call("place", timeout_s=timeout_s)
-        await self.worker.call("start", timeout_s=timeout_s)
+        self.node_id, self._actor_id = await self._call("place", timeout_s=timeout_s)
+        await self._call("start", timeout_s=timeout_s)
 
     async def submit(
-        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Generation]
+        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
     ) -> None:
-        await self._call("submit", list(requests), dict(priors))
+        await self._call("submit", list(requests), {name: list(c) for name, c in priors.items()})
 
     async def collect(self) -> Collected:
-        collected: Collected = await self._call("collect")
+        collected: Collected = await self._poll("collect")
         return collected
+
+    async def progress(self) -> Sequence[Part]:
+        parts: list[Part] = await self._call("progress", 1)
+        return parts
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._call("abort", list(request_ids))
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        if delayed:  # however long that takes; its rollouts are collected meanwhile
+            while not await self._poll("drain"):
+                pass
         is_local = self.node_id == self._learner.node_id
         content = None if is_local else self._learner.weights_content(manifest)
-        pause_s: float = await self._call("update_weights", manifest, content, delayed)
+        try:
+            pause_s: float = await self.worker.call("update_weights", manifest, content)
+        except (InputLost, FileNotFoundError) as error:
+            raise WeightsGone(
+                f"{self.name} came too late to version {manifest.version}: {error}"
+            ) from None
+        except (*DEADLY, ValueError) as error:  # ValueError: they have changed on their way
+            raise self._died("update_weights", error) from None
         return pause_s
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+        self.worker.kill()
         await self._shards.reclaim(self._actor_id, live_rows)
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _poll(self, method: str) -> Any:
+        """A call that may take COLLECT_WAIT_S of the actor's own will."""
+        return await self._call(method, timeout_s=COLLECT_WAIT_S + self.worker.timeout_s)
+
+    async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         try:
-            return await self.worker.call(method, *args)
-        except WorkerDied as death:
-            raise ReplicaDied(str(death)) from None
+            return await self.worker.call(method, *args, timeout_s=timeout_s)
+        except DEADLY as error:
+            raise self._died(method, error) from None
+
+    def _died(self, method: str, error: Exception) -> ReplicaDied:
+        self.worker.end(str(error))
+        is_told = isinstance(error, WorkerError)
+        return ReplicaDied(str(error) if is_told else f"{self.name} died during {method}: {error}")

@@ -8,11 +8,11 @@ StoreShards     ──► the controller's side: starts shards, hands freed rows
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 import zlib
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -31,16 +31,15 @@ from rlsys.dataflow.blocks import (
     unpack_cells,
 )
 from rlsys.dataflow.signal import Signal
+from rlsys.layout.transport.shared_memory import MemoryGone
 from rlsys.workers import RowsLost
+
+from .calls import Heartbeat
 
 T = TypeVar("T")
 Cells = Mapping[str, Sequence[Cell]]  # by column
 Calls = dict[str, Any]  # shard -> reference to the answer of a call
 Steps = Generator[Calls, list[Any], T]
-
-# How long one `watch` call of a healthy shard takes. A dead one ends the call at once; a hung one
-# is noticed when an answer is overdue.
-WATCH_S = 10.0
 
 
 class ShardLost(RowsLost):
@@ -51,7 +50,7 @@ class ShardLost(RowsLost):
 class ShardAddress:
     name: str  # of the actor, and in BlockRefs
     node_id: str
-    path: str  # of the arena, on that node
+    path: str  # of the arena's memory, on that node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +61,24 @@ class StoreAddress:
     timeout_s: float  # of each call, and of each wait for room
 
 
-class StoreShard:
+class StoreShard(Heartbeat):
     """Owns one arena. An asynchronous actor; StoreShards starts it."""
 
-    def __init__(self, name: str, capacity_bytes: int) -> None:
-        self._arena = Arena(name, capacity_bytes)
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._turn = asyncio.Lock()
         self._returned = Signal()
+
+    async def start(self, capacity_bytes: int) -> ShardAddress:
+        """Take the memory; nothing else may be called before. Raises OSError where it is short."""
+        self._arena = Arena(self._name, capacity_bytes)
+        return await self.address()
 
     async def address(self) -> ShardAddress:
         return ShardAddress(
             name=self._arena.shard,
             node_id=ray.get_runtime_context().get_node_id(),
-            path=str(self._arena.path),
+            path=self._arena.path,
         )
 
     async def lease(
@@ -126,10 +130,6 @@ class StoreShard:
             )
         return pack_cells(self._arena.buffer, cells)
 
-    async def watch(self, seconds: float) -> None:
-        """Answers late, so that the caller learns at once when the process dies."""
-        await asyncio.sleep(seconds)
-
     async def bytes_leased(self) -> int:
         return self._arena.bytes_leased
 
@@ -157,12 +157,12 @@ class StoreClient:
         self._spare: Any = None
         self._home = ""
         for shard in address.shards:
-            self._learn(shard)
-        here = sorted(name for name, arena in self._arenas.items() if arena is not None)
+            with contextlib.suppress(ShardLost):  # whoever asks for its rows is told
+                self._learn(shard)
+        here = [shard for shard in address.shards if self._arenas.get(shard.name) is not None]
         if here:  # several writers of a node spread over its shards
-            self._home = here[zlib.crc32(self._writer.encode()) % len(here)]
-            path = next(shard.path for shard in address.shards if shard.name == self._home)
-            self._blocks = BlockWriter(map_arena(Path(path)))
+            home = here[zlib.crc32(self._writer.encode()) % len(here)]
+            self._home, self._blocks = home.name, BlockWriter(map_arena(home.path, home.name))
 
     def put(self, columns: Columns) -> BlockRef:
         """Write rows: per column, one one-dimensional array per row. Blocks while there is no room.
@@ -199,8 +199,9 @@ class StoreClient:
 
     def _put(self, columns: Columns) -> Steps[BlockRef]:
         if self._blocks is None:
-            raise ValueError(
-                f"node {self._node_id} has no shard of the store to write to; start one there."
+            raise ShardLost(
+                f"node {self._node_id} has no shard of the store to write to: it died, or none was "
+                "started there."
             )
         layout = layout_of(columns)
         home = self._handle(self._home)
@@ -294,12 +295,21 @@ class StoreClient:
         )
 
     def _learn(self, shard: ShardAddress) -> None:
-        here = shard.node_id == self._node_id
-        self._arenas[shard.name] = read_only(map_arena(Path(shard.path))) if here else None
+        """Raises ShardLost if it is a dead one of this node."""
+        if shard.node_id != self._node_id:
+            self._arenas[shard.name] = None
+            return
+        try:
+            self._arenas[shard.name] = read_only(map_arena(shard.path, shard.name))
+        except MemoryGone as gone:
+            raise ShardLost(f"shard {shard.name} of the store died ({gone})") from None
 
     def _handle(self, shard: str) -> Any:
         if shard not in self._handles:
-            self._handles[shard] = ray.get_actor(shard)
+            try:
+                self._handles[shard] = ray.get_actor(shard)
+            except ValueError:  # Ray's word for an actor that is dead
+                raise ShardLost(f"shard {shard} of the store died") from None
         return self._handles[shard]
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import Worker, WorkerDied, WorkerError
-from actors.store import WATCH_S, ShardAddress, StoreAddress, StoreShard
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.signal import Signal
+
+from .calls import HEARTBEAT_GROUP, Worker, WorkerDied, end_all
+from .store import ShardAddress, StoreAddress, StoreShard
 
 
 class StoreShards:
@@ -25,11 +26,18 @@ class StoreShards:
     """
 
     def __init__(
-        self, *, capacity_bytes: int, timeout_s: float, on_lost: Callable[[ShardAddress], None]
+        self,
+        *,
+        capacity_bytes: int,
+        timeout_s: float,
+        heartbeat_timeout_s: float,
+        on_lost: Callable[[ShardAddress], None],
     ) -> None:
         self._capacity_bytes = capacity_bytes
         self._timeout_s = timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._on_lost = on_lost
+        self._adding = asyncio.Lock()
         self._run_name = f"store-{uuid.uuid4().hex[:8]}"
         self._num_started = 0
         self._shards: dict[str, _Shard] = {}
@@ -43,23 +51,44 @@ class StoreShards:
         )
 
     async def add(self, node_id: str) -> ShardAddress:
-        """Start a shard on a node. Raises WorkerError if the node has not got the memory."""
+        """Start a shard on a node; another in its place if it dies meanwhile. Raises OSError if the
+        node has not got the memory, WorkerDied with the shard's name if the second dies too."""
+        with contextlib.suppress(WorkerDied):
+            return await self._start(node_id)
+        return await self._start(node_id)
+
+    async def _start(self, node_id: str) -> ShardAddress:
         name = f"{self._run_name}-{self._num_started}"
         self._num_started += 1
         handle = (
-            ray.remote(StoreShard)
+            ray.remote(concurrency_groups=HEARTBEAT_GROUP)(StoreShard)
             .options(
                 name=name,
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
-            .remote(name, self._capacity_bytes)
+            .remote(name)
         )
-        worker = Worker(name, handle, timeout_s=self._timeout_s)
-        address: ShardAddress = await worker.call("address")
-        self._shards[name] = _Shard(worker, address, timeout_s=self._timeout_s)
+        worker = Worker(
+            name,
+            handle,
+            timeout_s=self._timeout_s,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+        )
+        try:
+            address: ShardAddress = await worker.call("start", self._capacity_bytes)
+        except BaseException:
+            worker.kill()
+            raise
+        self._shards[name] = _Shard(worker, address)
         self._added.notify()
         return address
+
+    async def ensure(self, node_id: str) -> None:
+        """Start a shard on a node that has none. Raises WorkerError as `add` does."""
+        async with self._adding:
+            if node_id not in (shard.address.node_id for shard in self._shards.values()):
+                await self.add(node_id)
 
     def free(self, freed: FreedRows) -> None:
         """For StreamStore(on_free=...): remember, and send soon."""
@@ -87,16 +116,13 @@ class StoreShards:
     async def close(self) -> None:
         """Remove all arenas and end the shards."""
         shards, self._shards = self._shards, {}  # their deaths are no losses from now on
-        for shard in shards.values():
-            with contextlib.suppress(WorkerError):  # it is gone already, or will be killed
-                await shard.worker.call("close")
-            shard.worker.kill()
+        await end_all(shard.worker for shard in shards.values())
 
     async def _keep(self, shard: _Shard) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(shard.send_freed())
-                tasks.create_task(shard.watch())
+                tasks.create_task(shard.worker.watch())
         except* WorkerDied:
             name = shard.worker.name
             if self._shards.pop(name, None):
@@ -106,10 +132,9 @@ class StoreShards:
 class _Shard:
     """One shard, and what it is to be told."""
 
-    def __init__(self, worker: Worker, address: ShardAddress, *, timeout_s: float) -> None:
+    def __init__(self, worker: Worker, address: ShardAddress) -> None:
         self.worker = worker
         self.address = address
-        self._timeout_s = timeout_s
         self._freed: Counter[int] = Counter()
         self._changed = Signal()
         # One call at a time: a reclaim must not overtake what was freed before it.
@@ -129,10 +154,6 @@ class _Shard:
         async with self._turn:
             await self._send()
             await self.worker.call("reclaim", writer, dict(live_rows))
-
-    async def watch(self) -> None:
-        while True:
-            await self.worker.call("watch", WATCH_S, timeout_s=WATCH_S + self._timeout_s)
 
     async def _send(self) -> None:
         freed, self._freed = self._freed, Counter()

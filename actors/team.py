@@ -4,111 +4,128 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from actors.calls import Worker, WorkerDied, WorkerError
-from actors.factories import RewardFactory, RolloutFactory, TrainerFactory
-from actors.reward import RayScorer, RewardActor
-from actors.rollout import RayReplica, RolloutActor
-from actors.store import ShardAddress, ShardLost
-from actors.store_shards import StoreShards
-from actors.tracing import TraceCollector
-from actors.trainer import RayLearner, TrainerActor
+from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
 from rlsys.dataflow.signal import Signal
 from rlsys.errors import first_error
-from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX, shared_memory_dir
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
-from rlsys.rewards import as_rewards
+from rlsys.rewards import pack_rewards
 
-# For actors to end their processes and files in good order; then they are killed.
-CLOSE_TIMEOUT_S = 15.0
+from .calls import Worker, WorkerError, end_all
+from .factories import RewardFactory, RolloutFactory, TrainerFactory
+from .fleet import RayFleet
+from .learner import RayLearner
+from .placement import Place, Places
+from .reward import RayScorer, RewardActor
+from .rollout import RolloutActor
+from .snapshots import SnapshotKeepers
+from .store import ShardAddress
+from .store_shards import StoreShards
+from .tracing import TraceCollector
+from .trainer import TrainerActor
 
 
-class Team:
-    def __init__(self, config: RunConfig, flow: Dataflow, tokenizer: Any, trace: Path) -> None:
-        self._config = _for_other_directories(config)
-        self._flow = flow
-        self._tokenizer = tokenizer
-        self._weights_prefix = f"{WEIGHTS_PREFIX}{uuid.uuid4().hex[:12]}"
-        self._max_pending = 100_000 if config.observe.trace else 0
-        self._trace = TraceFile(trace) if config.observe.trace else None
-        self.tracer = Tracer("controller", max_pending=self._max_pending)
-        self.learner = RayLearner([])
-        self.replicas: list[RayReplica] = []
-        self.scorer = RayScorer(self._hire_reward, num_workers=0)
-        self.shards = StoreShards(
+@contextlib.asynccontextmanager
+async def hired(
+    config: RunConfig,
+    flow: Dataflow,
+    tokenizer: Any,
+    trace: Path,
+    places: Places,
+    checkpoints: Checkpoints,
+) -> AsyncIterator[Team]:
+    """The actors of a run; those with engines are created when they are started. Replicas are
+    hired by whoever needs them. At the end of the block all are ended, also those that hang, and
+    what they share is removed."""
+    config = _for_other_directories(config)
+    lost_shards: asyncio.Queue[ShardAddress] = asyncio.Queue()
+    async with contextlib.AsyncExitStack() as ending:
+        trace_file = TraceFile(trace) if config.observe.trace else None
+        if trace_file is not None:
+            ending.callback(trace_file.close)
+        shards = StoreShards(
             capacity_bytes=int(config.cluster.store_gib * 2**30),
             timeout_s=config.cluster.call_timeout_s,
-            on_lost=self._shard_lost,
+            heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+            on_lost=lost_shards.put_nowait,
         )
-        self._lost_shards: asyncio.Queue[ShardAddress] = asyncio.Queue()
-        self.on_shard_lost: Callable[[str], None] = _raise_shard_lost
-        """Told the name of a shard that has died; raises if the run cannot go on."""
-
-    async def hire(self, places: list[dict[str, Any]]) -> None:
-        """Create every actor; they build their engines when they are started. `places` holds the
-        options of the trainer's ranks, then of the replicas."""
-        config = self._config
+        ending.push_async_callback(shards.close)
         for node in ray.nodes():
             if node["Alive"]:
-                await self.shards.add(node["NodeID"])
-        num_ranks = config.trainer.num_ranks
-        train = self._flow.stage(TrainStage)
-        make_trainer = TrainerFactory(
-            config=config,
-            loss=train.loss,
-            aggregation=train.aggregation,
-            weights_prefix=self._weights_prefix,
+                await shards.ensure(node["NodeID"])
+        actors = _Actors(config, flow, tokenizer, places, shards)
+        learner = RayLearner(
+            actors.rank,
+            SnapshotKeepers(
+                timeout_s=config.cluster.start_timeout_s,
+                heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+            ),
+            num_ranks=config.trainer.num_ranks,
+            keeps_snapshots=config.trainer.snapshot_every > 0,
+            start_timeout_s=config.cluster.start_timeout_s,
+            newest_checkpoint=checkpoints.newest,
+            warm_start_dir=checkpoints.warm_start,
         )
-        ranks = [
-            self._hire(f"trainer-{rank}", TrainerActor, options, rank, make_trainer)
-            for rank, options in enumerate(places[:num_ranks])
-        ]
-        self.learner = RayLearner(ranks)
-        self.replicas = [
-            RayReplica(
-                self._hire(
-                    f"rollout-{number}",
-                    RolloutActor,
-                    options,
-                    RolloutFactory(config=config, replica=number),
-                ),
-                self.learner,
-                self.shards,
-            )
-            for number, options in enumerate(places[num_ranks:])
-        ]
-        self.scorer = RayScorer(self._hire_reward, num_workers=config.reward.num_workers)
+        ending.callback(learner.close)
+        fleet = RayFleet(
+            places.replicas,
+            actors.replica,
+            learner,
+            shards,
+            start_timeout_s=config.cluster.start_timeout_s,
+        )
+        ending.push_async_callback(
+            lambda: end_all([*learner.ranks, *(replica.worker for replica in fleet.replicas)])
+        )
+        scorer = RayScorer(actors.reward, num_workers=config.reward.num_workers)
+        ending.callback(lambda: _kill(scorer.workers))
+        yield Team(
+            learner=learner,
+            fleet=fleet,
+            scorer=scorer,
+            shards=shards,
+            tracer=Tracer("controller", max_pending=actors.max_pending),
+            trace_file=trace_file,
+            lost_shards=lost_shards,
+        )
 
-    def _hire_reward(self, number: int) -> Worker:
-        rewards = as_rewards(self._flow.stage(ScoreStage).rewards)
-        runner = RewardFactory(config=self._config, rewards=rewards)
-        return self._hire(f"reward-{number}", RewardActor, {"num_cpus": 0}, runner, self._tokenizer)
 
-    def _hire(self, name: str, actor: Any, options: dict[str, Any], *args: Any) -> Worker:
-        tracer = Tracer(name, max_pending=self._max_pending)
-        handle = actor.options(**options).remote(*args, self.shards.address, tracer)
-        return Worker(name, handle, timeout_s=self._config.cluster.call_timeout_s)
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    learner: RayLearner
+    fleet: RayFleet
+    scorer: RayScorer
+    shards: StoreShards
+    tracer: Tracer  # the controller's
+    trace_file: TraceFile | None
+    lost_shards: asyncio.Queue[ShardAddress]
 
     async def serve_while(
-        self, work: Awaitable[None], stepped: Signal, on_report: Callable[[TraceBatch], None]
+        self,
+        work: Awaitable[None],
+        stepped: Signal,
+        *,
+        on_report: Callable[[TraceBatch], None],
+        on_shard_lost: Callable[[str], None],
     ) -> None:
-        """Run `work`, and beside it what it needs: freed rows go back, reports come in."""
+        """Run `work`, and beside it what it needs: freed rows go back, dead shards of the store are
+        replaced, reports come in. `on_shard_lost` is told the name of a shard that has died; it
+        raises if the run cannot go on."""
         traces = TraceCollector(
-            self._trace, lambda: self.workers, tracer=self.tracer, on_report=on_report
+            self.trace_file, lambda: self.workers, tracer=self.tracer, on_report=on_report
         )
         services = [
             asyncio.create_task(service)
-            for service in (self.shards.run(), self._repair(), traces.run(stepped))
+            for service in (self.shards.run(), self._repair(on_shard_lost), traces.run(stepped))
         ]
         main = asyncio.ensure_future(work)
         try:
@@ -125,50 +142,89 @@ class Team:
                 task.cancel()
             await asyncio.gather(main, *services, return_exceptions=True)
 
-    def _shard_lost(self, shard: ShardAddress) -> None:
-        self.on_shard_lost(shard.name)
-        self._lost_shards.put_nowait(shard)
-
-    async def _repair(self) -> None:
-        """Start a shard in place of each that died, where its node still lives."""
-        while True:
-            lost = await self._lost_shards.get()
-            if lost.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-                continue
-            try:
-                await self.shards.add(lost.node_id)
-            except WorkerDied:  # the node died with it, which Ray notices late
-                continue
-            for replica in self.replicas:
-                if replica.node_id == lost.node_id:
-                    with contextlib.suppress(WorkerDied):  # whoever collects from it notices
-                        await replica.worker.call("use_store", self.shards.address)
-
-    async def close(self) -> None:
-        """End every actor; those with processes and files of their own are asked first."""
-        engines = [*self.learner.ranks, *(replica.worker for replica in self.replicas)]
-        await asyncio.gather(*(_close(worker) for worker in engines))
-        with contextlib.suppress(WorkerError):
-            await self.shards.close()
-        for worker in self.workers:
-            worker.kill()
-        # Those of a trainer that was killed; shared memory outlives it.
-        for leftover in shared_memory_dir().glob(f"{self._weights_prefix}-*"):
-            leftover.unlink(missing_ok=True)
-        if self._trace is not None:
-            self._trace.close()
-
     @property
     def workers(self) -> list[Worker]:
-        return [
-            *self.learner.ranks,
-            *(replica.worker for replica in self.replicas),
-            *self.scorer.workers,
-        ]
+        replicas = (replica.worker for replica in self.fleet.replicas)
+        return [*self.learner.ranks, *replicas, *self.scorer.workers]
+
+    async def _repair(self, on_shard_lost: Callable[[str], None]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                shard = await self.lost_shards.get()
+                on_shard_lost(shard.name)
+                tasks.create_task(self._replace(shard))
+
+    async def _replace(self, lost: ShardAddress) -> None:
+        """Start a shard in place of one that died, where its node still lives."""
+        if lost.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+            return
+        try:
+            await self.shards.ensure(lost.node_id)
+        except (WorkerError, OSError):  # the node died with it; else its replicas die of this
+            return
+        for replica in self.fleet.replicas:
+            if replica.node_id == lost.node_id:
+                with contextlib.suppress(WorkerError):  # whoever collects from it notices
+                    await replica.worker.call("use_store", self.shards.address)
 
 
-def _raise_shard_lost(shard: str) -> None:
-    raise ShardLost(f"shard {shard} of the store died before the run began.")
+class _Actors:
+    """Creates the actor of each kind."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        flow: Dataflow,
+        tokenizer: Any,
+        places: Places,
+        shards: StoreShards,
+    ) -> None:
+        self._config = config
+        self._flow = flow
+        self._tokenizer = tokenizer
+        self._places = places
+        self._shards = shards
+        self.max_pending = 100_000 if config.observe.trace else 0
+
+    def rank(self, rank: int) -> Worker:
+        train = self._flow.stage(TrainStage)
+        make_engine = TrainerFactory(
+            config=self._config,
+            loss=train.loss,
+            aggregation=train.aggregation,
+        )
+        options = self._places.ranks[rank].options
+        name = f"trainer-{rank}"
+        every = self._config.trainer.snapshot_every
+        return self._start(name, TrainerActor, options, rank, make_engine, every, ordered=True)
+
+    def replica(self, name: str, number: int, place: Place) -> Worker:
+        make_engine = RolloutFactory(config=self._config, replica=number)
+        return self._start(name, RolloutActor, place.options, make_engine)
+
+    def reward(self, number: int) -> Worker:
+        rewards = pack_rewards(self._flow.stage(ScoreStage).rewards)
+        runner = RewardFactory(config=self._config, rewards=rewards)
+        name = f"reward-{number}"
+        return self._start(name, RewardActor, {"num_cpus": 0}, runner, self._tokenizer)
+
+    def _start(
+        self, name: str, actor: Any, options: dict[str, Any], *args: Any, ordered: bool = False
+    ) -> Worker:
+        tracer = Tracer(name, max_pending=self.max_pending)
+        handle = actor.options(**options).remote(*args, self._shards.address, tracer)
+        return Worker(
+            name,
+            handle,
+            timeout_s=self._config.cluster.call_timeout_s,
+            heartbeat_timeout_s=self._config.cluster.heartbeat_timeout_s,
+            ordered=ordered,
+        )
+
+
+def _kill(workers: Iterable[Worker]) -> None:
+    for worker in workers:
+        worker.kill()
 
 
 def _for_other_directories(config: RunConfig) -> RunConfig:
@@ -177,8 +233,3 @@ def _for_other_directories(config: RunConfig) -> RunConfig:
     if not path.is_dir():  # a hub name
         return config
     return replace(config, model=replace(config.model, path=str(path.absolute())))
-
-
-async def _close(worker: Worker) -> None:
-    with contextlib.suppress(WorkerError):  # it has died, or hangs: it will be killed
-        await worker.call("close", timeout_s=CLOSE_TIMEOUT_S)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from actors.calls import Worker, WorkerDied
 from rlsys.dataflow.signal import Signal
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
+
+from .calls import Worker, WorkerDied
 
 
 class TraceCollector:

@@ -1,12 +1,11 @@
-"""One rank of the trainer as a Ray actor, and all ranks behind the controller's `Learner`."""
+"""One rank of the trainer as a Ray actor."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.calls import Worker
-from actors.store import StoreAddress, StoreClient
+from rlsys.layout.transport.shared_memory import MemoryGone
+from rlsys.layout.transport.shm import read_weights
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, TrainRow, WeightManifest
-from rlsys.workers import TrainTask
+from rlsys.workers import LearnerDied, TrainTask
+
+from .calls import HEARTBEAT_GROUP, Heartbeat
+from .store import StoreAddress, StoreClient
 
 if TYPE_CHECKING:
     from rlsys.engines.training.protocol import TrainingEngine
+    from rlsys.engines.training.snapshot import SnapshotFile
 
 TRAIN_COLUMNS = ("prompt_token_ids", "token_ids", "sampler_logprobs", "policy_versions")
 
@@ -30,19 +33,28 @@ TRAIN_COLUMNS = ("prompt_token_ids", "token_ids", "sampler_logprobs", "policy_ve
 EngineFactory = Callable[[int, str, int], "TrainingEngine"]
 
 
-@ray.remote(concurrency_groups={"beside": 1})
-class TrainerActor:
+@ray.remote(concurrency_groups={"beside": 1, **HEARTBEAT_GROUP})
+class TrainerActor(Heartbeat):
     """Calls run one at a time, in the order in which they were made; but what is `beside` the
-    training waits for none of it."""
+    training waits for none of it. After a call has failed, those behind it fail too: a step that
+    lacks a part must not be taken."""
 
     def __init__(
-        self, rank: int, make_engine: EngineFactory, store: StoreAddress, tracer: Tracer
+        self,
+        rank: int,
+        make_engine: EngineFactory,
+        snapshot_every: int,
+        store: StoreAddress,
+        tracer: Tracer,
     ) -> None:
         self._tracer = tracer
         self._rank = rank
         self._make_engine = make_engine
+        self._snapshot_every = snapshot_every
         self._store = StoreClient(store)
         self._engine: Any = None  # a TrainingEngine, from `start` on
+        self._snapshots: SnapshotFile | None = None
+        self._failure: Exception | None = None
         self._train_s = 0.0  # since the last optimizer step
 
     def rendezvous(self) -> tuple[str, str, int]:
@@ -52,8 +64,32 @@ class TrainerActor:
             probe.bind((host, 0))
             return ray.get_runtime_context().get_node_id(), host, probe.getsockname()[1]
 
-    def start(self, host: str, port: int) -> None:
+    def start(self, host: str, port: int) -> int:
+        """Build the engine; returns the bytes that its snapshots need."""
         self._engine = self._make_engine(self._rank, host, port)
+        num_bytes: int = self._engine.snapshot_bytes
+        return num_bytes
+
+    def open_snapshots(self, path: str, name: str) -> set[int]:
+        """Keep snapshots there from now on; returns the steps whose snapshots are there already.
+        Where the keeper has died meanwhile, there are none: it will be replaced."""
+        self._snapshots = None
+        with contextlib.suppress(MemoryGone):
+            self._snapshots = self._engine.open_snapshots(path, name)
+        return self._snapshots.steps if self._snapshots else set()
+
+    def restore(self, step: int) -> None:
+        with self._call("restore"):
+            self._engine.restore(self._snapshots, step)
+
+    def snapshot(self) -> None:
+        if self._snapshots is not None:
+            with self._call("snapshot"), self._tracer.span("trainer", "snapshot"):
+                self._engine.snapshot(self._snapshots)
+
+    def clear_snapshots(self) -> None:
+        if self._snapshots is not None:
+            self._snapshots.clear()
 
     @ray.method(concurrency_group="beside")
     def drain_trace(self) -> TraceBatch:
@@ -61,13 +97,13 @@ class TrainerActor:
 
     @ray.method(concurrency_group="beside")
     def read_weights(self, manifest: WeightManifest) -> npt.NDArray[np.uint8]:
-        """The bytes of a published version, for replicas on other nodes."""
-        return np.fromfile(manifest.path, np.uint8)
+        """The bytes of a published version, for replicas on other nodes. Raises MemoryGone."""
+        return read_weights(manifest)
 
     def sft_step(
         self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
     ) -> float:
-        with self._tracer.working("trainer", "sft_step"):
+        with self._call("sft_step"), self._tracer.working("trainer", "sft_step"):
             loss: float = self._engine.sft_step(
                 token_ids, prompt_lengths, learning_rate=learning_rate
             )
@@ -95,6 +131,8 @@ class TrainerActor:
     def optimizer_step(self) -> StepResult:
         with self._working("optimizer_step"):
             result: StepResult = self._engine.optimizer_step()
+            if self._snapshot_every and result.policy_version % self._snapshot_every == 0:
+                self.snapshot()
         train_s, self._train_s = self._train_s, 0.0
         return replace(result, train_s=train_s)
 
@@ -104,84 +142,39 @@ class TrainerActor:
             manifest: WeightManifest | None = self._engine.publish()
             return manifest
 
-    @contextlib.contextmanager
-    def _working(self, name: str, **args: Any) -> Iterator[None]:
-        start = time.perf_counter()
-        with self._tracer.working("trainer", name, **args):
-            yield
-        self._train_s += time.perf_counter() - start
-
     def save(self, directory: Path) -> None:
-        self._engine.save(directory)
+        with self._call("save"):
+            self._engine.save(directory)
 
     def load(self, directory: Path) -> None:
-        self._engine.load(directory)
+        with self._call("load"):
+            self._engine.load(directory)
 
     def export(self, directory: Path) -> None:
-        self._engine.export(directory)
+        with self._call("export"):
+            self._engine.export(directory)
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
 
+    @contextlib.contextmanager
+    def _working(self, name: str, **args: Any) -> Iterator[None]:
+        start = time.perf_counter()
+        with self._call(name), self._tracer.working("trainer", name, **args):
+            yield
+        self._train_s += time.perf_counter() - start
 
-class RayLearner:
-    """All ranks; every call goes to each of them, before anything is awaited, and the answer of
-    rank 0 is the answer."""
+    @contextlib.contextmanager
+    def _call(self, name: str) -> Iterator[None]:
+        if self._failure is not None:
+            raise LearnerDied(f"trainer-{self._rank} stopped before {name}: {self._failure}")
+        try:
+            yield
+        except Exception as error:
+            from rlsys.engines.training.ranks import lost_contact
 
-    def __init__(self, ranks: Sequence[Worker]) -> None:
-        self.ranks = ranks
-        self.node_id = ""  # of rank 0, from `start` on
-        self._content: tuple[str, Any] = ("", None)  # path of a version, reference to its bytes
-
-    async def start(self, timeout_s: float) -> None:
-        self.node_id, host, port = await self.ranks[0].call("rendezvous", timeout_s=timeout_s)
-        await self._all("start", host, port, timeout_s=timeout_s)
-
-    def weights_content(self, manifest: WeightManifest) -> Any:
-        """A reference to the bytes of a version; Ray brings them to each node once."""
-        if self._content[0] != manifest.path:
-            self._content = (manifest.path, self.ranks[0].handle.read_weights.remote(manifest))
-        return self._content[1]
-
-    async def sft_step(
-        self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
-    ) -> float:
-        loss: float = await self._all("sft_step", token_ids, prompt_lengths, learning_rate)
-        return loss
-
-    async def reset_optimizer(self) -> None:
-        await self._all("reset_optimizer")
-
-    async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
-        calls = [
-            rank.begin("accumulate", list(share))
-            for rank, share in zip(self.ranks, shares, strict=True)
-        ]
-        await asyncio.gather(*calls)
-
-    async def optimizer_step(self) -> StepResult:
-        result: StepResult = await self._all("optimizer_step")
-        return result
-
-    async def publish(self) -> WeightManifest:
-        manifest: WeightManifest = await self._all("publish")
-        return manifest
-
-    async def save(self, directory: Path) -> None:
-        await self._all("save", _absolute(directory))
-
-    async def load(self, directory: Path) -> None:
-        await self._all("load", _absolute(directory))
-
-    async def export(self, directory: Path) -> None:
-        await self._all("export", _absolute(directory))
-
-    async def _all(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        calls = [rank.begin(method, *args, timeout_s=timeout_s) for rank in self.ranks]
-        return (await asyncio.gather(*calls))[0]
-
-
-def _absolute(directory: Path) -> Path:
-    """As it holds in the ranks, whose working directory is another."""
-    return directory.absolute()
+            self._failure = error
+            if lost_contact(error):
+                raise LearnerDied(f"trainer-{self._rank} lost another rank: {error}") from error
+            raise

@@ -16,12 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from actors.launch import launch
+import rlsys
 from recipes.grpo import GRPOConfig, grpo
-from rlsys.cli import parse
-from rlsys.config import AsyncConfig, DataConfig, SamplingConfig, TrainerConfig
+from rlsys import AsyncConfig, DataConfig, OwnModel, SamplingConfig, TrainerConfig
 from rlsys.rewards import format_reward, numeric_answer
-from rlsys.tiny_models import OwnModel
 
 PROBLEMS = Path(__file__).parent / "data" / "gsm8k" / "train.jsonl"
 
@@ -53,14 +51,15 @@ class GSM8KConfig(GRPOConfig):
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(learning_rate=1e-6))
 
 
+@rlsys.main
 def main() -> None:
-    parsed = parse(GSM8KConfig)
+    parsed = rlsys.parse(GSM8KConfig)
     cfg = parsed.config
     rewards = [
         numeric_answer(),
         format_reward(r"####\s*-?[\d,.]+\s*$").weighted(cfg.format_weight),
     ]
-    launch(cfg, grpo(cfg, rewards), own_model=OwnModel(name="bytes"), dry_run=parsed.dry_run)
+    rlsys.launch(cfg, grpo(cfg, rewards), own_model=OwnModel(name="bytes"), dry_run=parsed.dry_run)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import rlsys
-from actors.launch import WarmStart, launch
 from recipes.grpo import GRPOConfig, grpo
-from rlsys.cli import parse
-from rlsys.config import (
-    RolloutConfig,
-    SamplingConfig,
-    TrainerConfig,
-    require,
-)
-from rlsys.tiny_models import OwnModel
+from rlsys import OwnModel, RolloutConfig, SamplingConfig, TrainerConfig, WarmStart, require
 
 CHARACTERS = "0123456789+="
 NUM_PROBLEMS = 8192
@@ -64,6 +56,11 @@ class QuickstartConfig(GRPOConfig):
             0 <= self.teacher_right_frac <= 1,
             f"teacher_right_frac={self.teacher_right_frac} is no share; use 0 to 1.",
         )
+        require(
+            self.warm_start_batch >= 1,
+            f"warm_start_batch={self.warm_start_batch} teaches nothing; use at least 1, or "
+            "warm_start_steps=0 for no warm start.",
+        )
 
 
 def problem(rng: random.Random) -> dict[str, Any]:
@@ -91,11 +88,12 @@ def lesson(rng: random.Random, right_frac: float) -> tuple[str, str]:
     return row["prompt"], str(abs(int(row["answer"]) + rng.choice((-10, -1, 1, 10))))
 
 
+@rlsys.main
 def main() -> None:
-    parsed = parse(QuickstartConfig)
+    parsed = rlsys.parse(QuickstartConfig)
     cfg = parsed.config
     rng = random.Random(cfg.seed + 1)
-    launch(
+    rlsys.launch(
         cfg,
         grpo(cfg, [correct], rows=[problem(rng) for _ in range(NUM_PROBLEMS)]),
         own_model=OwnModel(name="addition", characters=CHARACTERS),

@@ -1,6 +1,74 @@
-"""Asynchronous reinforcement learning for language models on Ray."""
+"""Asynchronous reinforcement learning for language models on Ray.
 
-from rlsys.rewards import reward
+All that a recipe needs is here: a configuration (`RunConfig` and its sections), the algorithm as a
+`Dataflow` of functions from `rlsys.algorithms`, reward functions (`reward`, `rlsys.rewards`), and
+`launch`. Importing it takes no Ray and no torch; those come with the first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import rlsys.interrupts  # noqa: F401  (before the modules whose imports take seconds)
+from rlsys import rewards
+from rlsys.cli import parse
+from rlsys.config import (
+    AsyncConfig,
+    ClusterConfig,
+    DataConfig,
+    ModelConfig,
+    ObserveConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+    require,
+)
+from rlsys.dataflow.graph import Dataflow, Prompts
+from rlsys.errors import RunFailed
+from rlsys.launching import RunResult, WarmStart, launch, main
+from rlsys.rewards import Reward, example_rollout, reward
+from rlsys.tiny_models import OwnModel
 from rlsys.types import Rollout
 
-__all__ = ["Rollout", "reward"]
+if TYPE_CHECKING:
+    from rlsys import algorithms
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncConfig",
+    "ClusterConfig",
+    "DataConfig",
+    "Dataflow",
+    "ModelConfig",
+    "ObserveConfig",
+    "OwnModel",
+    "Prompts",
+    "Reward",
+    "RewardConfig",
+    "Rollout",
+    "RolloutConfig",
+    "RunConfig",
+    "RunFailed",
+    "RunResult",
+    "SamplingConfig",
+    "TrainerConfig",
+    "WarmStart",
+    "algorithms",
+    "example_rollout",
+    "launch",
+    "main",
+    "parse",
+    "require",
+    "reward",
+    "rewards",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "algorithms":  # with torch, whose import takes seconds
+        return importlib.import_module("rlsys.algorithms")
+    raise AttributeError(f"module 'rlsys' has no attribute {name!r}")

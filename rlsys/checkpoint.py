@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from rlsys.file_modes import ordinary_modes
+
 TRAINER_DIR = "trainer"
 CONTROLLER_FILE = "controller.json"
 MANIFEST_FILE = "manifest.json"
@@ -82,6 +84,11 @@ class Checkpoints:
         self._directory = directory
         self._keep = keep
         self._records = records
+
+    @property
+    def warm_start(self) -> Path:
+        """Where the trainer keeps, while the run goes on, what its warm start had taught."""
+        return self._directory / ".warm_start"
 
     def all(self) -> list[Checkpoint]:
         """Complete ones, oldest first."""
@@ -191,6 +198,7 @@ def _begin(final: Path) -> Path:
 
 def _replace(unfinished: Path, final: Path) -> None:
     """Everything below is on disk when the final name appears."""
+    ordinary_modes(unfinished)
     _sync_tree(unfinished)
     if final.exists():
         replaced = final.with_name(f".{final.name}.replaced")

@@ -5,7 +5,8 @@ Out: a checked configuration; or one line that says what is wrong, and exit code
 
 The command line wins over the file, the file over the defaults. Names may be written with dashes or
 underscores. A list is given in one piece (`--sampling.stop A,B`) or option by option; items that
-contain a comma need the file.
+contain a comma need the file. The file is TOML, such as --dry-run prints, or JSON, such as the
+config.json of a run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import json
 import os
 import shutil
 import sys
@@ -20,21 +22,26 @@ import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from rlsys.fields import (
     Leaf,
     build,
+    choices,
     expected,
     flatten,
     leaves,
     split_optional,
     unknown_name,
 )
+from rlsys.pipes import let_go_of_stdout
 
 C = TypeVar("C")
 
-MAX_WIDTH = 100  # columns of --help
+MAX_WIDTH = 80  # columns of --help
+
+# Beside true and false, and for resume: --resume yes.
+SPELLINGS = {"yes": "true", "no": "false"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +52,13 @@ class Parsed(Generic[C]):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """Options of every recipe that are no part of its configuration."""
+    """Every recipe."""
 
     config: str | None = None
-    """TOML file with fields; the command line wins over it."""
+    """File with fields: TOML, or a run's config.json. The command line wins over it."""
     dry_run: bool = False
-    """Print the resolved configuration, the graph, the placement and the memory, and exit."""
+    """Read the model's shape and the data, print the configuration (a file for --config), the
+    graph, the placement, the memory and one prompt, and exit. Nothing is written."""
 
 
 def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = None) -> Parsed[C]:
@@ -61,12 +69,16 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = 
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     if "--help" in arguments or "-h" in arguments:
-        print(help_text(cls, doc=doc or inspect.getdoc(sys.modules[cls.__module__]) or ""))
+        try:
+            print(help_text(cls, doc=doc or inspect.getdoc(sys.modules[cls.__module__]) or ""))
+            sys.stdout.flush()
+        except BrokenPipeError:  # it was read as far as somebody wanted, such as by `head`
+            let_go_of_stdout()
         raise SystemExit(0)
     try:
         given = _read_arguments([*leaves(CommandOptions), *leaves(cls)], arguments)
         path, dry_run = given.pop("config", None), given.pop("dry_run", False)
-        overrides = {**(_read_toml(cls, path) if path else {}), **given}
+        overrides = {**({} if path is None else _read_file(cls, path)), **given}
         return Parsed(config=build(cls, overrides), dry_run=dry_run)
     except ValueError as error:
         print(f"{_program()}: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -97,7 +109,8 @@ def _read_arguments(options: Sequence[Leaf], arguments: Sequence[str]) -> dict[s
             raise unknown_name(option, by_option, kind="option")
         if not equals:
             is_bare = not rest or rest[0].startswith("--")
-            if leaf.type is bool and (is_bare or rest[0].lower() not in ("true", "false")):
+            words = choices(leaf.type) or {}
+            if "true" in words and (is_bare or _spelled(rest[0]) not in words):
                 text = "true"
             elif is_bare:
                 raise ValueError(f"{option} has no value; give {expected(leaf.type)}.")
@@ -119,26 +132,50 @@ def _read_text(text: str, annotation: Any, option: str) -> Any:
         if get_origin(inner) is tuple:
             items = text.split(",") if text else []
             return tuple(_read_text(item, get_args(inner)[0], option) for item in items)
-        if get_origin(inner) is Literal:
-            return {str(choice): choice for choice in get_args(inner)}[text]
-        if inner is bool:
-            return {"true": True, "false": False}[text.lower()]
+        if words := choices(inner):
+            return words[text if text in words else _spelled(text)]
         return inner(text)
     except (KeyError, ValueError):
         raise ValueError(f"{option} {text!r} does not fit; give {expected(annotation)}.") from None
 
 
-def _read_toml(cls: type[Any], path: str) -> dict[str, Any]:
+def _spelled(text: str) -> str:
+    return SPELLINGS.get(text.lower(), text.lower())
+
+
+def _read_file(cls: type[Any], path: str) -> dict[str, Any]:
     """{dotted name: value}; "none" stands for None, which TOML cannot write."""
     try:
-        with open(path, "rb") as file:
-            flat = flatten(cls, _with_underscores(tomllib.load(file)))
+        with open(path, encoding="utf-8") as file:
+            flat = flatten(cls, _with_underscores(_tables(file.read())))
     except OSError as error:
-        raise ValueError(f"--config {path}: {error.strerror}; give a TOML file.") from error
+        raise ValueError(
+            f"--config {path!r}: {error.strerror}; give a TOML file, or a run's config.json."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--config {path!r} is no UTF-8 text ({error.reason} at byte {error.start}); give a "
+            "TOML file, or a run's config.json."
+        ) from error
     except ValueError as error:
-        raise ValueError(f"--config {path}: {error}") from error
+        raise ValueError(f"--config {path!r}: {error}") from error
     optional = {leaf.name for leaf in leaves(cls) if split_optional(leaf.type)[1]}
     return {n: None if n in optional and value == "none" else value for n, value in flat.items()}
+
+
+def _tables(text: str) -> Mapping[str, Any]:
+    """TOML, or JSON with the fields as they are or below the "config" of a run's config.json.
+    Raises ValueError for what is neither."""
+    if not text.lstrip().startswith("{"):
+        return tomllib.loads(text)
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"it is no JSON ({error}); restore the file, or give one that --dry-run has printed."
+        ) from error
+    inner = found.get("config")
+    return inner if isinstance(inner, dict) else found
 
 
 def _with_underscores(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,25 +186,44 @@ def _with_underscores(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def help_text(cls: type[Any], *, doc: str = "") -> str:
-    """Every option with its type, docstring and default; the recipe's own fields come first."""
+    """Every option with its type, docstring and default.
+
+    In the order in which they are looked for: the file and the dry run; the run itself (name,
+    steps, resume); what the recipe adds; then section after section, from the model outwards.
+    """
     width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
-    usage = f"usage: {_program()} [--help] [OPTION VALUE ...]"
+    usage = (
+        f"usage: {_program()} [OPTION VALUE ...]\n\n"
+        "Write --num-steps 10 or --num-steps=10, with dashes or underscores."
+    )
     sections: dict[tuple[type[Any], str], list[Leaf]] = {}
     for leaf in [*leaves(CommandOptions), *leaves(cls)]:
-        sections.setdefault((leaf.owner, leaf.name.rpartition(".")[0]), []).append(leaf)
-    blocks = [doc.rstrip(), usage] if doc else [usage]
-    for (owner, section), members in sorted(
-        sections.items(), key=lambda item: item[0][0] is not cls
-    ):
+        sections.setdefault((_introducer(leaf), leaf.name.rpartition(".")[0]), []).append(leaf)
+    blocks = [*(_filled(text, width) for text in doc.rstrip().split("\n\n") if text), usage]
+    for (owner, section), members in sorted(sections.items(), key=lambda item: item[0][1] != ""):
         title, *_ = (inspect.getdoc(owner) or owner.__name__).splitlines()
-        docs = field_docs(owner)
         blocks.append(f"{section}: {title}" if section else title)
         for leaf in members:
+            docs = field_docs(leaf.owner)
             description = f"{docs.get(leaf.name.rpartition('.')[2], '')} [{_default(leaf)}]"
             blocks[-1] += f"\n  {_option(leaf)} {_metavar(leaf.type)}\n" + textwrap.indent(
                 textwrap.fill(description, width - 8, break_on_hyphens=False), " " * 8
             )
     return "\n\n".join(blocks)
+
+
+def _filled(paragraph: str, width: int) -> str:
+    """Prose in lines of `width`; what is indented, such as commands, as it stands."""
+    if any(line.startswith(" ") for line in paragraph.splitlines()):
+        return paragraph
+    return textwrap.fill(paragraph, width, break_on_hyphens=False)
+
+
+def _introducer(leaf: Leaf) -> type[Any]:
+    """The class that has the field first, of the owner's bases; others only set it anew."""
+    key = leaf.name.rpartition(".")[2]
+    bases: list[type[Any]] = list(reversed(leaf.owner.__mro__))
+    return next(base for base in bases if key in inspect.get_annotations(base))
 
 
 def field_docs(cls: type[Any]) -> dict[str, str]:
@@ -192,12 +248,14 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
 
 def _metavar(annotation: Any) -> str:
     inner, optional = split_optional(annotation)
-    if get_origin(inner) is Literal:
-        text = "|".join(str(choice) for choice in get_args(inner))
+    if words := choices(inner):
+        text = "|".join(words)
+        if "true" in words:
+            text = f"[{text}]"
     elif get_origin(inner) is tuple:
         text = "A,B,..."
     else:
-        text = {bool: "[true|false]", int: "INT", float: "FLOAT", str: "TEXT"}[inner]
+        text = {int: "INT", float: "FLOAT", str: "TEXT"}[inner]
     return f"{text}|none" if optional else text
 
 

@@ -1,16 +1,28 @@
 """The configuration: small, typed, checked at construction, before Ray starts.
 
 Every default stands here and nowhere else. A recipe extends RunConfig with its algorithm's fields.
-An error names the value, the rule and the fix.
+An error names the value, the rule and the fix. Numbers are finite, whatever a class says besides:
+`conform` sees to types first.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlsys.fields import conform
 from rlsys.types import SamplingParams
+
+# A whole number of seconds that every clock and lock takes; a limit of months is none.
+MAX_SECONDS = 1e7
+
+# Processes of one kind: beyond any cluster, within what can be counted up one by one.
+MAX_PROCESSES = 65_536
+
+# Ray counts cores in ten-thousandths; less than this is a mistake.
+MIN_CPUS = 0.01
 
 
 def require(condition: bool, message: str) -> None:
@@ -29,6 +41,9 @@ class ModelConfig:
     """Precision of the forward pass in trainer and sampler; the optimizer keeps float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    def __post_init__(self) -> None:
+        conform(self, "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +70,7 @@ class DataConfig:
     """A new order each epoch, from the run's seed."""
 
     def __post_init__(self) -> None:
+        conform(self, "data")
         require(
             self.max_prompt_tokens >= 1,
             f"data.max_prompt_tokens={self.max_prompt_tokens} admits no prompt; use at least 1.",
@@ -79,9 +95,10 @@ class SamplingConfig:
     max_tokens: int = 256
     """Longest completion, in tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion; they stay part of it."""
+    """Strings that end a completion and stay part of it; special tokens count as their text."""
 
     def __post_init__(self) -> None:
+        conform(self, "sampling")
         require(
             self.temperature > 0,
             f"sampling.temperature={self.temperature} has no log-probabilities to train on; "
@@ -120,6 +137,9 @@ class RolloutConfig:
     """torch: embedded, starts at once, deterministic. vllm: for real work."""
     num_replicas: int = 1
     """Rollout actors, each with a copy of the model."""
+    min_replicas: int | None = None
+    """Replicas that must find room before the run starts; the others join when a node has room for
+    them. Unset: all."""
     tensor_parallel: int = 1
     """GPUs (or CPU processes) that share one replica; vllm only."""
     max_running: int = 256
@@ -134,9 +154,16 @@ class RolloutConfig:
     """GPUs that Ray reserves for one replica; 0 runs on the CPU."""
 
     def __post_init__(self) -> None:
+        conform(self, "rollout")
         require(
-            self.num_replicas >= 1,
-            f"rollout.num_replicas={self.num_replicas} generates nothing; use at least 1.",
+            1 <= self.num_replicas <= MAX_PROCESSES,
+            f"rollout.num_replicas={self.num_replicas} is no number of processes; use 1 to "
+            f"{MAX_PROCESSES}.",
+        )
+        require(
+            self.min_replicas is None or 1 <= self.min_replicas <= self.num_replicas,
+            f"rollout.min_replicas={self.min_replicas} lies outside 1 to rollout.num_replicas="
+            f"{self.num_replicas}; leave it out to wait for all of them.",
         )
         require(
             self.max_running >= 1,
@@ -161,12 +188,16 @@ class RolloutConfig:
             "the GPU's memory such as 0.85.",
         )
         require(
-            self.num_cpus > 0,
-            f"rollout.num_cpus={self.num_cpus} leaves a replica no thread; use at least 1.",
+            self.num_cpus >= MIN_CPUS,
+            f"rollout.num_cpus={self.num_cpus} leaves a replica no thread; use at least "
+            f"{MIN_CPUS}.",
         )
         require(
-            self.num_gpus >= 0,
-            f"rollout.num_gpus={self.num_gpus} is negative; use 0 to run on the CPU.",
+            self.num_gpus in (0, 1)
+            or MIN_CPUS <= self.num_gpus < 1
+            or (self.num_gpus > 1 and self.num_gpus % 1 == 0),
+            f"rollout.num_gpus={self.num_gpus} is no number that Ray can reserve; use 0 to run on "
+            "the CPU, a share of one GPU such as 0.5, or a whole number.",
         )
 
 
@@ -195,18 +226,25 @@ class TrainerConfig:
     micro_batch_tokens: int = 16384
     """Tokens (prompt and completion) of one rank's forward and backward pass, at most; a single
     longer rollout still gets a pass of its own."""
+    snapshot_every: int = 1
+    """Optimizer steps between snapshots in memory, from which dead ranks start again in seconds;
+    two of them lie in the host's memory, 24 bytes a parameter. 0: only checkpoints."""
     num_cpus: float = 1
     """CPU cores that Ray reserves for one rank; also its compute threads."""
     num_gpus: float = 0
     """GPUs that Ray reserves for one rank: 0 (gloo on the CPU) or 1 (NCCL)."""
 
     def __post_init__(self) -> None:
+        conform(self, "trainer")
         require(
-            self.num_ranks >= 1, f"trainer.num_ranks={self.num_ranks} trains nothing; use >= 1."
+            1 <= self.num_ranks <= MAX_PROCESSES,
+            f"trainer.num_ranks={self.num_ranks} is no number of processes; use 1 to "
+            f"{MAX_PROCESSES}.",
         )
         require(
-            self.learning_rate > 0,
-            f"trainer.learning_rate={self.learning_rate} learns nothing; use a positive rate.",
+            0 < self.learning_rate <= 1,
+            f"trainer.learning_rate={self.learning_rate} lies outside (0, 1]: AdamW moves every "
+            "weight by about that much a step; use a rate such as 1e-6.",
         )
         require(
             self.max_grad_norm > 0,
@@ -234,12 +272,16 @@ class TrainerConfig:
             f"trainer.weight_decay={self.weight_decay} would grow the weights; use 0 for none.",
         )
         require(
-            self.num_cpus > 0,
-            f"trainer.num_cpus={self.num_cpus} leaves a rank no thread; use at least 1.",
+            self.num_cpus >= MIN_CPUS,
+            f"trainer.num_cpus={self.num_cpus} leaves a rank no thread; use at least {MIN_CPUS}.",
         )
         require(
             self.micro_batch_tokens >= 1,
             f"trainer.micro_batch_tokens={self.micro_batch_tokens} admits no rollout; use >= 1.",
+        )
+        require(
+            self.snapshot_every >= 0,
+            f"trainer.snapshot_every={self.snapshot_every} is negative; use 0 for none.",
         )
         require(
             self.num_gpus in (0, 1),
@@ -248,29 +290,45 @@ class TrainerConfig:
         )
 
 
+# For Python, numpy and a few threads' stacks.
+MIN_REWARD_MEMORY_GIB = 0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """The pool that runs reward functions."""
 
     num_workers: int = 1
-    """Reward actors, one process each."""
+    """Reward actors, each with a process that runs the functions."""
     concurrency: int = 16
-    """Rollouts that one worker scores at a time (threads for plain functions)."""
+    """Calls of reward functions that one worker runs at a time (threads for plain functions)."""
     timeout_s: float = 30.0
     """Limit for one reward function on one rollout; past it the rollout is dropped and counted."""
+    memory_gib: float = 4.0
+    """Memory in GiB of one worker's functions and all that they start; past it the call that takes
+    it fails, or its process is ended."""
 
     def __post_init__(self) -> None:
+        conform(self, "reward")
         require(
-            self.num_workers >= 1,
-            f"reward.num_workers={self.num_workers} scores nothing; use at least 1.",
+            1 <= self.num_workers <= MAX_PROCESSES,
+            f"reward.num_workers={self.num_workers} is no number of processes; use 1 to "
+            f"{MAX_PROCESSES}.",
         )
         require(
-            self.concurrency >= 1,
-            f"reward.concurrency={self.concurrency} scores nothing; use at least 1.",
+            1 <= self.concurrency <= MAX_PROCESSES,
+            f"reward.concurrency={self.concurrency} is no number of threads; use 1 to "
+            f"{MAX_PROCESSES}.",
         )
         require(
-            self.timeout_s > 0,
-            f"reward.timeout_s={self.timeout_s} fails every rollout; use a positive time.",
+            0 < self.timeout_s <= MAX_SECONDS,
+            f"reward.timeout_s={self.timeout_s} is no time limit; use more than 0 s, at most "
+            f"{MAX_SECONDS:g} s.",
+        )
+        require(
+            MIN_REWARD_MEMORY_GIB <= self.memory_gib < math.inf,
+            f"reward.memory_gib={self.memory_gib} is not enough for the interpreter, or no number "
+            f"of bytes; use at least {MIN_REWARD_MEMORY_GIB}.",
         )
 
 
@@ -295,6 +353,7 @@ class AsyncConfig:
     delayed: one replica after the other, when what it runs has ended."""
 
     def __post_init__(self) -> None:
+        conform(self, "asynchrony")
         require(
             self.max_staleness >= 0,
             f"asynchrony.max_staleness={self.max_staleness} is negative; "
@@ -323,12 +382,25 @@ class ClusterConfig:
     start_timeout_s: float = 300.0
     """Limit for one actor's start, model loading included."""
     call_timeout_s: float = 600.0
-    """Limit for one remote call; past it the run ends and names the actor and the call."""
+    """Limit for one remote call, while the actor works on it; past it the actor is ended and
+    counts as dead."""
+    heartbeat_timeout_s: float = 30.0
+    """An actor whose process shows no sign of life for this long is ended and counts as dead; above
+    what a busy machine may keep a process waiting."""
 
     def __post_init__(self) -> None:
-        for name in ("store_gib", "start_timeout_s", "call_timeout_s"):
+        conform(self, "cluster")
+        require(
+            self.store_gib > 0,
+            f"cluster.store_gib={self.store_gib} holds no rollout; use more than 0.",
+        )
+        for name in ("start_timeout_s", "call_timeout_s", "heartbeat_timeout_s"):
             value = getattr(self, name)
-            require(value > 0, f"cluster.{name}={value} is not positive; use more than 0.")
+            require(
+                0 < value <= MAX_SECONDS,
+                f"cluster.{name}={value} is no time limit; use more than 0 s, at most "
+                f"{MAX_SECONDS:g} s.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +421,7 @@ class ObserveConfig:
     """Project there."""
 
     def __post_init__(self) -> None:
+        conform(self, "observe")
         for name in ("print_samples", "record_groups"):
             value = getattr(self, name)
             require(value >= 0, f"observe.{name}={value} is negative; use 0 for none.")
@@ -359,7 +432,11 @@ class ObserveConfig:
         )
 
 
+# Asked for a lower one above 0, vLLM samples at this one.
+VLLM_MIN_TEMPERATURE = 0.01
+
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+MAX_NAME = 200  # file systems take 255 bytes, and files beside it have longer names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,22 +445,23 @@ class RunConfig:
 
     name: str = "run"
     """Name of the run's directory below runs_dir; two runs never share one."""
-    runs_dir: str = "runs"
-    """Directory of all runs."""
-    seed: int = 0
-    """Of data order, sampling and initialisation."""
     num_steps: int = 100
     """Optimizer steps of the whole run, resumed parts included."""
+    resume: bool | Literal["auto"] = False
+    """Continue the run of this name from its newest checkpoint. auto: where there is one, else
+    start anew; the same command then always does what is left to do."""
     prompts_per_step: int = 32
     """Groups in one optimizer step."""
     group_size: int = 8
     """Rollouts per prompt; one step trains prompts_per_step * group_size rollouts."""
+    seed: int = 0
+    """Of data order, sampling and initialisation."""
     checkpoint_every: int = 0
     """Optimizer steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept on disk."""
-    resume: bool = False
-    """Continue the run of this name from its newest checkpoint."""
+    runs_dir: str = "runs"
+    """Directory of all runs."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -395,9 +473,18 @@ class RunConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self) -> None:
+        conform(self)
         require(
             RUN_NAME.fullmatch(self.name) is not None,
             f"name={self.name!r} is no directory name; use letters, digits, '.', '_' and '-'.",
+        )
+        require(
+            len(self.name) <= MAX_NAME,
+            f"name={self.name!r} has {len(self.name)} characters; use at most {MAX_NAME}.",
+        )
+        require(
+            self.runs_dir != "",
+            "runs_dir='' names no directory; use one such as runs, or . for the one you are in.",
         )
         require(self.seed >= 0, f"seed={self.seed} is negative; use a number of at least 0.")
         require(self.num_steps >= 1, f"num_steps={self.num_steps} trains nothing; use at least 1.")
@@ -407,6 +494,11 @@ class RunConfig:
         )
         require(
             self.group_size >= 1, f"group_size={self.group_size} samples nothing; use at least 1."
+        )
+        require(
+            self.rollout.engine != "vllm" or self.sampling.temperature >= VLLM_MIN_TEMPERATURE,
+            f"sampling.temperature={self.sampling.temperature} is below {VLLM_MIN_TEMPERATURE}, "
+            'the lowest at which vLLM samples; raise it, or use rollout.engine="torch".',
         )
         require(
             self.prompts_per_step % self.trainer.num_ranks == 0,

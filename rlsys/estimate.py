@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from rlsys.config import RunConfig
+from rlsys.data.hub import check_model_path, in_short, unreadable
+from rlsys.engines.context import context_length
 
 MASTER_BYTES, GRAD_BYTES, ADAM_BYTES = 4, 4, 8  # per parameter: float32, float32, two float32
 
@@ -25,6 +27,7 @@ class ModelShape:
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     trainer_rank_bytes: int
+    snapshot_bytes: int  # per trainer rank, in the host's memory
     replica_bytes: int
     checkpoint_bytes: int
     store_bytes: int  # per node
@@ -34,15 +37,15 @@ def model_shape(path: str) -> ModelShape:
     """Raises ValueError where `path` holds no causal language model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    check_model_path(path)
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except unreadable() as error:
         raise ValueError(
-            f"model.path={path!r} holds no causal language model ({reason}); give a Hugging Face "
-            "model directory or hub name."
+            f"model.path={path!r} holds no causal language model ({in_short(error)}); give a "
+            "Hugging Face model directory or hub name."
         ) from error
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -50,7 +53,7 @@ def model_shape(path: str) -> ModelShape:
     return ModelShape(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         kv_values_per_token=2 * text.num_hidden_layers * num_kv_heads * head_dim,
-        max_context=text.max_position_embeddings,
+        max_context=context_length(config),
     )
 
 
@@ -64,9 +67,13 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
         kv_cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
     else:
         kv_cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
+    state_bytes = shape.num_parameters * (MASTER_BYTES + ADAM_BYTES)
     return MemoryEstimate(
         trainer_rank_bytes=shape.num_parameters * per_parameter // config.trainer.num_ranks,
+        snapshot_bytes=2 * state_bytes // config.trainer.num_ranks
+        if config.trainer.snapshot_every
+        else 0,
         replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
-        checkpoint_bytes=shape.num_parameters * (MASTER_BYTES + ADAM_BYTES),
+        checkpoint_bytes=state_bytes,
         store_bytes=int(config.cluster.store_gib * 2**30),
     )

@@ -4,7 +4,7 @@ In: a frozen dataclass whose fields are plain values or further dataclasses (sec
 Out: leaves with name, type and default; instances built from overrides; TOML.
 
 A leaf is addressed by its dotted name, such as "trainer.learning_rate". Leaf types: bool, int,
-float, str, Literal, tuple[X, ...], and X | None of those.
+float, str, Literal, bool | Literal, tuple[X, ...], and X | None of those.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 C = TypeVar("C")
+
+MAX_INT = 2**63 - 1  # what tensors, seeds and files count with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,46 +38,110 @@ def split_optional(annotation: Any) -> tuple[Any, bool]:
     """(X, True) of `X | None`, (X, False) of any other X."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation, False
-    others = [arg for arg in get_args(annotation) if arg is not types.NoneType]
-    if len(others) != 1:
-        raise TypeError(f"{annotation} is no type for a field; of unions, only X | None is one.")
-    return others[0], True
+    others = tuple(arg for arg in get_args(annotation) if arg is not types.NoneType)
+    if len(others) == len(get_args(annotation)):
+        return annotation, False
+    return Union[others], True  # noqa: UP007, of as many as there are
+
+
+def choices(annotation: Any) -> dict[str, Any] | None:
+    """{word: value} of a type with few values: bool, Literal, or both; None of any other type."""
+    if annotation is bool:
+        return {"true": True, "false": False}
+    if get_origin(annotation) is Literal:
+        return {str(choice): choice for choice in get_args(annotation)}
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [choices(member) for member in get_args(annotation)]
+        if None not in members:
+            return {word: value for member in members if member for word, value in member.items()}
+    return None
 
 
 def expected(annotation: Any) -> str:
     """The values of a type in words. Raises TypeError for what is no leaf type."""
     inner, optional = split_optional(annotation)
     if get_origin(inner) is Literal:
-        text = "one of " + ", ".join(str(choice) for choice in get_args(inner))
+        text = "one of " + ", ".join(choices(inner) or ())
+    elif words := choices(inner):
+        text = " or ".join([", ".join([*words][:-1]), [*words][-1]])
     elif get_origin(inner) is tuple:
         text = f"a list, each item {expected(get_args(inner)[0])}"
     else:
-        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-        if inner not in words:
+        names = {int: "a whole number", float: "a number", str: "text"}
+        if inner not in names:
             raise TypeError(f"{annotation} is no type for a field; see rlsys.fields.")
-        text = words[inner]
+        text = names[inner]
     return f"{text}, or none" if optional else text
 
 
 def checked(value: Any, annotation: Any, name: str) -> Any:
-    """`value` as the field's type: a list becomes a tuple, an int a float. Nothing else changes.
+    """`value` as the field's type: a list becomes a tuple, an int a float, a number of numpy's one
+    of Python's. Nothing else changes.
 
     Raises ValueError that names the field, the value and what was expected.
     """
     inner, optional = split_optional(annotation)
     if value is None and optional:
         return None
-    if get_origin(inner) is Literal:
-        if any(type(value) is type(choice) and value == choice for choice in get_args(inner)):
+    if isinstance(value, np.generic):
+        value = value.item()
+    if (words := choices(inner)) is not None:
+        if any(type(value) is type(choice) and value == choice for choice in words.values()):
             return value
     elif get_origin(inner) is tuple:
         if isinstance(value, list | tuple):
             return tuple(checked(item, get_args(inner)[0], name) for item in value)
-    elif inner is float and type(value) is int:
-        return float(value)
-    elif type(value) is inner:
-        return value
+    elif inner is int and type(value) is int:
+        return _checked_int(value, name)
+    elif inner is float and type(value) in (int, float):
+        return _checked_float(value, name)
+    elif inner is str and isinstance(value, str):
+        return _checked_text(value, name)
     raise ValueError(f"{name}={value!r} does not fit; give {expected(annotation)}.")
+
+
+def _checked_int(value: int, name: str) -> int:
+    if not -MAX_INT - 1 <= value <= MAX_INT:
+        raise ValueError(f"{name}={value} does not fit into 64 bits; use at most {MAX_INT}.")
+    return value
+
+
+def _checked_float(value: float, name: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={number} is no finite number; give one, such as 0.5.")
+    return number + 0.0  # -0.0 becomes 0.0
+
+
+def _checked_text(value: str, name: str) -> str:
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(
+            f"{name}={value!r} holds a NUL character or bytes that are no UTF-8, which no file or "
+            "message can carry; leave them out."
+        )
+    return str(value)
+
+
+def conform(config: Any, section: str = "") -> None:
+    """Check every field of a frozen dataclass that is being constructed, its sections by their
+    class, and put each value in as its field's type (see `checked`); called by __post_init__.
+
+    `section` is the name by which messages call the class. Raises ValueError.
+    """
+    prefix = f"{section}." if section else ""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint, name = getattr(config, field.name), hints[field.name], prefix + field.name
+        if not dataclasses.is_dataclass(hint):
+            object.__setattr__(config, field.name, checked(value, hint, name))
+        elif not isinstance(value, hint):  # type: ignore[arg-type]
+            raise ValueError(
+                f"{name}={value!r} is no {hint.__name__}; give "  # type: ignore[union-attr]
+                f"{name}={hint.__name__}(...)."  # type: ignore[union-attr]
+            )
 
 
 def _members(cls: type[Any], default: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any]]:

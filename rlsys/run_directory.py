@@ -9,6 +9,8 @@
         checkpoints/     for --resume
         hf/              the trained model, as Hugging Face loads it
 
+A run whose model.path is empty trains a model of the recipe's own, built from its seed.
+
 In: a configuration as a plain mapping. Out: the directory's paths, held by a lock.
 """
 
@@ -19,6 +21,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -26,12 +29,13 @@ import tempfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlsys.checkpoint import find_checkpoints
 
 MIN_FREE_BYTES = 64 * 2**20  # metrics, rollouts and a trace of an average run
 PROBE_BYTES = 2**20
+LOCK_FILE = ".lock"
 
 # What a resumed run may change: where and how fast it runs, what it shows, how long it goes on. All
 # else decides which numbers come out, and a run is one experiment.
@@ -54,6 +58,7 @@ MAY_CHANGE = {
     "rollout.num_gpus",
     "trainer.num_ranks",
     "trainer.micro_batch_tokens",
+    "trainer.snapshot_every",
     "trainer.num_cpus",
     "trainer.num_gpus",
     "reward.num_workers",
@@ -62,8 +67,15 @@ MAY_CHANGE = {
 }
 
 
+# What a start may leave behind that ended before its first optimizer step.
+OF_A_START = re.compile(
+    r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger)\.jsonl|trace\.json|wandb"
+    r"|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)|\.warm_start"
+)
+
+
 class RunFiles:
-    """Where the files of one run are."""
+    """Where everything lies in the run directory `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,17 +92,43 @@ class RunFiles:
         """Whether there is a finished one; whether it is whole, only reading it tells."""
         return bool(find_checkpoints(self.checkpoints))
 
+    def __repr__(self) -> str:
+        return f"RunFiles({str(self.path)!r})"
+
 
 class RunDirectory(RunFiles):
     """The directory of one run, locked for this process until `close` or its death.
 
-    Made by `create` or `resume`, and usable as a context.
+    Made by `open`, `create` or `resume`, and usable as a context.
     """
 
     def __init__(self, path: Path) -> None:
         """Lock an existing directory. Raises ValueError where another process holds it."""
         super().__init__(path)
         self._lock = _lock(path)
+
+    @classmethod
+    def open(
+        cls,
+        runs_dir: str | Path,
+        name: str,
+        config: Mapping[str, Any],
+        *,
+        resume: bool | Literal["auto"],
+        required_bytes: int = MIN_FREE_BYTES,
+    ) -> RunDirectory:
+        """By `resume` or `create`. For "auto" the former where there is a checkpoint, else the
+        latter; what an earlier attempt without one has recorded is begun again."""
+        may_continue = RunFiles(Path(runs_dir) / name).has_checkpoint
+        if resume is True or (resume == "auto" and may_continue):
+            return cls.resume(runs_dir, name, config, required_bytes=required_bytes)
+        return cls.create(
+            runs_dir,
+            name,
+            config,
+            required_bytes=required_bytes,
+            may_discard_steps=resume == "auto",
+        )
 
     @classmethod
     def create(
@@ -100,28 +138,37 @@ class RunDirectory(RunFiles):
         config: Mapping[str, Any],
         *,
         required_bytes: int = MIN_FREE_BYTES,
+        may_discard_steps: bool = False,
     ) -> RunDirectory:
-        """A new directory. `required_bytes` is what the run will write, checkpoints included.
+        """A new directory, or one whose run ended before its first optimizer step (of any step
+        if `may_discard_steps`), emptied. `required_bytes` is what the run will write, checkpoints
+        included.
 
-        Raises ValueError where the directory exists, or cannot be written, or lacks the room, and
-        leaves none behind.
+        Raises ValueError where the directory holds anything else, or is in use, or cannot be
+        written, or lacks the room; a directory that is not used is left as it was.
         """
         parent = Path(runs_dir)
         path = parent / name
-        if path.exists():
-            raise ValueError(_exists(path, name))
         check_room(parent, required_bytes)
         try:
             path.mkdir()
-        except FileExistsError as error:  # another process was faster
-            raise ValueError(_exists(path, name)) from error
+            is_new = True
+        except FileExistsError:
+            is_new = False
+            if not path.is_dir():
+                raise ValueError(
+                    f"name={name!r}: {path} is a file; choose another --name, or delete it."
+                ) from None
         run = cls(path)
         try:
+            if not is_new:
+                run._empty(name, may_discard_steps)
             run.checkpoints.mkdir()
             run.write_config(config)
         except BaseException:
             run.close()
-            shutil.rmtree(path)
+            if is_new:
+                shutil.rmtree(path)
             raise
         return run
 
@@ -171,6 +218,27 @@ class RunDirectory(RunFiles):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _empty(self, name: str, may_discard_steps: bool) -> None:
+        """Remove what a start has left. Raises ValueError where there is more than that."""
+        if self.has_checkpoint or (_has_steps(self.metrics) and not may_discard_steps):
+            raise ValueError(_exists(self.path, name))
+        found = [*self.path.iterdir()]
+        if self.checkpoints.is_dir():
+            found += self.checkpoints.iterdir()
+        for entry in found:
+            if not (OF_A_START.fullmatch(entry.name) or entry == self.checkpoints):
+                raise ValueError(
+                    f"name={name!r}: {self.path} holds {entry.relative_to(self.path)}, which no "
+                    "start of a run writes; choose another --name, or move that away."
+                )
+        for entry in self.path.iterdir():
+            if entry.name == LOCK_FILE:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
 
     def _check_same_experiment(self, config: Mapping[str, Any]) -> None:
         before = read_config(self.config)
@@ -285,11 +353,16 @@ def _shown(field: str, leaves: Mapping[str, Any]) -> str:
     return json.dumps(leaves[field]) if field in leaves else "unset"
 
 
+def _has_steps(metrics: Path) -> bool:
+    """Whether an optimizer step was recorded: a line counts once its newline is written."""
+    return metrics.is_file() and b"\n" in metrics.read_bytes()
+
+
 def _exists(path: Path, name: str) -> str:
     fix = "continue it with --resume" if RunFiles(path).has_checkpoint else "delete it"
     return (
-        f"name={name!r}: {path} exists, and two runs never share a directory; choose another "
-        f"--name, or {fix}."
+        f"name={name!r}: {path} holds the steps of another run, and two runs never share a "
+        f"directory; choose another --name, or {fix}."
     )
 
 
@@ -305,7 +378,7 @@ class _Lock:
 
 def _lock(directory: Path) -> _Lock:
     """The kernel drops the lock when the process dies, however it dies."""
-    path = directory / ".lock"
+    path = directory / LOCK_FILE
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

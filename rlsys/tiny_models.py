@@ -6,13 +6,16 @@ Hugging Face checkpoint that AutoModelForCausalLM and AutoTokenizer load.
 
 from __future__ import annotations
 
+import shutil
+import time
+import uuid
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from rlsys.engines.causal_lm import hide_progress_bars
+from rlsys.config import require
+from rlsys.file_modes import ordinary_modes
 
 Family = Literal["qwen3", "llama", "gemma2", "gemma3"]
 
@@ -47,6 +50,13 @@ def build_tokenizer(characters: str | None = None) -> Any:
     return fast
 
 
+# Each file's name, a checksum and its size: what tells a whole model from a damaged one.
+CONTENTS = "contents.txt"
+
+# A build takes seconds; what is older was left by a start that was killed.
+ABANDONED_S = 3600.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
     """A recipe's own model, for runs whose model.path is empty; options as of build_tiny_model."""
@@ -54,10 +64,81 @@ class OwnModel:
     name: str
     characters: str | None = None
 
-    def build(self, runs_dir: str, *, seed: int) -> str:
-        """Write it below `runs_dir`, the same for the same seed; returns its path."""
-        path = Path(runs_dir) / ".models" / f"{self.name}-{seed}"
-        return str(build_tiny_model(path, characters=self.characters, seed=seed))
+    def __post_init__(self) -> None:
+        require(
+            self.name != "" and "/" not in self.name and not self.name.startswith("."),
+            f"OwnModel.name={self.name!r} is no directory name; use letters and digits.",
+        )
+
+    def path(self, runs_dir: str | Path, *, seed: int) -> Path:
+        """Where it lies below `runs_dir`: the same for the same options and seed, and no other."""
+        options = zlib.crc32(repr(self.characters).encode())
+        return Path(runs_dir) / ".models" / f"{self.name}-{seed}-{options:08x}"
+
+    def ensure(self, runs_dir: str | Path, *, seed: int) -> Path:
+        """Its directory, built if it is not there, or not whole.
+
+        Any number of processes may do so at once: each builds aside, and what was put in place
+        first is left as it is. Raises ValueError where it cannot be written.
+        """
+        path = self.path(runs_dir, seed=seed)
+        if is_whole(path):
+            return path
+        aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
+        try:
+            aside.mkdir(parents=True)
+            self.build(aside, seed=seed)
+            while not is_whole(path):
+                try:
+                    aside.rename(path)
+                except OSError:
+                    if not path.exists():
+                        raise
+                    if not is_whole(path):  # else another process was faster
+                        path.rename(aside.with_suffix(".damaged.partial"))
+            return path
+        except OSError as error:
+            raise ValueError(
+                f"runs_dir={str(runs_dir)!r}: the recipe's model cannot be written to {path} "
+                f"({error}); make room, set permissions, or choose another runs_dir."
+            ) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+            _sweep(path.parent)
+
+    def build(self, directory: str | Path, *, seed: int) -> Path:
+        """Write it to `directory`."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        path = build_tiny_model(directory, characters=self.characters, seed=seed)
+        ordinary_modes(path)
+        (path / CONTENTS).write_text("".join(_contents(path)))
+        return path
+
+
+def is_whole(path: Path) -> bool:
+    """Whether each file is there as it was when the model was built."""
+    try:
+        return (path / CONTENTS).read_text() == "".join(_contents(path))
+    except OSError:
+        return False
+
+
+def _contents(path: Path) -> list[str]:
+    files = sorted(file for file in path.iterdir() if file.name != CONTENTS)
+    return [
+        f"{file.name} {zlib.crc32(data := file.read_bytes()):08x} {len(data)}\n" for file in files
+    ]
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what killed starts have left, and models that were replaced."""
+    for leftover in directory.glob(".*.partial"):
+        try:
+            is_abandoned = time.time() - leftover.stat().st_mtime > ABANDONED_S
+        except FileNotFoundError:  # its owner has just removed it
+            continue
+        if is_abandoned or leftover.name.endswith(".damaged.partial"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def build_tiny_model(
@@ -74,8 +155,13 @@ def build_tiny_model(
     max_context: int = 2048,
     seed: int = 0,
 ) -> Path:
-    """Write a randomly initialised model and its tokenizer to `directory`; returns it."""
+    """Write a randomly initialised model and its tokenizer to `directory`; returns it. Raises
+    OSError where it cannot be written."""
+    import torch
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlsys.engines.causal_lm import hide_progress_bars
 
     hide_progress_bars()
     tokenizer = build_tokenizer(characters)
@@ -98,6 +184,9 @@ def build_tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     path = Path(directory)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    try:
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    except SafetensorError as error:  # a full disk, for one
+        raise OSError(f"cannot write to {path}: {error}") from error
     return path

@@ -128,7 +128,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """Where one parameter lies in a published weight file."""
+    """Where one tensor lies in a published weight file."""
 
     dtype: str  # torch's name without the module, such as "float32"
     shape: tuple[int, ...]
@@ -139,7 +139,7 @@ class TensorEntry:
 class WeightManifest:
     """One published version of a model's weights: a file in shared memory and its index.
 
-    `entries` is keyed by the Hugging Face parameter name; tied parameters appear once.
+    `entries` has every parameter and persistent buffer by Hugging Face name; tied ones appear once.
     `checksum` covers the file's bytes; a reader compares it before it uses the weights.
     """
 

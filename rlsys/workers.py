@@ -1,4 +1,4 @@
-"""What the controller asks of the actors: three protocols and the messages that travel.
+"""What the controller asks of the actors: four protocols and the messages that travel.
 
 Messages carry metadata only. Token ids and log-probabilities stay in the store's shared memory;
 a `Cell` says where.
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rlsys.dataflow.blocks import Cell
 from rlsys.rewards import RewardFailure, RewardResult
-from rlsys.types import FinishReason, Generation, GenerationRequest, StepResult, WeightManifest
+from rlsys.types import FinishReason, GenerationRequest, StepResult, WeightManifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +56,15 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Unreadable:
+    """The shard that held the rollout is gone; nothing was scored."""
+
+
+Score = Scored | Unreadable
+TellScores = Callable[[Mapping[int, Score]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainTask:
     """One rollout of a micro-batch."""
 
@@ -66,12 +75,34 @@ class TrainTask:
     group_num_tokens: int  # completion tokens of the whole group
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What a running request has sampled since the replica last told of it."""
+
+    request_id: str
+    start: int  # completion tokens before it
+    cell: Cell  # of the columns token_ids, sampler_logprobs, policy_versions
+    num_tokens: int
+    min_version: int
+
+
 class ReplicaDied(RuntimeError):
-    """A replica's process is gone; the message names it and says why. Others can take over."""
+    """A replica cannot go on: its process is gone or does not answer, its engine has failed, or it
+    could not be started. The message names it and says why. Its process is ended; others can take
+    over."""
+
+
+class LearnerDied(RuntimeError):
+    """A rank of the trainer is gone, or does not answer, so that none can go on; the message names
+    it and says why."""
 
 
 class RowsLost(RuntimeError):
     """Rows could not be read: the shard of the store that held them is gone."""
+
+
+class WeightsGone(RuntimeError):
+    """A published version is not there any more: a newer one is, or its trainer has died."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,46 +110,75 @@ class Collected:
     """What a replica has to tell."""
 
     finished: Sequence[FinishedRollout]
-    partial: Sequence[Generation] = ()  # what long running requests have so far, now and then
+    parts: Sequence[Part] = ()  # what long running requests have sampled, now and then
+    has_sampled: bool = False  # any token since it last told
 
 
 class Replica(Protocol):
-    """One generation engine. Every method but `bury` raises ReplicaDied if the process is gone."""
+    """One generation engine. Every method but `bury` raises ReplicaDied when it cannot go on."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Of this life: "rollout-0" is followed by "rollout-0.1"."""
 
     async def submit(
-        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Generation]
+        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
     ) -> None:
-        """Sample; `priors` holds, by request id, what another replica had sampled already."""
+        """Sample; `priors` holds, by request id, the parts that another replica had sampled."""
 
     async def collect(self) -> Collected:
         """What has ended since the last call; waits a bounded time for the first."""
+
+    async def progress(self) -> Sequence[Part]:
+        """All that running requests have sampled and that was not told yet."""
 
     async def abort(self, request_ids: Sequence[str]) -> None: ...
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         """Load a new version: in the middle of generation, or delayed until what runs has ended.
-        Returns the pause in seconds."""
+        Returns the pause in seconds. Raises WeightsGone."""
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
-        """The replica has died: take back the store's memory that it held, less the rows that are
-        still needed (StreamStore.live_rows)."""
+        """The replica has died: end what is left of it, and take back the store's memory that it
+        held, less the rows that are still needed (StreamStore.live_rows)."""
+
+
+class Fleet(Protocol):
+    """Where replicas come from."""
+
+    async def hire(self, number: int) -> Replica:
+        """Start the replica of this number (0 <= number < rollout.num_replicas), whose life before
+        has been buried. Waits as long as the cluster has no place for it, then until its engine
+        runs, with the weights of model.path. Raises ReplicaDied if it could not be started.
+        Cancelled: whatever was begun is ended."""
 
 
 class Scorer(Protocol):
-    async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
-        """Raises RowsLost."""
+    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+        """Calls `tell` with scores by the task's place, in parts, as they come; returns when every
+        task has one."""
 
 
 class Learner(Protocol):
     """All ranks of the trainer. Calls are carried out one after another, in the order in which they
-    were made, whether or not the one before has been answered."""
+    were made, whether or not the one before has been answered. Once one has failed, those behind it
+    fail too, and nothing but `restart` mends that.
+
+    Every method raises LearnerDied for any death of a rank. An error of the mathematics
+    (FloatingPointError, ValueError), or rows that are gone (RowsLost), stays what it is.
+    """
 
     async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
-        """Forward and backward; `shares[r]` goes to rank r."""
+        """Forward and backward; `shares[r]` goes to rank r. Raises RowsLost."""
 
-    async def optimizer_step(self) -> StepResult: ...
+    async def optimizer_step(self) -> StepResult:
+        """Answers when the snapshot of the new state is safe, where one is due."""
 
     async def publish(self) -> WeightManifest: ...
+
+    async def restart(self, step: int) -> int:
+        """After LearnerDied or RowsLost: start all ranks anew, in places that exist, from the
+        newest whole state of at most `step` optimizer steps: a snapshot in memory, else the newest
+        checkpoint, else the beginning. Calls made before are forgotten, and so is what was
+        accumulated since. Returns how many optimizer steps are behind that state; raises
+        LearnerDied if the ranks could not be started, and may then be called again."""

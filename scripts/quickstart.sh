@@ -4,9 +4,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
-# Two runs never share a directory, so each gets a name of its own, unless the user gives one.
+# Two runs never share a directory, so each gets a name of its own, unless the user gives one or
+# resumes one.
 case " $* " in
-    *" --name"* | *" --help"* | *" --config"*) name=() ;;
+    *" --name"* | *" --help"* | *" --config"* | *" --resume"*) name=() ;;
     *) name=(--name "quickstart-$(date +%Y%m%d-%H%M%S)") ;;
 esac
 exec .venv/bin/python recipes/quickstart.py "${name[@]}" "$@"

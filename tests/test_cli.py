@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from rlsys.cli import MAX_WIDTH, field_docs, help_text, parse
 from rlsys.config import DataConfig, RunConfig
-from rlsys.fields import leaves, to_toml
+from rlsys.fields import leaves, to_dict, to_toml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +67,11 @@ def test_no_arguments_give_the_defaults() -> None:
 def test_every_type_is_read() -> None:
     config = read(
         *("--clip", "1e-3", "--kl=0.5", "--loss", "cispo", "--num-steps", "7"),
-        *("--trainer.learning-rate", "2", "--model.path", "a b", "--asynchrony.stream", "false"),
+        *("--trainer.learning-rate", "1", "--model.path", "a b", "--asynchrony.stream", "false"),
         *("--data.subset", "main", "--betas", "1,2.5"),
     )
     assert (config.clip, config.kl, config.loss, config.num_steps) == (1e-3, 0.5, "cispo", 7)
-    assert config.trainer.learning_rate == 2.0
+    assert config.trainer.learning_rate == 1.0
     assert isinstance(config.trainer.learning_rate, float)
     assert config.model.path == "a b"
     assert config.asynchrony.stream is False
@@ -88,9 +91,13 @@ def test_dashes_and_underscores_are_the_same() -> None:
         (("--resume", "true", "--num-steps", "3"), True, 3),
         (("--resume", "False", "--num-steps", "3"), False, 3),
         (("--resume=false",), False, 100),
+        (("--resume", "yes"), True, 100),
+        (("--resume", "no"), False, 100),
+        (("--resume", "auto"), "auto", 100),
+        (("--resume=Auto", "--num-steps", "3"), "auto", 3),
     ],
 )
-def test_a_bare_flag_is_true(argv: tuple[str, ...], resume: bool, num_steps: int) -> None:
+def test_a_bare_flag_is_true(argv: tuple[str, ...], resume: bool | str, num_steps: int) -> None:
     config = read(*argv)
     assert (config.resume, config.num_steps) == (resume, num_steps)
 
@@ -149,7 +156,8 @@ def test_command_line_wins_over_file_and_file_over_defaults(tmp_path: Path) -> N
         (("--num-steps", "1.5"), ["--num-steps", "'1.5'", "whole number"]),
         (("--clip", "wide"), ["--clip", "'wide'", "a number"]),
         (("--kl", "wide"), ["'wide'", "a number, or none"]),
-        (("--resume=maybe",), ["--resume", "'maybe'", "true or false"]),
+        (("--resume=maybe",), ["--resume", "'maybe'", "true, false or auto"]),
+        (("--dry-run=maybe",), ["--dry-run", "'maybe'", "true or false"]),
         (("--loss", "pp"), ["--loss", "'pp'", "one of ppo, cispo"]),
         (("--betas", "1,x"), ["--betas", "'1,x'", "a list, each item a number"]),
         (("--num-steps",), ["--num-steps", "no value"]),
@@ -159,6 +167,8 @@ def test_command_line_wins_over_file_and_file_over_defaults(tmp_path: Path) -> N
         (("--group-size", "1"), ["group_size=1", "use group_size >= 2"]),
         (("--prompts-per-step", "5", "--trainer.num-ranks", "2"), ["=5", "=2", "multiple"]),
         (("--config", "/nowhere.toml"), ["/nowhere.toml", "No such file"]),
+        (("--config", ""), ["--config ''", "No such file"]),
+        (("--config", "/"), ["--config '/'", "Is a directory"]),
     ],
 )
 def test_a_mistake_is_one_line_with_value_rule_and_fix(
@@ -181,7 +191,14 @@ def test_a_mistake_is_one_line_with_value_rule_and_fix(
         ("num_steps = true", ["num_steps=True", "whole number"]),
         ('clip = "1e-3"', ["clip='1e-3'", "a number"]),
         ("name = 3", ["name=3", "text"]),
-        ("resume = 1", ["resume=1", "true or false"]),
+        ("resume = 1", ["resume=1", "true, false or auto"]),
+        ('resume = "yes"', ["resume='yes'", "true, false or auto"]),
+        ("{", ["run.toml", "no JSON", "restore"]),
+        ('{"config": {"num_steps": "5"}}', ["num_steps='5'", "whole number"]),
+        ('{"num_step": 5}', ["num_step ", "did you mean num_steps?"]),
+        ('{"clip": NaN}', ["clip=nan", "no finite number"]),
+        ("clip = inf", ["clip=inf", "no finite number"]),
+        ('name = "a\\u0000b"', ["NUL character"]),
         ('loss = "grpo"', ["loss='grpo'", "one of ppo, cispo"]),
         ("betas = 1", ["betas=1", "a list"]),
         ("betas = [true]", ["betas=True", "a number"]),
@@ -215,20 +232,29 @@ def test_help_shows_every_field_with_its_docstring_within_the_width(
         assert doc in words
 
 
-def test_help_begins_with_the_recipes_own_fields() -> None:
+def test_help_is_in_the_order_in_which_people_look() -> None:
     text = help_text(ToyConfig)
+    order = "config dry-run name num-steps resume group-size clip kl model.path data.source"
+    places = [text.index(f"  --{option} ") for option in f"{order} observe.wandb".split()]
+    assert places == sorted(places)
     own, *_ = (block for block in text.split("\n\n") if "--clip" in block)
-    assert own.startswith(
-        "A recipe of these tests.\n  --group-size INT\n        Rollouts per prompt;"
-    )
+    assert own.startswith("A recipe of these tests.\n  --clip FLOAT")
+    assert "--group-size INT\n        Rollouts per prompt;" in text
     assert "--clip FLOAT\n        Clip range of the policy ratio. [0.2]" in own
     assert "--kl FLOAT|none\n        Weight of the penalty. [none]" in own
     assert "--betas A,B,...\n        Two averages. [0.5,0.75]" in own
     assert "--loss ppo|cispo\n" in own
-    assert text.index("--clip") < text.index("--num-steps")
     assert "--data.prompt-column TEXT" in text
     assert "[question]" in text
-    assert "--resume [true|false]" in text
+    assert "--resume [true|false|auto]" in text
+
+
+def test_the_pages_own_text_keeps_to_the_width_and_its_commands_as_they_stand() -> None:
+    doc = "word " * 40 + "\n\n    a command   as it stands"
+    text = help_text(ToyConfig, doc=doc)
+    assert text.startswith("word word")
+    assert "\n\n    a command   as it stands\n\n" in text
+    assert max(map(len, text.splitlines())) <= MAX_WIDTH
 
 
 def test_a_recipe_script_as_users_run_it(tmp_path: Path) -> None:
@@ -270,6 +296,15 @@ def test_a_recipe_script_as_users_run_it(tmp_path: Path) -> None:
     assert shown.returncode == 0
     assert shown.stdout.startswith("Counts sheep.\n\npython recipe.py --sheep 3\n")
     assert "--sheep INT\n        How many. [1]" in shown.stdout
+    headless = subprocess.run(
+        f"{shlex.quote(sys.executable)} {shlex.quote(str(script))} --help | head -c 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert (headless.stdout, headless.stderr) == ("C", "")
     wrong = run("--sheep", "many")
     assert wrong.returncode == 2
     assert wrong.stderr == "recipe.py: error: --sheep 'many' does not fit; give a whole number.\n"
@@ -277,17 +312,18 @@ def test_a_recipe_script_as_users_run_it(tmp_path: Path) -> None:
 
 # Any text; but on the command line a list's items have no comma, and "none" unsets an option.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
 PLAIN = TEXT.filter(lambda text: text.lower() != "none" and "\0" not in text)
 OVERRIDES = st.fixed_dictionaries(
     {},
     optional={
-        "clip": st.floats(allow_nan=False),
-        "kl": st.none() | st.floats(allow_nan=False),
-        "betas": st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
+        "clip": FINITE,
+        "kl": st.none() | FINITE,
+        "betas": st.lists(FINITE, max_size=3).map(tuple),
         "loss": st.sampled_from(["ppo", "cispo"]),
         "seed": st.integers(0, 2**62),
-        "resume": st.booleans(),
-        "model.path": TEXT,
+        "resume": st.booleans() | st.just("auto"),
+        "model.path": PLAIN,
         "data.subset": st.none() | PLAIN,
         "sampling.stop": st.lists(PLAIN.filter(lambda t: t and "," not in t), max_size=3).map(
             tuple
@@ -310,6 +346,10 @@ def test_what_is_written_as_toml_or_as_options_is_read_back(
     assert overrides.items() <= found.items()
     file = tmp_path_factory.getbasetemp() / "resolved.toml"
     file.write_text(to_toml(config), encoding="utf-8")
+    assert read("--config", str(file)) == config
+    file.write_text(json.dumps({"config": to_dict(config), "versions": {}}))  # a run's config.json
+    assert read("--config", str(file)) == config
+    file.write_text(json.dumps(to_dict(config)))
     assert read("--config", str(file)) == config
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlsys.config import (
     AsyncConfig,
     ClusterConfig,
     DataConfig,
+    ModelConfig,
     ObserveConfig,
     RewardConfig,
     RolloutConfig,
@@ -19,6 +23,7 @@ from rlsys.config import (
     SamplingConfig,
     TrainerConfig,
 )
+from rlsys.fields import from_dict, to_dict
 from rlsys.types import SamplingParams
 
 
@@ -35,6 +40,8 @@ from rlsys.types import SamplingParams
         (SamplingConfig, {"max_tokens": 0}, "sampling.max_tokens=0"),
         (SamplingConfig, {"stop": ("a", "")}, "sampling.stop=('a', '')"),
         (RolloutConfig, {"num_replicas": 0}, "rollout.num_replicas=0"),
+        (RolloutConfig, {"min_replicas": 0}, "rollout.min_replicas=0 lies outside 1 to"),
+        (RolloutConfig, {"num_replicas": 2, "min_replicas": 3}, "rollout.num_replicas=2"),
         (RolloutConfig, {"max_running": 0}, "rollout.max_running=0"),
         (RolloutConfig, {"tensor_parallel": 0}, "rollout.tensor_parallel=0"),
         (RolloutConfig, {"tensor_parallel": 2}, 'rollout.engine="vllm"'),
@@ -57,10 +64,13 @@ from rlsys.types import SamplingParams
         (RewardConfig, {"num_workers": 0}, "reward.num_workers=0"),
         (RewardConfig, {"concurrency": 0}, "reward.concurrency=0"),
         (RewardConfig, {"timeout_s": 0.0}, "reward.timeout_s=0.0"),
+        (RewardConfig, {"memory_gib": 0.1}, "reward.memory_gib=0.1"),
+        (RewardConfig, {"memory_gib": math.inf}, "reward.memory_gib=inf"),
         (AsyncConfig, {"max_staleness": -1}, "asynchrony.max_staleness=-1"),
         (ClusterConfig, {"store_gib": 0.0}, "cluster.store_gib=0.0"),
         (ClusterConfig, {"start_timeout_s": -1.0}, "cluster.start_timeout_s=-1.0"),
         (ClusterConfig, {"call_timeout_s": 0.0}, "cluster.call_timeout_s=0.0"),
+        (ClusterConfig, {"heartbeat_timeout_s": 0.0}, "cluster.heartbeat_timeout_s=0.0"),
         (ObserveConfig, {"print_samples": -1}, "observe.print_samples=-1"),
         (ObserveConfig, {"print_every": 0}, "observe.print_every=0"),
         (ObserveConfig, {"record_groups": -1}, "observe.record_groups=-1"),
@@ -75,8 +85,58 @@ from rlsys.types import SamplingParams
             {"prompts_per_step": 3, "trainer": TrainerConfig(num_ranks=2)},
             "prompts_per_step=3 does not divide over trainer.num_ranks=2",
         ),
+        (
+            RunConfig,
+            {
+                "rollout": RolloutConfig(engine="vllm"),
+                "sampling": SamplingConfig(temperature=0.005),
+            },
+            "sampling.temperature=0.005 is below 0.01, the lowest at which vLLM samples; raise it, "
+            'or use rollout.engine="torch"',
+        ),
         (RunConfig, {"checkpoint_every": -1}, "checkpoint_every=-1"),
         (RunConfig, {"keep_checkpoints": 0}, "keep_checkpoints=0"),
+        (RunConfig, {"name": "a" * 201}, "has 201 characters"),
+        (RunConfig, {"runs_dir": ""}, "runs_dir=''"),
+        (RunConfig, {"runs_dir": "runs\0"}, "runs_dir='runs\\x00'"),
+        (RunConfig, {"runs_dir": "runs\udcff"}, "runs_dir='runs\\udcff'"),
+        (RunConfig, {"seed": 2**63}, "seed=9223372036854775808 does not fit into 64 bits"),
+        (RunConfig, {"num_steps": 10**30}, "does not fit into 64 bits"),
+        (RunConfig, {"num_steps": "5"}, "num_steps='5' does not fit; give a whole number"),
+        (RunConfig, {"num_steps": True}, "num_steps=True does not fit; give a whole number"),
+        (RunConfig, {"num_steps": np.bool_(True)}, "num_steps=True does not fit"),
+        (RunConfig, {"num_steps": 5.0}, "num_steps=5.0 does not fit; give a whole number"),
+        (RunConfig, {"num_steps": None}, "num_steps=None does not fit; give a whole number"),
+        (RunConfig, {"name": 3}, "name=3 does not fit; give text"),
+        (RunConfig, {"runs_dir": Path("runs")}, "runs_dir=PosixPath('runs') does not fit"),
+        (RunConfig, {"resume": "maybe"}, "resume='maybe' does not fit; give true, false or auto"),
+        (RunConfig, {"resume": 1}, "resume=1 does not fit; give true, false or auto"),
+        (RunConfig, {"trainer": {"num_ranks": 2}}, "is no TrainerConfig; give trainer=Trainer"),
+        (RunConfig, {"trainer": TrainerConfig}, "is no TrainerConfig"),
+        (ModelConfig, {"dtype": "float8"}, "model.dtype='float8' does not fit; give one of"),
+        (SamplingConfig, {"temperature": math.inf}, "sampling.temperature=inf is no finite"),
+        (SamplingConfig, {"temperature": -math.inf}, "sampling.temperature=-inf is no finite"),
+        (SamplingConfig, {"temperature": -0.0}, "sampling.temperature=0.0"),
+        (SamplingConfig, {"temperature": "1"}, "sampling.temperature='1' does not fit"),
+        (SamplingConfig, {"temperature": 10**400}, "sampling.temperature=inf is no finite"),
+        (SamplingConfig, {"top_p": math.nan}, "sampling.top_p=nan is no finite number"),
+        (SamplingConfig, {"stop": "END"}, "sampling.stop='END' does not fit; give a list"),
+        (SamplingConfig, {"stop": (1,)}, "sampling.stop=1 does not fit; give text"),
+        (TrainerConfig, {"learning_rate": math.inf}, "trainer.learning_rate=inf is no finite"),
+        (TrainerConfig, {"learning_rate": 1e30}, "trainer.learning_rate=1e+30 lies outside"),
+        (TrainerConfig, {"weight_decay": math.nan}, "trainer.weight_decay=nan is no finite"),
+        (TrainerConfig, {"num_ranks": 10**9}, "trainer.num_ranks=1000000000 is no number of pro"),
+        (TrainerConfig, {"num_cpus": 1e-9}, "trainer.num_cpus=1e-09"),
+        (RolloutConfig, {"num_replicas": 10**9}, "rollout.num_replicas=1000000000"),
+        (RolloutConfig, {"num_gpus": 1.5}, "rollout.num_gpus=1.5 is no number that Ray"),
+        (RolloutConfig, {"num_cpus": math.inf}, "rollout.num_cpus=inf is no finite number"),
+        (RewardConfig, {"num_workers": 10**9}, "reward.num_workers=1000000000"),
+        (RewardConfig, {"timeout_s": math.inf}, "reward.timeout_s=inf is no finite number"),
+        (RewardConfig, {"timeout_s": 1e30}, "reward.timeout_s=1e+30 is no time limit"),
+        (ClusterConfig, {"store_gib": math.inf}, "cluster.store_gib=inf is no finite number"),
+        (ClusterConfig, {"store_gib": math.nan}, "cluster.store_gib=nan is no finite number"),
+        (ClusterConfig, {"address": 6379}, "cluster.address=6379 does not fit; give text, or none"),
+        (ObserveConfig, {"trace": 1}, "observe.trace=1 does not fit; give true or false"),
     ],
 )
 def test_an_impossible_value_is_refused_and_named(
@@ -87,10 +147,31 @@ def test_an_impossible_value_is_refused_and_named(
     assert "\n" not in str(refused.value)
 
 
+def test_values_of_other_kinds_of_number_become_the_fields_own() -> None:
+    config = RunConfig(
+        num_steps=np.int64(5),  # type: ignore[arg-type]
+        trainer=TrainerConfig(learning_rate=np.float64(0.5), weight_decay=-0.0, num_cpus=2),
+        sampling=SamplingConfig(stop=["a"]),  # type: ignore[arg-type]
+        asynchrony=AsyncConfig(stream=np.bool_(False)),  # type: ignore[arg-type]
+    )
+    assert type(config.num_steps) is int
+    assert type(config.trainer.learning_rate) is float
+    assert type(config.trainer.num_cpus) is float
+    assert str(config.trainer.weight_decay) == "0.0"
+    assert config.sampling.stop == ("a",)
+    assert config.asynchrony.stream is False
+    assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+
 def test_values_at_the_edge_are_admitted() -> None:
+    RunConfig(seed=2**63 - 1, resume="auto")
+    RolloutConfig(num_gpus=0.5, num_cpus=0.01)
+    TrainerConfig(learning_rate=1.0)
     SamplingConfig(top_p=1.0, top_k=0, max_tokens=1)
     RolloutConfig(engine="vllm", tensor_parallel=2, gpu_memory_frac=1.0, num_cpus=0.5)
     TrainerConfig(final_lr_frac=0.0, adam_beta1=0.0, num_gpus=1)
+    RunConfig(sampling=SamplingConfig(temperature=0.005))
+    RunConfig(rollout=RolloutConfig(engine="vllm"), sampling=SamplingConfig(temperature=0.01))
     RunConfig(name="a.b_c-1", prompts_per_step=4, trainer=TrainerConfig(num_ranks=2))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from recipes.grpo_gsm8k import GSM8KConfig
 from recipes.quickstart import QuickstartConfig
 from rlsys.cli import parse
-from rlsys.fields import num_leaf_fields
+from rlsys.fields import num_leaf_fields, to_toml
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {"quickstart.py": QuickstartConfig, "grpo_gsm8k.py": GSM8KConfig}
@@ -35,6 +37,21 @@ def test_imports_go_one_way() -> None:
     assert not [path for path, name in imports("actors") if name == "recipes"]
 
 
+def test_the_actors_import_each_other_relatively() -> None:
+    """A wheel ships their folder under another name."""
+    assert not [path for path, name in imports("actors") if name == "actors"]
+
+
+def test_what_rlsys_offers_is_there_and_importing_it_is_cheap() -> None:
+    program = (
+        "import sys, rlsys\n"
+        "assert not {'torch', 'ray', 'transformers', 'datasets'} & set(sys.modules)\n"
+        "assert all(getattr(rlsys, name) is not None for name in rlsys.__all__)\n"
+        "assert rlsys.__version__ and 'ray' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
+
+
 def test_optional_packages_stand_in_one_place_each() -> None:
     found = {(path.name, name) for path, name in imports("rlsys") if name in ("vllm", "wandb")}
     assert {file for file, name in found if name == "wandb"} == {"wandb_sink.py"}
@@ -52,12 +69,16 @@ def documented_commands() -> list[tuple[str, list[str]]]:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").glob("*.md")]
     for page in pages:
         text = page.read_text().replace("\\\n", " ")
-        for recipe, arguments in re.findall(r"python recipes/(\w+\.py)([^`\n|]*)", text):
+        for recipe, arguments in re.findall(r"python recipes/(\w+\.py)([^`\n|>]*)", text):
             found.append((recipe, shlex.split(arguments)))
     return found
 
 
-def test_every_documented_command_is_accepted() -> None:
+def test_every_documented_command_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(to_toml(QuickstartConfig()))  # as a documented --dry-run prints it
     commands = documented_commands()
     assert len(commands) >= 5
     for recipe, arguments in commands:

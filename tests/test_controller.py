@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import random
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,21 +15,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config import AsyncConfig, ClusterConfig, DataConfig, RunConfig, TrainerConfig
-from rlsys.controller import Controller, RewardsFailed, StallError
+from rlsys.config import (
+    AsyncConfig,
+    ClusterConfig,
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.dataflow.graph import Dataflow, Prompts
 from rlsys.dataflow.ledger import Ledger
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time
 from rlsys.simulation.workers import (
     Record,
+    SimulatedFleet,
     SimulatedLearner,
     SimulatedPrompts,
     SimulatedReplica,
     SimulatedScorer,
     exponential,
 )
-from rlsys.workers import ScoreTask
+from rlsys.types import WeightManifest
+from rlsys.workers import ReplicaDied, Scored, ScoreTask, TellScores, Unreadable, WeightsGone
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -46,8 +58,9 @@ def flow(group_size: int) -> Dataflow:
     return built
 
 
-def config(**changes: Any) -> RunConfig:
+def config(*, num_replicas: int = 1, **changes: Any) -> RunConfig:
     defaults: dict[str, Any] = {
+        "rollout": RolloutConfig(num_replicas=num_replicas),
         "num_steps": 4,
         "prompts_per_step": 4,
         "group_size": 2,
@@ -70,10 +83,16 @@ class World:
     checkpoints: list[int] = field(default_factory=list)
     store_bytes: int = 1 << 20
     freed: list[Any] = field(default_factory=list)
+    fleet: SimulatedFleet = field(default_factory=SimulatedFleet)
+    carried: OpenWork = field(default_factory=OpenWork)
+    first_step: int = 0
+    saved: list[OpenWork] = field(default_factory=list)
+    chaos: Callable[[World], Coroutine[Any, Any, None]] | None = None
 
     async def run(self) -> None:
-        async def save(step: int) -> None:
+        async def save(step: int, work: OpenWork) -> None:
             self.checkpoints.append(step)
+            self.saved.append(work)
 
         dataflow = flow(self.config.group_size)
         self.store = dataflow.open_store(
@@ -85,20 +104,31 @@ class World:
             prompts=SimulatedPrompts(),
             store=self.store,
             ledger=self.ledger,
-            replicas=self.replicas,
+            fleet=self.fleet,
+            replicas=dict(enumerate(self.replicas)),
             scorer=self.scorer,
             learner=self.learner,
             observer=self.observer,
             checkpoint=save,
+            carried=self.carried,
+            first_step=self.first_step,
             clock=asyncio.get_running_loop().time,
         )
-        await self.controller.run()
+        chaos = asyncio.create_task(self.chaos(self)) if self.chaos else None
+        try:
+            await self.controller.run()
+        finally:
+            if chaos is not None:
+                chaos.cancel()
+                await asyncio.wait({chaos})
+                if not chaos.cancelled():
+                    chaos.result()
 
 
 def world(seed: int = 0, *, num_replicas: int = 1, **changes: Any) -> World:
     rng = random.Random(seed)
     return World(
-        config=config(**changes),
+        config=config(num_replicas=num_replicas, **changes),
         replicas=[
             SimulatedReplica(name=f"rollout-{i}", latency_s=exponential(rng, 1.0), load_s=0.01)
             for i in range(num_replicas)
@@ -166,11 +196,136 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
         assert w.store.bytes_live == 0
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    max_staleness=st.integers(0, 3),
+    num_replicas=st.integers(1, 2),
+    order=st.sampled_from(["issued", "complete"]),
+    over_issue=st.integers(0, 3),
+    deaths=st.lists(
+        st.tuples(
+            st.floats(0.0, 30.0),
+            st.sampled_from(["replica", "learner", "learner back to an older step", "shard"]),
+        ),
+        max_size=5,
+    ),
+    row_s=st.sampled_from([0.0, 0.1]),
+    answer_s=st.sampled_from([0.0, 0.5, 5.0]),
+    step_s=st.sampled_from([0.0, 1.0]),
+    checkpoint_every=st.integers(0, 2),
+)
+def test_deaths_cost_time_and_nothing_else(
+    seed: int,
+    max_staleness: int,
+    num_replicas: int,
+    order: Literal["issued", "complete"],
+    over_issue: int,
+    deaths: list[tuple[float, str]],
+    row_s: float,
+    answer_s: float,
+    step_s: float,
+    checkpoint_every: int,
+) -> None:
+    """Replicas, the learner and shards die at random moments, all of them, several times: each step
+    is trained whole and once in the surviving history, within the bound."""
+    events: list[dict[str, Any]] = []
+
+    async def chaos(w: World) -> None:
+        for delay_s, kind in deaths:
+            await asyncio.sleep(delay_s)
+            alive = [r for r in [*w.replicas, *w.fleet.hired] if not r.dead]
+            if kind == "replica" and alive:
+                alive[0].die()
+            elif kind.startswith("learner"):
+                w.learner.loses = 1 if "older" in kind else 0
+                w.learner.die()
+            elif kind == "shard" and alive:
+                lost = alive[0].shard
+                for replica in alive:
+                    replica.shard = f"{lost}+"
+                w.fleet.prepare = functools.partial(_write_to, f"{lost}+")
+                w.controller.shard_lost(lost)
+
+    w = world(
+        seed,
+        num_replicas=num_replicas,
+        checkpoint_every=checkpoint_every,
+        asynchrony=AsyncConfig(
+            max_staleness=max_staleness,
+            order=order,
+            over_issue=over_issue if order == "complete" else 0,
+        ),
+    )
+    rng = random.Random(seed)
+    w.fleet.latency_s = exponential(rng, 1.0)
+    w.scorer = SimulatedScorer(latency_s=exponential(rng, 0.2))
+    w.learner = SimulatedLearner(row_s=row_s, answer_s=answer_s, step_s=step_s)
+    w.ledger = Ledger(events.append, groups_per_step=w.config.prompts_per_step)
+    w.chaos = chaos
+    run_in_virtual_time(w.run())
+    assert len(w.observer.steps) == w.config.num_steps
+    assert max(w.observer.staleness) <= max_staleness
+    assert not w.ledger.open_groups
+    assert w.ledger.num_trained == w.config.num_steps * w.config.prompts_per_step
+    assert [len(step) for step in w.learner.trained[:-1]] == [w.config.rollouts_per_step] * 4
+    trained = [{task.group_id for task in step} for step in w.learner.trained[:-1]]
+    recorded = [set(event["groups"]) for event in _surviving(events) if event["event"] == "trained"]
+    assert trained == recorded
+    assert w.checkpoints[-1] == w.config.num_steps
+
+
+def _write_to(shard: str, replica: SimulatedReplica) -> None:
+    replica.shard = shard
+
+
+def _surviving(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Less the steps that were taken back."""
+    kept: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "resumed":
+            kept = [e for e in kept if e["event"] != "trained" or e["step"] <= event["step"]]
+        kept.append(event)
+    return kept
+
+
 def test_generation_goes_on_while_the_trainer_works() -> None:
     w = world(asynchrony=AsyncConfig(max_staleness=1))
     w.learner = SimulatedLearner(row_s=1.0)
     run_in_virtual_time(w.run())
     assert max(w.observer.staleness) == 1
+
+
+@dataclass(kw_only=True)
+class LateReplica(SimulatedReplica):
+    """Asks for a version when the learner may have given it up."""
+
+    learner: SimulatedLearner
+    num_late: int = 0
+
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        if self.learner.version >= manifest.version + 2:
+            self.num_late += 1
+            raise WeightsGone(f"version {manifest.version} is gone")
+        return await SimulatedReplica.update_weights(self, manifest, delayed=delayed)
+
+
+@pytest.mark.parametrize("weight_update", ["in_flight", "delayed"])
+def test_a_version_that_is_given_up_before_it_is_loaded_gives_way_to_a_newer_one(
+    weight_update: Literal["in_flight", "delayed"],
+) -> None:
+    w = world(asynchrony=AsyncConfig(max_staleness=8, weight_update=weight_update), num_steps=12)
+    w.learner = SimulatedLearner(row_s=0.05)
+    late = [
+        LateReplica(name=f"rollout-{i}", latency_s=lambda: 0.1, load_s=load_s, learner=w.learner)
+        for i, load_s in enumerate((3.0, 0.01))
+    ]
+    w.replicas = [*late]
+    w.config = dataclasses.replace(w.config, rollout=RolloutConfig(num_replicas=2))
+    run_in_virtual_time(w.run())
+    assert len(w.observer.steps) == 12
+    assert max(w.observer.staleness) <= 8
+    assert (late[1].num_late > 0) == (weight_update == "delayed")
 
 
 def test_the_trainer_waits_for_no_answer() -> None:
@@ -262,6 +417,109 @@ def test_a_dead_replicas_requests_go_on_elsewhere_with_what_they_had() -> None:
     assert w.ledger.num_trained == 8 * 4
 
 
+def test_a_replica_that_died_has_a_successor_with_the_newest_weights() -> None:
+    w = world(num_replicas=1, num_steps=8)
+    w.replicas[0].dies_after = 20
+    run_in_virtual_time(w.run())
+    assert w.observer.deaths == ["rollout-0"]
+    assert w.observer.joined == ["rollout-0", "rollout-0.1"]
+    assert w.fleet.hired[0].version >= 2  # of the steps that 20 rollouts had trained
+    assert w.ledger.num_trained == 8 * 4
+
+
+def test_the_last_replicas_death_pauses_the_run_until_another_has_started() -> None:
+    w = world(num_replicas=2, num_steps=4)
+    w.replicas[0].dies_after = w.replicas[1].dies_after = 3
+    w.fleet.start_s = 200.0
+    run_in_virtual_time(w.run())
+    assert len(w.fleet.hired) == 2
+    assert w.observer.waited_s["train", "groups"] >= 200.0
+    assert w.ledger.num_trained == 4 * 4
+    assert w.ledger.num_dropped == 0
+
+
+def test_replicas_that_cannot_start_end_the_run_with_the_last_reason() -> None:
+    w = world(num_replicas=1)
+    w.replicas[0].dies_after = 0
+    w.fleet.num_duds = 99
+    with pytest.raises(ReplicaDied, match="rollout-0 died during start"):
+        run_in_virtual_time(w.run())
+    assert len(w.observer.deaths) == 5
+
+
+def test_a_group_that_replicas_die_of_is_dropped() -> None:
+    """Its rollouts never end, and the replica dies whenever it has been at them for a while."""
+    w = world(num_replicas=1, num_steps=2, asynchrony=AsyncConfig(max_staleness=0))
+
+    def poison(replica: SimulatedReplica) -> None:
+        submit = replica.submit
+
+        async def submit_and_die(requests: Any, priors: Any) -> None:
+            healthy = [r for r in requests if not r.request_id.startswith("2.")]
+            await submit(healthy, priors)
+            if len(healthy) < len(requests):
+                asyncio.get_running_loop().call_later(30.0, replica.die)
+
+        replica.submit = submit_and_die  # type: ignore[method-assign]
+
+    w.fleet.prepare = poison
+    poison(w.replicas[0])
+    run_in_virtual_time(w.run())
+    assert w.ledger.drop_reasons == {"replica died": 1}
+    assert w.ledger.num_trained == 8
+    assert len(w.observer.deaths) == 3
+
+
+def test_over_issue_replaces_no_group_that_could_only_be_stale() -> None:
+    """On-policy, 4 groups a step and 4 more in flight: after each step the 4 that came too late
+    are dropped once, not again and again until the samplers have the new weights."""
+    w = world(
+        num_steps=8,
+        asynchrony=AsyncConfig(max_staleness=0, order="complete", over_issue=4),
+    )
+    w.replicas[0].load_s = 10.0
+    run_in_virtual_time(w.run())
+    assert w.ledger.num_dropped == 8 * 4
+
+
+def test_what_a_checkpoint_has_of_open_groups_goes_on_after_a_crash() -> None:
+    """Finished rollouts are not sampled again, running ones go on from what they had."""
+    w = world(num_steps=4, checkpoint_every=2, asynchrony=AsyncConfig(max_staleness=2))
+    events: list[dict[str, Any]] = []
+    w.ledger = Ledger(events.append, groups_per_step=4)
+    w.learner.step_s = 2.0
+    run_in_virtual_time(w.run())
+    work = w.saved[0]
+    assert work.finished
+    assert work.parts
+    at_crash = next(i for i, e in enumerate(events) if e.get("step") == 3)
+    later = world(1, num_steps=4, asynchrony=AsyncConfig(max_staleness=2))
+    later.ledger = Ledger.replay(events[:at_crash], events.append, groups_per_step=4)
+    later.ledger.resume(step=2)
+    open_ids = {group.group_id for group in later.ledger.open_groups}
+    later.carried, later.first_step, later.learner.version = work, 2, 2
+    later.observer.first_step = 2
+    run_in_virtual_time(later.run())
+    kept = {rollout.request_id for rollout in work.finished}
+    assert {int(request_id.split(".")[0]) for request_id in kept} <= open_ids
+    sampled = {tuple(name.split(".")[:2]) for name in later.replicas[0].submitted}
+    assert sampled.isdisjoint(tuple(name.split(".")[:2]) for name in kept)
+    assert len(later.replicas[0].continued) == len({part.request_id for part in work.parts})
+    assert later.ledger.num_trained == 16
+    assert max(later.observer.staleness) <= 2
+    assert later.store.bytes_live == 0
+
+
+def test_a_resumed_run_issues_no_more_than_the_bound_lets_it() -> None:
+    """At a bound of 0: of 12 groups that a crash left open, a step's worth goes at a time."""
+    w = world(num_steps=4, asynchrony=AsyncConfig(max_staleness=0))
+    for group_id in range(12):
+        w.ledger.issue(group_id, prompt_index=group_id, version=0)
+    run_in_virtual_time(w.run())
+    assert w.ledger.num_dropped == 0
+    assert len(w.replicas[0].submitted) == 4 * 8
+
+
 def test_stragglers_are_cancelled_and_surplus_groups_end_as_dropped() -> None:
     w = world(asynchrony=AsyncConfig(max_staleness=0, order="complete", over_issue=4))
     run_in_virtual_time(w.run())
@@ -284,7 +542,41 @@ def test_groups_of_a_lost_shard_are_issued_again() -> None:
     run_in_virtual_time(run())
     assert w.ledger.num_trained == 3 * 4
     assert w.ledger.num_issued == 3 * 4  # the same groups, under their own ids
-    assert sum(replica.num_submitted for replica in w.replicas) > 3 * 8
+    assert sum(len(replica.submitted) for replica in w.replicas) > 3 * 8
+
+
+def test_rows_of_a_healthy_shard_are_scored_beside_those_of_a_lost_one() -> None:
+    """One batch holds both; the scorer meets the death before the controller is told."""
+    w = world(num_replicas=2, num_steps=3)
+    w.replicas[1].shard = "healthy"
+    dead: set[str] = set()
+    num_unreadable = 0
+
+    class Scorer(SimulatedScorer):
+        async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+            nonlocal num_unreadable
+            await asyncio.sleep(1.0)
+            lost = [i for i, task in enumerate(tasks) if task.cell[0].shard in dead]
+            num_unreadable += len(lost)
+            tell(dict.fromkeys(lost, Unreadable()))
+            for i in set(range(len(tasks))) - {*lost}:
+                tell({i: Scored(outcome=self.outcome(tasks[i]), text=None)})
+
+    w.scorer = Scorer()
+
+    async def lose_a_shard() -> None:
+        await asyncio.sleep(1.5)
+        dead.add("shard")
+        await asyncio.sleep(2.0)
+        w.replicas[0].shard = "shard-2"
+        w.controller.shard_lost("shard")
+
+    async def run() -> None:
+        await asyncio.gather(w.run(), lose_a_shard())
+
+    run_in_virtual_time(run())
+    assert num_unreadable > 0
+    assert w.ledger.num_trained == 3 * 4
 
 
 def test_groups_that_the_learner_has_read_are_not_issued_again() -> None:

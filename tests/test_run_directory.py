@@ -58,11 +58,79 @@ def test_a_new_directory_holds_what_made_it(tmp_path: Path) -> None:
 
 def test_a_directory_that_exists_is_refused_with_the_fix(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path, "demo", CONFIG).close()
-    with pytest.raises(ValueError, match=r"name='demo': .*demo exists.*another --name, or delete"):
+    (tmp_path / "demo" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"name='demo': .*demo holds.*another --name, or delete"):
         RunDirectory.create(tmp_path, "demo", CONFIG)
+    assert (tmp_path / "demo" / "metrics.jsonl").read_text() == '{"step": 1}\n'
     (tmp_path / "demo" / "checkpoints" / "step_000010").mkdir()
     with pytest.raises(ValueError, match=r"another --name, or continue it with --resume"):
         RunDirectory.create(tmp_path, "demo", CONFIG)
+
+
+def test_a_directory_without_a_finished_step_is_used_again(tmp_path: Path) -> None:
+    """As a start leaves it that failed, or was killed, before its first optimizer step."""
+    path = tmp_path / "demo"
+    RunDirectory.create(tmp_path, "demo", changed(seed=3)).close()
+    (path / "metrics.jsonl").write_text('{"step": 1')  # killed in the middle of a line
+    (path / "ledger.jsonl").write_text('{"event": "issued"}\n')
+    for name in ("rollouts.jsonl", "trace.json", "config-1.json", "config.json.tmp"):
+        (path / name).write_text("")
+    (path / "wandb" / "run-1").mkdir(parents=True)
+    (path / "checkpoints" / ".step_000010.partial" / "trainer").mkdir(parents=True)
+    with RunDirectory.create(tmp_path, "demo", CONFIG) as run:
+        assert json.loads(run.config.read_text())["config"]["seed"] == 0
+        assert {p.name for p in path.iterdir()} == {".lock", "config.json", "checkpoints"}
+        assert list(run.checkpoints.iterdir()) == []
+
+
+def test_an_empty_directory_is_used(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    RunDirectory.create(tmp_path, "demo", CONFIG).close()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".git/HEAD", "hf/config.json", "checkpoints/mine"])
+def test_a_directory_with_anything_of_somebody_else_is_left_alone(
+    tmp_path: Path, name: str
+) -> None:
+    RunDirectory.create(tmp_path, "demo", CONFIG).close()
+    file = tmp_path / "demo" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("precious")
+    with pytest.raises(ValueError, match=r"name='demo': .* holds .*another --name"):
+        RunDirectory.create(tmp_path, "demo", CONFIG)
+    assert file.read_text() == "precious"
+    assert (tmp_path / "demo" / "config.json").is_file()
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "demo").touch()
+    with pytest.raises(ValueError, match=r"name='demo': .*demo is a file; choose another --name"):
+        RunDirectory.create(tmp_path, "demo", CONFIG)
+
+
+def test_a_directory_that_a_start_holds_is_not_emptied(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path, "demo", CONFIG) as run:
+        run.ledger.write_text('{"event": "issued"}\n')
+        with pytest.raises(ValueError, match="in use by process"):
+            RunDirectory.create(tmp_path, "demo", CONFIG)
+        assert run.ledger.exists()
+
+
+def test_auto_resumes_what_can_be_resumed_and_begins_anew_what_cannot(tmp_path: Path) -> None:
+    def opened() -> RunDirectory:
+        return RunDirectory.open(tmp_path, "demo", CONFIG, resume="auto")
+
+    with opened() as run:
+        run.metrics.write_text('{"step": 1}\n')  # and killed before a checkpoint
+    with opened() as run:
+        assert not run.metrics.exists()
+        run.metrics.write_text('{"step": 1}\n')
+        (run.checkpoints / "step_000010").mkdir()
+    with opened() as run:
+        assert run.metrics.exists()
+    with pytest.raises(ValueError, match="two runs never share"):
+        RunDirectory.open(tmp_path, "demo", CONFIG, resume=False)
+    RunDirectory.open(tmp_path, "demo", CONFIG, resume=True).close()
 
 
 def test_a_directory_that_could_not_be_filled_is_taken_away(tmp_path: Path) -> None:

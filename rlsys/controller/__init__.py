@@ -19,20 +19,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 
 from rlsys.config import RunConfig, require
 from rlsys.controller.generation import GenerationSide, Prompts
 from rlsys.controller.scoring import RewardsFailed, ScoringSide
-from rlsys.controller.state import Group, Observer, RunState, TrainedStep
+from rlsys.controller.state import NO_WORK, Group, Observer, OpenWork, RunState, TrainedStep
 from rlsys.controller.training import TrainingSide
 from rlsys.dataflow.graph import Dataflow, PerGroupStage
 from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.store import StreamStore
 from rlsys.errors import first_error
-from rlsys.workers import Learner, Replica, Scorer
+from rlsys.types import WeightManifest
+from rlsys.workers import Fleet, Learner, Replica, Scorer
 
-__all__ = ["Controller", "Group", "Observer", "RewardsFailed", "StallError", "TrainedStep"]
+__all__ = [
+    "Controller",
+    "Group",
+    "Observer",
+    "OpenWork",
+    "RewardsFailed",
+    "StallError",
+    "TrainedStep",
+]
 
 
 class StallError(RuntimeError):
@@ -43,8 +52,10 @@ class Controller:
     """Runs a dataflow to its last optimizer step.
 
     `first_step` is the number of steps that the learner has behind it, `ledger` the run's history
-    so far: open groups in it are issued again under their own ids. Raises ValueError for a store
-    that could never hold the groups of one step.
+    so far: open groups in it are issued again under their own ids, and go on from what `carried`
+    has of them. `replicas`, by number, run already; others come from `fleet`. `weights` are the
+    newest that were published (None: those of model.path are the newest). Raises ValueError for a
+    store that could never hold the groups of one step.
     """
 
     def __init__(
@@ -55,11 +66,14 @@ class Controller:
         prompts: Prompts,
         store: StreamStore,
         ledger: Ledger,
-        replicas: Sequence[Replica],
+        fleet: Fleet,
+        replicas: Mapping[int, Replica],
         scorer: Scorer,
         learner: Learner,
         observer: Observer,
-        checkpoint: Callable[[int], Awaitable[None]],
+        checkpoint: Callable[[int, OpenWork], Awaitable[None]],
+        weights: WeightManifest | None = None,
+        carried: OpenWork = NO_WORK,
         first_step: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -77,15 +91,23 @@ class Controller:
             step=first_step,
             clock=clock,
         )
-        self._generation = GenerationSide(self._state, prompts, replicas)
+        self._checkpoint = checkpoint
+        self._generation = GenerationSide(
+            self._state, prompts, fleet=fleet, replicas=replicas, newest=weights, carried=carried
+        )
         self._scoring = ScoringSide(self._state, scorer, flow.stage(PerGroupStage))
         self._training = TrainingSide(
-            self._state, learner, publish=self._generation.publish, checkpoint=checkpoint
+            self._state,
+            learner,
+            publish=self._generation.pool.publish,
+            roll_back=self._roll_back,
+            checkpoint=self._save,
         )
 
     async def run(self) -> None:
         """Train until config.num_steps. Raises the first error of any loop, after ending all."""
         try:
+            await self._generation.pool.start()
             async with asyncio.TaskGroup() as tasks:
                 loops = [
                     tasks.create_task(loop, name=name)
@@ -102,11 +124,21 @@ class Controller:
             raise first_error(group) from None
 
     def shard_lost(self, shard: str) -> None:
-        """A shard of the store died: issue the groups again whose rows it held. Raises RowsLost if
-        the trainer may be reading some of them."""
+        """A shard of the store died: issue the groups again whose rows it held."""
+        self._generation.shard_lost(shard)
         for group_id in self._state.store.lost(shard):
-            self._training.shard_lost(group_id, shard)
-            self._state.issue_again(self._state.groups[group_id])
+            if self._training.shard_lost(group_id):
+                self._state.issue_again(self._state.groups[group_id])
+
+    def _roll_back(self, step: int) -> None:
+        """The optimizer steps after `step` are lost."""
+        self._state.roll_back(step)
+        self._generation.pool.rolled_back()
+
+    async def _save(self, step: int) -> None:
+        await self._generation.pool.tell_progress()
+        with self._generation.open_work() as work:
+            await self._checkpoint(step, work)
 
     async def _watch(self) -> None:
         """Raises StallError when nothing at all has happened for cluster.call_timeout_s."""
@@ -119,6 +151,6 @@ class Controller:
                 raise StallError(
                     f"nothing has happened for {limit:g} s (cluster.call_timeout_s): "
                     f"{self._training.describe()}, {len(self._state.groups)} groups are open, "
-                    f"{self._generation.describe()}; {self._state.store.describe()}. Raise the "
-                    "limit if rollouts take longer than that."
+                    f"{self._generation.pool.describe()}; {self._state.store.describe()}. Raise "
+                    "the limit if a part of the run takes longer than that."
                 ) from None

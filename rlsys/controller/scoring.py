@@ -6,7 +6,7 @@ store ─► score ──► reward workers ──► store ─► advantage (a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from rlsys.dataflow.graph import PerGroupStage
 from rlsys.dataflow.selection import FIRST_COMPLETE, whole_groups
 from rlsys.dataflow.store import RowBatch
 from rlsys.rewards import RewardFailure, RewardResult
-from rlsys.workers import RowsLost, Scorer, ScoreTask
+from rlsys.workers import RolloutText, Score, Scorer, ScoreTask, Unreadable
 
 # Calls to the scorer under way at a time: enough that a slow rollout holds up no other batch.
 MAX_SCORE_CALLS = 64
@@ -59,30 +59,38 @@ class ScoringSide:
                 call.add_done_callback(lambda _: slots.release())
 
     async def _score_batch(self, rows: Sequence[int], tasks: Sequence[ScoreTask]) -> None:
+        await self._scorer.score(tasks, lambda scores: self._scored(rows, tasks, scores))
+
+    def _scored(
+        self, rows: Sequence[int], tasks: Sequence[ScoreTask], scores: Mapping[int, Score]
+    ) -> None:
+        """Part of a batch has its scores; those are told at once, the rest follows."""
         store, groups = self._state.store, self._state.groups
-        try:
-            scored = await self._scorer.score(tasks)
-        except RowsLost:  # their groups are issued again when the shard's death is told
-            store.release("score", rows)
-            return
-        for row, task, result in zip(rows, tasks, scored, strict=True):
-            if isinstance(result.outcome, RewardFailure):
-                self._failed(row, task.group_id, result.outcome)
+        results: dict[int, tuple[RewardResult, RolloutText | None]] = {}
+        for place, score in scores.items():
+            # The groups of unreadable rows are issued again when the shard's death is told.
+            if isinstance(score, Unreadable):
+                continue
+            if isinstance(score.outcome, RewardFailure):
+                self._failed(rows[place], tasks[place].group_id, score.outcome)
+            else:
+                results[place] = score.outcome, score.text
         live_rows: list[int] = []
         rewards: list[float] = []
-        for row, task, result in zip(rows, tasks, scored, strict=True):
+        for place, (result, text) in results.items():
+            row, task = rows[place], tasks[place]
             group = groups.get(task.group_id)
             # Issued again in the meantime, the group has other rows.
-            if group and row in group.rows and isinstance(result.outcome, RewardResult):
+            if group and row in group.rows:
                 note = group.rollouts[task.index]
-                note.reward = result.outcome.total
-                note.components = result.outcome.components
-                note.text = result.text
+                note.reward = result.total
+                note.components = result.components
+                note.text = text
                 live_rows.append(row)
                 rewards.append(note.reward)
         if live_rows:
             store.write("score", live_rows, scalars={"reward": rewards})
-        store.release("score", rows)
+        store.release("score", [rows[place] for place in scores])
         self._state.progress.notify()
 
     def _task(self, batch: RowBatch, i: int) -> ScoreTask:

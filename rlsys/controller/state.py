@@ -16,21 +16,39 @@ from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.store import StreamStore
 from rlsys.rewards import RewardFailure
 from rlsys.types import FinishReason, Prompt, StepResult, WeightManifest
-from rlsys.workers import RolloutText
+from rlsys.workers import FinishedRollout, Part, RolloutText
 
 
 @dataclass(kw_only=True)
 class RolloutNote:
     """What is remembered of a rollout until its group is trained."""
 
-    num_prompt_tokens: int = 0
-    num_tokens: int = 0
-    finish_reason: FinishReason = FinishReason.ABORTED
-    min_version: int = 0
+    finished: FinishedRollout | None = None  # None: it is still being sampled
     reward: float = 0.0
     components: Mapping[str, float] = field(default_factory=dict)
     advantage: float = 0.0
     text: RolloutText | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._ended.num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self._ended.num_tokens
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self._ended.finish_reason
+
+    @property
+    def min_version(self) -> int:
+        return self._ended.min_version
+
+    @property
+    def _ended(self) -> FinishedRollout:
+        assert self.finished is not None, "asked of a rollout that is still being sampled"
+        return self.finished
 
 
 @dataclass(kw_only=True)
@@ -41,9 +59,9 @@ class Group:
     prompt: Prompt
     rows: Sequence[int]  # ids in the store
     rollouts: list[RolloutNote]
-    version: int = 0  # the oldest that its samplers may have had when it was issued
+    version: int = 0  # the oldest that any of its tokens may have
     attempt: int = 0  # counts issues of the same group: what an earlier one sampled is not used
-    replica: str = ""
+    replica: str | None = None  # where its requests went last
 
     @property
     def num_tokens(self) -> int:
@@ -55,8 +73,20 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Of all tokens; 0 while a rollout has not ended."""
+        """Of all tokens of rollouts that have ended."""
         return min(note.min_version for note in self.rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenWork:
+    """What has been sampled of groups that have not ended: for a checkpoint to keep, and for a
+    resumed run to go on with. The bytes lie in the store."""
+
+    finished: Sequence[FinishedRollout] = ()
+    parts: Sequence[Part] = ()  # of running rollouts, those of each in their order
+
+
+NO_WORK = OpenWork()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +112,12 @@ class Observer(Protocol):
     def reward_failed(self, failure: RewardFailure) -> None: ...
 
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None: ...
+
+    def replica_joined(self, name: str, *, version: int) -> None: ...
+
+    def learner_restarted(self, reason: str, *, step: int, lost_steps: int, seconds: float) -> None:
+        """The trainer goes on after `step` optimizer steps; those of `lost_steps` more are undone,
+        and whatever was recorded of them."""
 
     def waited(self, stage: str, reason: str, seconds: float) -> None:
         """A loop had nothing to do until now, and why."""
@@ -112,9 +148,7 @@ class RunState:
             num_steps=config.num_steps,
             over_issue=config.asynchrony.over_issue,
         )
-        self.gate.restore(
-            num_issued=ledger.num_issued, num_dropped=ledger.num_dropped, version=step
-        )
+        self.gate.restore(num_trained=ledger.num_trained, version=step)
         self.groups: dict[int, Group] = {}
         self.to_reissue = deque(ledger.open_groups)
         self.cancelled: asyncio.Queue[Group] = asyncio.Queue()  # replicas may still sample them
@@ -131,9 +165,7 @@ class RunState:
         group = self.groups.pop(group_id)
         self.store.drop_group(group_id)
         self.ledger.drop(group_id, reason=reason)
-        self.gate.drop()
-        self.cancelled.put_nowait(group)
-        self.gate_moved.notify()
+        self._cancel(group)
 
     def drop_rest(self, reason: str) -> None:
         """The run has what it needs: end every group that is left."""
@@ -144,14 +176,31 @@ class RunState:
             self.ledger.drop(self.to_reissue.popleft().group_id, reason=reason)
 
     def issue_again(self, group: Group) -> None:
-        """From the beginning, under its own id; the store has dropped its rows."""
+        """From the beginning, under its own id, as soon as the gate lets it; the store has dropped
+        its rows."""
         del self.groups[group.group_id]
-        self.cancelled.put_nowait(group)
         self.to_reissue.append(
             OpenGroup(
                 group_id=group.group_id, prompt_index=group.prompt.index, version=group.version
             )
         )
+        self._cancel(group)
+
+    def roll_back(self, step: int) -> None:
+        """The steps after `step` are lost: their groups and all that are under way are issued
+        again, once the samplers have loaded the weights of this step."""
+        for group in list(self.groups.values()):
+            if self.store.is_live(group.rows[0]):  # else it went with its shard
+                self.store.drop_group(group.group_id)
+            self.issue_again(group)
+        self.ledger.resume(step=step)
+        self.to_reissue = deque(self.ledger.open_groups)
+        self.gate.restore(num_trained=self.ledger.num_trained, version=step, wait_for_samplers=True)
+        self.step = step
+
+    def _cancel(self, group: Group) -> None:
+        self.gate.give_back()
+        self.cancelled.put_nowait(group)
         self.gate_moved.notify()
 
     @contextlib.contextmanager

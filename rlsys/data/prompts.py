@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlsys.config import DataConfig, require
+from rlsys.data.hub import in_short, unreadable
 from rlsys.data.render import PromptRenderer
 from rlsys.data.rows import load_rows
 from rlsys.types import Int32Array, Prompt
@@ -29,13 +30,20 @@ def load_tokenizer(path: str) -> Any:
     """The tokenizer of a model. Raises ValueError where `path` holds none."""
     from transformers import AutoTokenizer
 
+    fix = "save one beside the model (AutoTokenizer...save_pretrained), or give a hub name."
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except unreadable() as error:
         raise ValueError(
-            f"model.path={path!r} holds no tokenizer ({error}); save one beside the model, or give "
-            "a hub name."
+            f"model.path={path!r} holds no tokenizer ({in_short(error)}); {fix}"
         ) from error
+    # Without files, transformers makes a tokenizer of the model's kind that knows no word.
+    require(
+        bool(tokenizer("a 1", add_special_tokens=False)["input_ids"])
+        or len(tokenizer) > len(tokenizer.all_special_ids),
+        f"model.path={path!r} holds no tokenizer, or an empty one; {fix}",
+    )
+    return tokenizer
 
 
 @functools.lru_cache(maxsize=2)  # where one epoch ends, two are in use
@@ -96,6 +104,17 @@ class PromptSource:
         """The columns that prompts carry as metadata."""
         return tuple(name for name in self._columns if name != self._config.prompt_column)
 
+    def check_filled(self, columns: Iterable[str]) -> None:
+        """Raise ValueError for a row without a value in one of `columns`, which rewards read."""
+        for column in columns:
+            missing = [n for n, value in enumerate(self._values(column)) if _is_missing(value)]
+            require(
+                not missing,
+                f"column {column!r}, which a reward reads, has no value in {len(missing)} of "
+                f"{len(self._rows)} rows of {self._where}, first in row {(missing or [0])[0]} "
+                "(from 0); fill it, or leave the rows out.",
+            )
+
     def at(self, index: int) -> Prompt:
         """The prompt with this index over the run."""
         epoch, position = divmod(index, len(self))
@@ -140,16 +159,17 @@ class PromptSource:
         )
         return columns
 
+    def _values(self, column: str) -> Iterable[Any]:
+        if hasattr(self._rows, "column_names"):
+            values: Iterable[Any] = self._rows[column]
+            return values
+        return (row.get(column) for row in self._rows)
+
     def _admit(self) -> Int32Array:
         """The numbers of the rows that are short enough [len(self)], after a look at every row."""
-        column = self._config.prompt_column
-        if hasattr(self._rows, "column_names"):
-            values = self._rows[column]
-        else:
-            values = (row.get(column) for row in self._rows)
         num_added = self._renderer.num_added_tokens
         suspects: dict[int, str] = {}
-        for number, value in enumerate(values):
+        for number, value in enumerate(self._values(self._config.prompt_column)):
             text = self._renderer.text(value, self._name(number))
             # A token covers at least a byte, but for those that the tokenizer adds. So only a text
             # with more bytes than the limit has to be tokenized to know.
@@ -172,3 +192,8 @@ class PromptSource:
             )
             logger.warning("%s; they are left out.", message)
         return np.array([n for n in range(len(self._rows)) if n not in too_long], dtype=np.int32)
+
+
+def _is_missing(value: Any) -> bool:
+    """None, or the NaN that some tables have in its stead."""
+    return value is None or (isinstance(value, float) and value != value)

@@ -43,7 +43,7 @@ class PromptRenderer:
         )
         require(isinstance(value, str), f"{where}={value!r} is no text; make it a string.")
         require(value != "", f"{where} is empty; leave the row out.")
-        return str(value)
+        return _encodable(str(value), where)
 
     def _chat_text(self, value: object, where: str) -> str:
         from jinja2.exceptions import TemplateError
@@ -71,7 +71,7 @@ class PromptRenderer:
             raise ValueError(
                 f"{where} is refused by the model's chat template ({error}); change the messages."
             ) from error
-        return text
+        return _encodable(text, where)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
@@ -80,3 +80,14 @@ class PromptRenderer:
         encoded = self.tokenizer(list(texts), add_special_tokens=add_special_tokens)
         token_ids: list[list[int]] = encoded["input_ids"]
         return token_ids
+
+
+def _encodable(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}={text!r} holds half a character ({error.reason}); mend the row or leave it "
+            "out."
+        ) from error
+    return text

@@ -5,6 +5,10 @@ In: where they come from. Out: a `datasets.Dataset`, memory-mapped, with column 
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +43,13 @@ def load_rows(config: DataConfig) -> Any:
             f"data.source={source!r} is no file (looked in {Path.cwd()}); give the path of one.",
         )
         require(path.stat().st_size > 0, f"data.source={source!r} is an empty file; fill it.")
+        if loader == "json":
+            _check_utf8(path, source)
         datasets.disable_progress_bars()  # a local file loads in no time
         arguments = {"path": loader, "data_files": source, "split": "train"}
     try:
-        return datasets.load_dataset(**arguments)
+        with _only_errors_that_are_raised():
+            return datasets.load_dataset(**arguments)
     # StopIteration: what the JSON loader raises for a file without a row.
     except (DatasetsError, OSError, ValueError, StopIteration) as error:
         reason = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
@@ -52,3 +59,31 @@ def load_rows(config: DataConfig) -> Any:
             else "check data.source, data.subset, data.split and the network, or give a local file"
         )
         raise ValueError(f"data.source={source!r} cannot be loaded ({reason}); {hint}.") from error
+
+
+def _check_utf8(path: Path, source: str) -> None:
+    """Raise ValueError with the line that is no UTF-8: the loader would find it when it is read."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    number = 0
+    with path.open("rb") as file:
+        try:
+            for number, line in enumerate(file, start=1):  # noqa: B007, it is told below
+                decoder.decode(line)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"data.source={source!r} is no UTF-8 text (line {number}: {error.reason}); convert "
+                f"it, for one from Latin-1 with: iconv -f LATIN1 -t UTF-8 {path.name}"
+            ) from error
+
+
+@contextlib.contextmanager
+def _only_errors_that_are_raised() -> Iterator[None]:
+    """Without the log lines in which `datasets` announces what it is about to raise."""
+    logger = logging.getLogger("datasets")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

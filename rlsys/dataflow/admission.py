@@ -14,6 +14,9 @@ least version k − η when the group was issued.
 
 `over_issue` groups more are in flight, so that the slowest need not be waited for. The bound then
 rests on the controller, which cancels a group as soon as it could only be trained too late.
+
+A group that could not be trained within the bound any more, even if it ended at once, is never
+issued: while the trainer is more than η steps ahead of a sampler, the gate waits for that sampler.
 """
 
 from __future__ import annotations
@@ -31,9 +34,10 @@ class AdmissionGate:
         self._max_staleness = max_staleness
         self._num_groups = groups_per_step * num_steps
         self._over_issue = over_issue
-        self._num_issued = 0
-        self._num_dropped = 0
+        self._num_places = 0  # taken: groups issued less those dropped or withdrawn
         self._sampler_version = 0
+        self._trainer_version = 0
+        self._waits_for_samplers = False
         self._is_closed = False
 
     @property
@@ -44,30 +48,45 @@ class AdmissionGate:
     @property
     def num_open(self) -> int:
         """Groups that may be issued now."""
-        if self._is_closed:
+        is_too_late = self._trainer_version - self._sampler_version > self._max_staleness
+        if self._is_closed or self._waits_for_samplers or is_too_late:
             return 0
         bound = (self._sampler_version + self._max_staleness + 1) * self._groups_per_step
         allowed = min(bound, self._num_groups) + self._over_issue
-        return max(0, allowed - (self._num_issued - self._num_dropped))
+        return max(0, allowed - self._num_places)
 
     def issue(self, num_groups: int = 1) -> None:
         assert num_groups <= self.num_open, "issued past the gate"
-        self._num_issued += num_groups
+        self._num_places += num_groups
 
-    def drop(self, num_groups: int = 1) -> None:
-        """Dropped groups free their place: others are issued in their stead."""
-        assert self._num_dropped + num_groups <= self._num_issued, "dropped more than was issued"
-        self._num_dropped += num_groups
+    def give_back(self, num_groups: int = 1) -> None:
+        """Groups were dropped, and others are issued in their stead; or they were lost, and are
+        issued again themselves when the gate lets them."""
+        assert num_groups <= self._num_places, "more places given back than were taken"
+        self._num_places -= num_groups
 
     def close(self) -> None:
         """The last step has its groups: nothing more is issued, whatever is dropped."""
         self._is_closed = True
 
+    def trainer_at(self, version: int) -> None:
+        """So many optimizer steps are done."""
+        self._trainer_version = version
+
     def samplers_at(self, version: int) -> None:
         """Every sampler has loaded at least this version."""
         assert version >= self._sampler_version, "a sampler's version went back"
         self._sampler_version = version
+        self._waits_for_samplers = False
 
-    def restore(self, *, num_issued: int, num_dropped: int, version: int) -> None:
-        self._num_issued, self._num_dropped = num_issued, num_dropped
-        self._sampler_version = version
+    def restore(self, *, num_trained: int, version: int, wait_for_samplers: bool = False) -> None:
+        """A history goes on after `version` optimizer steps: the groups that they trained hold
+        their places, all others take theirs when they are issued again.
+
+        wait_for_samplers: they still have weights of a history that is lost, so that nothing is
+        issued before they have loaded this version.
+        """
+        self._num_places = num_trained
+        self._trainer_version = self._sampler_version = version
+        self._waits_for_samplers = wait_for_samplers
+        self._is_closed = False

@@ -6,27 +6,22 @@
 
 A writer fills its lease without asking anybody; that makes a write as cheap as the copy. A lease
 returns to the arena when it is sealed and all rows in it are freed, so whoever reads a row must not
-have released it. Pages are reserved and touched by the owner at the start: a full /dev/shm is an
-error then, not a killed process later, and writers meet warm pages.
+have released it. Pages are reserved and touched by the owner at the start: memory that is short is
+an error then, not a killed process later, and writers meet warm pages.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from rlsys.config import require
 from rlsys.dataflow.blocks import BlockRef, Bytes, Columns, Layout, write_block
-from rlsys.layout.transport.owned_file import remove_orphans, reserve, shared_memory_dir
+from rlsys.layout.transport.shared_memory import SharedMemory, map_shared, open_shared
 
-PREFIX = "rlsys-store-"
 PAGE_BYTES = mmap.PAGESIZE
 
 # A writer asks for its next lease once per so many bytes: rare enough to cost nothing. A fraction
@@ -56,26 +51,28 @@ class _LeaseState:
 class Arena:
     """The owner's side: which pieces are leased, and when they come back. One thread.
 
-    Raises OSError, naming the directory, if the memory is not there.
+    `shard` is a name that no other arena has. Raises OSError if the memory is not there.
     """
 
-    def __init__(self, shard: str, capacity_bytes: int, directory: Path | None = None) -> None:
+    def __init__(self, shard: str, capacity_bytes: int) -> None:
         require(
             capacity_bytes >= PAGE_BYTES,
             f"an arena of {capacity_bytes} bytes is smaller than a page; use {PAGE_BYTES} or more.",
         )
         self.shard = shard
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
-        directory = directory or shared_memory_dir()
-        remove_orphans(directory, PREFIX)
-        self.path = directory / f"{PREFIX}{uuid.uuid4().hex}"
-        self._descriptor = reserve(
-            self.path, self.capacity_bytes, purpose="the store (cluster.store_gib)"
+        self._memory = SharedMemory(
+            _name(shard), self.capacity_bytes, purpose="the store (cluster.store_gib)"
         )
-        self.buffer = _map(self._descriptor, self.capacity_bytes, mmap.MAP_POPULATE)
+        self.buffer = self._memory.map(mmap.MAP_POPULATE)
         self._leases: dict[int, _LeaseState] = {}
         self._num_leased = 0
         self._gaps = [(0, self.capacity_bytes)]  # unleased (offset, bytes), in order, not touching
+
+    @property
+    def path(self) -> str:
+        """For `map_arena` in the other processes of this node."""
+        return self._memory.path
 
     @property
     def bytes_leased(self) -> int:
@@ -139,9 +136,8 @@ class Arena:
         )
 
     def close(self) -> None:
-        """Remove the file. Mappings that others have stay valid."""
-        self.path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        """Nobody can map it any more; what others have mapped stays valid."""
+        self._memory.close()
 
     def _take_gap(self, size: int) -> int | None:
         # First fit: the lowest pages are used again and again, and stay in the caches.
@@ -214,10 +210,14 @@ class BlockWriter:
         return seals
 
 
-def map_arena(path: Path) -> Bytes:
-    """The bytes of an arena on this node, shared with everyone who maps it."""
-    with path.open("r+b") as file:
-        return _map(file.fileno(), os.fstat(file.fileno()).st_size)
+def map_arena(path: str, shard: str) -> Bytes:
+    """The bytes of an arena on this node, shared with everyone who maps it. Raises MemoryGone if
+    its owner is dead or has closed it."""
+    descriptor = open_shared(path, _name(shard), writable=True)
+    try:
+        return map_shared(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_only(arena: Bytes) -> Bytes:
@@ -227,10 +227,8 @@ def read_only(arena: Bytes) -> Bytes:
     return view
 
 
-def _map(descriptor: int, num_bytes: int, flags: int = 0) -> Bytes:
-    return np.frombuffer(
-        mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | flags), dtype=np.uint8
-    )
+def _name(shard: str) -> str:
+    return f"rlsys-{shard}"
 
 
 def _whole_pages(num_bytes: int) -> int:

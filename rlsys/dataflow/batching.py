@@ -80,4 +80,8 @@ class StepAssembler:
     def finish(self) -> None:
         """Start the next step."""
         assert self.is_finished, "the step has parts that were not handed out"
+        self.reset()
+
+    def reset(self) -> None:
+        """Start the step anew: what it had is handed in again."""
         self._groups, self._num_taken = [], 0

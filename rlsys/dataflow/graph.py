@@ -15,18 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
-
 from rlsys.config import DataConfig, require
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.schema import StageSpec
 from rlsys.dataflow.store import StreamStore
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
+    import torch
+
     from rlsys.engines.training.protocol import Aggregation, LossFn
 
 # One tensor [G] per column read -> [G], one value per rollout of the group.
-GroupFn = Callable[..., torch.Tensor]
+GroupFn = Callable[..., "torch.Tensor"]
 RewardFn = Callable[..., Any]
 
 Kind = Literal["generate", "score", "per_group", "train"]

@@ -30,6 +30,7 @@ class Memory:
         self.lost_shards: set[str] = set()
         self._on_free = on_free
         self._live_rows: dict[str, Counter[int]] = {}  # shard -> lease -> rows
+        self._kept: dict[str, Counter[int]] = {}  # the same, of what belongs to no row
         self._more_room = Signal()
 
     def has_room(self, num_rows: int) -> bool:
@@ -77,10 +78,29 @@ class Memory:
         if block.shard not in self.lost_shards:
             self._on_free({block.shard: {block.lease: num_rows}})
 
+    def keep(self, block: BlockRef) -> None:
+        """One more row of a block is needed, though it is no row of the store."""
+        if block.shard not in self.lost_shards:
+            self._kept.setdefault(block.shard, Counter())[block.lease] += 1
+
+    def let_go(self, blocks: Iterable[BlockRef]) -> None:
+        """One entry per row that was kept."""
+        freed: dict[str, Counter[int]] = {}
+        for block in blocks:
+            if block.shard not in self.lost_shards:
+                freed.setdefault(block.shard, Counter())[block.lease] += 1
+        for shard, leases in freed.items():
+            self._kept[shard].subtract(leases)
+            self._kept[shard] = +self._kept[shard]
+        if freed:
+            self._on_free(freed)
+
     def lose(self, shard: str) -> None:
         self.lost_shards.add(shard)
         self._live_rows.pop(shard, None)
+        self._kept.pop(shard, None)
 
     def live_rows(self, shard: str) -> dict[int, int]:
         """Lease -> rows that are still needed."""
-        return dict(self._live_rows.get(shard, {}))
+        in_rows = self._live_rows.get(shard, Counter[int]())
+        return dict(in_rows + self._kept.get(shard, Counter[int]()))

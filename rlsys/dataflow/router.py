@@ -3,22 +3,26 @@
 A pure state machine. Requests that share a prefix go to one replica together, whose cache then
 holds the prefix's keys and values once: the one with the fewest outstanding tokens. Later requests
 of the same affinity, such as the next turns of an episode, follow them there. A replica that has
-died gets nothing more; what it had outstanding is handed back to be routed again.
+died gets nothing more; what it had outstanding is handed back to be routed again. Replicas come
+and go while requests are routed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from rlsys.config import require
-
 
 class Router:
-    def __init__(self, replicas: Sequence[str]) -> None:
-        require(len(replicas) > 0, "replicas=[] cannot generate; give at least one.")
-        self._outstanding: dict[str, dict[str, int]] = {name: {} for name in replicas}
-        self._load: dict[str, int] = dict.fromkeys(replicas, 0)
+    def __init__(self) -> None:
+        self._outstanding: dict[str, dict[str, int]] = {}
+        self._load: dict[str, int] = {}
         self._home: dict[int, str] = {}  # of each affinity
+
+    def add(self, replica: str) -> None:
+        """A replica takes requests from now on."""
+        assert replica not in self._load, f"{replica} was added twice"
+        self._outstanding[replica] = {}
+        self._load[replica] = 0
 
     @property
     def replicas(self) -> list[str]:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from rlsys.config import require
-from rlsys.dataflow.blocks import BlockRef
+from rlsys.dataflow.blocks import BlockRef, Cell
 from rlsys.dataflow.checks import StoreError, check_columns, check_source
 from rlsys.dataflow.memory import FreedRows, Memory
 from rlsys.dataflow.progress import check_progress
@@ -35,6 +35,9 @@ from rlsys.dataflow.selection import FIRST_COMPLETE, Selection
 from rlsys.dataflow.subscription import RowBatch, Subscription
 
 __all__ = ["FreedRows", "RowBatch", "StageSpec", "StoreError", "StreamStore", "Subscription"]
+
+# Beside the stages' bits in GroupRows.taken: somebody else reads the row's bytes.
+PINNED = 1 << 63
 
 
 class StreamStore:
@@ -252,6 +255,35 @@ class StreamStore:
         ended meanwhile and so cannot be written."""
         self._memory.discard(block, block.layout.num_rows if places is None else len(places))
 
+    def keep(self, cell: Cell) -> None:
+        """Hold bytes that belong to no row yet, such as what a running request has sampled, until
+        `let_go`. Nothing is held on a lost shard."""
+        self._memory.keep(cell[0])
+
+    def let_go(self, cells: Iterable[Cell]) -> None:
+        """Hand back what was kept."""
+        self._memory.let_go([block for block, _ in cells])
+
+    def written_by(self, stage: str, row: int) -> Cell | None:
+        """Where the tensors lie that the stage wrote of a row; None if it has written none."""
+        plan = self._plan(stage)
+        group, index = self._find(stage, [row])[0]
+        if not group.written[index] & plan.bit:
+            return None
+        return group.cell(plan.block_slot, index)
+
+    def pin(self, rows: Sequence[int]) -> None:
+        """The bytes of these rows stay until `unpin`, whoever drops or releases them meanwhile."""
+        for group, index in self._find("pin", rows):
+            group.taken[index] |= PINNED
+            group.released[index] &= ~PINNED
+
+    def unpin(self, rows: Sequence[int]) -> None:
+        found = self._find("unpin", rows)
+        for group, index in found:
+            group.taken[index] &= ~PINNED
+        self._free_unneeded(found)
+
     def release(self, stage: str, rows: Sequence[int]) -> None:
         """The stage is done with the bytes of rows that it took. StoreError for other rows."""
         plan = self._plan(stage)
@@ -358,7 +390,7 @@ class StreamStore:
             if group.is_dropped:
                 needed = group.in_flight(index)
             else:
-                needed = group.released[index] != self._all_readers
+                needed = group.released[index] != self._all_readers or group.in_flight(index)
             if not needed:
                 is_settled = not self._all_tensors & ~group.written[index]
                 self._memory.free(group.num_bytes[index], settled=is_settled)

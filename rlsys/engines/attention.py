@@ -8,13 +8,15 @@ sequences stand in one row, one after another. With a cache (the sampler's) the 
 there, and the cache answers.
 
 transformers hands a model's keyword arguments through to its attention function; that is how the
-cache gets here.
+cache gets here. Instead of a mask it gets a Band: which tokens a layer's tokens see besides those
+that causality hides.
 
 Shape legend: B rows, T tokens, H key/value heads, G query heads per key/value head, D head width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,12 +29,30 @@ ATTENTION = "rlsys"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Band:
+    """What a causal mask hides of a token's past."""
+
+    window: int | None = None  # a token sees itself and the window − 1 tokens before it
+    chunk: int | None = None  # a token sees its own chunk of a row only: Llama 4
+
+
+@dataclass(frozen=True)
+class UnknownMask:
+    """A mask that no Band can say; raises ValueError if a layer attends by it."""
+
+    kinds: frozenset[str]  # functions of transformers.masking_utils
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionRule:
     """How one layer attends."""
 
     scaling: float  # of query · key
-    sliding_window: int | None = None  # a token sees itself and the window − 1 tokens before it
+    sliding_window: int | None = None  # as Band.window
+    chunk: int | None = None  # as Band.chunk
     softcap: float | None = None  # scores are squashed into (−softcap, softcap)
+    # [H·G]: a score of each head that takes its share of the weight and has no value (GPT-OSS).
+    sinks: torch.Tensor | None = None
 
 
 class KeyValueCache(Protocol):
@@ -49,9 +69,10 @@ class KeyValueCache(Protocol):
 
 def register_attention() -> None:
     """Make `attn_implementation="rlsys"` known to transformers. Idempotent."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, _band)
 
 
 def causal_attention(
@@ -66,37 +87,59 @@ def causal_attention(
 
     query [B, H·G, T, D], key and value [B, H, T, D]; returns [B, T, H·G, D].
     """
-    num_tokens, window = query.shape[2], rule.sliding_window
+    num_tokens, window, chunk = query.shape[2], rule.sliding_window, rule.chunk
     if window is not None and window >= num_tokens:
         window = None
-    if rule.softcap is None:
-        visible = None if window is None else causal_mask(num_tokens, window, query.device)
+    if chunk is not None and chunk >= num_tokens:
+        chunk = None
+    if rule.softcap is None and rule.sinks is None:
+        is_plain = window is None and chunk is None
         attended = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=visible,
-            is_causal=visible is None,
+            attn_mask=None if is_plain else causal_mask(num_tokens, window, chunk, query.device),
+            is_causal=is_plain,
             dropout_p=dropout,
             scale=rule.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return attended.transpose(1, 2)
-    # torch's fused attention knows no soft cap.
+    # torch's fused attention knows neither soft caps nor sinks.
     grouped = query.unflatten(1, (key.shape[1], -1))  # [B, H, G, T, D]
-    scores = soft_cap(grouped @ key.unsqueeze(2).mT * rule.scaling, rule.softcap)
-    hidden = ~causal_mask(num_tokens, window, query.device)  # [T, T]
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32)
+    scores = grouped @ key.unsqueeze(2).mT * rule.scaling
+    if rule.softcap is not None:
+        scores = soft_cap(scores, rule.softcap)
+    hidden = ~causal_mask(num_tokens, window, chunk, query.device)  # [T, T]
+    scores = scores.masked_fill(hidden, float("-inf"))
+    sinks = None if rule.sinks is None else rule.sinks.view(key.shape[1], -1, 1)  # [H, G, 1]
+    weights = softmax_with_sinks(scores, sinks)
     weights = F.dropout(weights.to(query.dtype), dropout)  # [B, H, G, T, T]
     return (weights @ value.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
 
 
-def causal_mask(num_tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
+def causal_mask(
+    num_tokens: int, window: int | None, chunk: int | None, device: torch.device
+) -> torch.Tensor:
     """[T, T] bool: True where the row's token sees the column's."""
     position = torch.arange(num_tokens, device=device)
     distance = position[:, None] - position[None, :]
     visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
+    if window is not None:
+        visible &= distance < window
+    if chunk is not None:
+        number = position // chunk
+        visible &= number[:, None] == number[None, :]
+    return visible
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Float32 weights of `scores` [..., T]; the sinks, broadcast to [...], take the rest of the
+    weight."""
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32)
+    column = sinks.to(scores.dtype).expand(scores.shape[:-1])[..., None]
+    return torch.cat((scores, column), -1).softmax(-1, dtype=torch.float32)[..., :-1]
 
 
 def soft_cap(scores: torch.Tensor, cap: float) -> torch.Tensor:
@@ -109,22 +152,29 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Band | UnknownMask | torch.Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     kv_cache: KeyValueCache | None = None,
     packing: Packing | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature."""
-    assert attention_mask is None, "rlsys attention is causal over whole sequences; pass no mask"
+    """transformers' attention signature. Raises ValueError for what a model asks for beyond it."""
+    if not (attention_mask is None or isinstance(attention_mask, Band)):
+        raise ValueError(f"it brings an attention mask of its own, {_described(attention_mask)}")
+    if others.get("position_bias") is not None:
+        raise ValueError("it adds a bias of positions to attention scores")
+    band = attention_mask or Band()
     rule = AttentionRule(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
+        sliding_window=sliding_window or band.window,
+        chunk=band.chunk,
         softcap=softcap,
+        sinks=s_aux,
     )
     if packing is not None:
         query, key, value = (packing.pad(heads) for heads in (query, key, value))
@@ -135,3 +185,37 @@ def _attention(
         layer: Any = module.layer_idx
         attended = kv_cache.attend(layer, query, key, value, rule)
     return attended.contiguous(), None
+
+
+def _band(
+    *, mask_function: Callable[..., Any], use_vmap: bool, local_size: int | None = None, **_: Any
+) -> Band | UnknownMask | None:
+    """transformers' mask signature."""
+    kinds = frozenset(map(_kind, _conjuncts(mask_function)))
+    # That rows are packed, transformers concludes from the positions; Packing knows it by itself.
+    kinds -= {"causal_mask_function", "packed_sequence_mask_function"}
+    if use_vmap or kinds - {"sliding_window_overlay", "chunked_overlay"}:
+        return UnknownMask(kinds)
+    if not kinds:
+        return None
+    return Band(chunk=local_size) if "chunked_overlay" in kinds else Band(window=local_size)
+
+
+def _conjuncts(mask_function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    if _kind(mask_function) != "and_masks":
+        yield mask_function
+        return
+    (functions,) = (cell.cell_contents for cell in mask_function.__closure__ or ())
+    for one in functions:
+        yield from _conjuncts(one)
+
+
+def _kind(mask_function: Callable[..., Any]) -> str:
+    """The function of transformers.masking_utils that it is or that made it."""
+    return mask_function.__qualname__.partition(".")[0]
+
+
+def _described(mask: object) -> str:
+    if isinstance(mask, UnknownMask):
+        return ", ".join(sorted(mask.kinds)) or "with functions of its own"
+    return f"a {type(mask).__name__}"

@@ -8,13 +8,19 @@ the positions whose log-probabilities they need.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlsys.data.hub import in_short, unreadable
 from rlsys.engines import onednn_linear
 from rlsys.engines.attention import ATTENTION, register_attention
+from rlsys.engines.float32_product import Float32Copy, float32_product, gradient_sum, mm
+
+# Names of the soft cap of logits: Gemma's and NanoChat's, RecurrentGemma's, xLSTM's.
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def hide_progress_bars() -> None:
@@ -27,62 +33,116 @@ def hide_progress_bars() -> None:
 def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
     """Load a model for inference or training, with the attention and linear layers of both engines.
 
-    Its backbone takes right-padded rows without a mask. Raises ValueError where `path` holds no
-    causal language model.
+    Models that compute attention in code of their own, where transformers cannot replace it, keep
+    it. Raises ValueError where `path` holds no causal language model; whether rlsys computes its
+    architecture right, rlsys.engines.architecture.check_architecture says.
     """
     from transformers import AutoModelForCausalLM
 
-    register_attention()
     hide_progress_bars()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+            path, dtype=getattr(torch, dtype), attn_implementation="eager"
         )
-    except (OSError, ValueError, KeyError) as error:
+    except unreadable() as error:
         raise ValueError(
-            f"model.path={str(path)!r} holds no causal language model ({error}); give a Hugging "
-            "Face model directory or hub name."
+            f"model.path={str(path)!r} holds no causal language model ({in_short(error)}); give a "
+            "Hugging Face model directory or hub name."
         ) from error
-    if onednn_linear.is_faster():
-        onednn_linear.use_onednn(model)
+    _check_finite(model, path)
+    use_engine_layers(model)
     return model.to(device)
 
 
+def use_engine_layers(model: Any) -> None:
+    """Attention and linear layers of both engines, in place."""
+    register_attention()
+    model.set_attn_implementation(ATTENTION)
+    if onednn_linear.is_faster():
+        onednn_linear.use_onednn(model)
+
+
+def backbone(model: Any) -> Any:
+    """The part of a model that makes hidden states of token ids."""
+    found = model.get_decoder()
+    # Where a class calls its parts otherwise than most, transformers finds itself or the head.
+    if found is model or found is model.get_output_embeddings():
+        found = model.model
+    return found
+
+
+def _check_finite(model: Any, path: str | Path) -> None:
+    """Raise ValueError for weights that are no numbers."""
+    for name, parameter in model.named_parameters():
+        # The sum of finite weights is finite; only for one that is not, each has to be looked at.
+        if not torch.isfinite(parameter.detach().float().sum()):
+            num_bad = int((~torch.isfinite(parameter)).sum())
+            if num_bad:
+                raise ValueError(
+                    f"model.path={str(path)!r}: {num_bad:,} of {parameter.numel():,} weights of "
+                    f"{name} are NaN or infinite; the files are damaged, or training diverged "
+                    "before they were written: give a model that is whole."
+                )
+
+
 class Head:
-    """Logits [N, V] of hidden states [N, D], as the model's own forward computes them."""
+    """Logits [N, V] float32 of hidden states [N, D], as the model's own forward computes them but
+    for the rounding of 16-bit logits, which is left out."""
 
     def __init__(self, model: Any) -> None:
         self._output_embeddings = model.get_output_embeddings()
         config = model.config.get_text_config()
-        self._cap: float | None = getattr(config, "final_logit_softcapping", None)
+        caps = (getattr(config, name, None) for name in SOFT_CAPS)
+        self._cap: float | None = next((cap for cap in caps if cap is not None), None)
+        self._scale = _logit_scale(config)
+        self._sum: torch.Tensor | None = None
+        self._copy: Float32Copy | None = None
+
+    def for_chunks(self) -> Head:
+        """The same head for one pass that calls it several times: the gradient of a 16-bit weight
+        is summed over the calls in float32."""
+        head = copy.copy(self)
+        if self._is_16_bit and torch.is_grad_enabled():
+            head._sum = gradient_sum(self._output_embeddings.weight)
+        return head
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._output_embeddings(hidden)
+        logits = self._product(hidden)
+        if self._scale != 1:
+            logits = logits * self._scale
         if self._cap is not None:
             logits = torch.tanh(logits / self._cap) * self._cap
         return logits
 
+    @property
+    def _is_16_bit(self) -> bool:
+        return self._output_embeddings.weight.dtype in (torch.bfloat16, torch.float16)
+
+    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor
+        if not self._is_16_bit:
+            logits = self._output_embeddings(hidden)
+            return logits
+        weight, bias = self._output_embeddings.weight, self._output_embeddings.bias
+        if torch.is_grad_enabled():
+            total = gradient_sum(weight) if self._sum is None else self._sum
+            logits = float32_product(hidden, weight, total)
+        else:
+            # A sampler multiplies few rows by it, thousands of times between two changes.
+            self._copy = self._copy or Float32Copy(weight)
+            logits = mm(hidden, self._copy.get().t())
+        return logits if bias is None else logits + bias.float()
+
 
 def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits [N, V] of hidden states [N, D]. For many small calls, keep a Head instead."""
+    """Logits [N, V] float32 of hidden states [N, D]. For many small calls, keep a Head instead."""
     return Head(model)(hidden)
 
 
-def check_head(model: Any) -> None:
-    """Raise ValueError if backbone and head together differ from the model's own forward pass with
-    transformers' reference attention."""
-    device = next(model.parameters()).device
-    token_ids = torch.arange(8, device=device)[None] % model.config.get_text_config().vocab_size
-    with torch.no_grad():
-        hidden = model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
-        found = head_logits(model, hidden)
-        model.set_attn_implementation("eager")
-        expected = model(input_ids=token_ids, use_cache=False).logits
-        model.set_attn_implementation(ATTENTION)
-    tolerance = 1e-3 if found.dtype == torch.float32 else 5e-2 * float(expected.abs().max())
-    if not torch.allclose(expected, found, rtol=tolerance, atol=tolerance):
-        raise ValueError(
-            f"{type(model).__name__} computes its attention or its logits in a way that rlsys does "
-            "not know; use an architecture with causal attention (sliding windows and soft caps "
-            "included) whose head is a linear layer, with or without a soft cap."
-        )
+def _logit_scale(config: Any) -> float:
+    """What a model multiplies its logits by: Cohere; Granite and MiniCPM divide, by the name by
+    which HyperCLOVA X multiplies."""
+    scale = getattr(config, "logit_scale", None)
+    if scale is None and (scaling := getattr(config, "logits_scaling", None)) is not None:
+        scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
+    return 1.0 if scale is None else float(scale)

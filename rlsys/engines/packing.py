@@ -24,15 +24,17 @@ class Packing:
     """Where each token of the packed row stands among the padded rows."""
 
     def __init__(self, lengths: IntArray, device: torch.device | str = "cpu") -> None:
-        longest = int(lengths.max())
+        self.longest = int(lengths.max())
         row, column = ragged_places(lengths)
         starts = np.cumsum(lengths) - lengths
         # What stands at padding is never looked at; a row's last token is as good as any.
-        token = starts[:, None] + np.minimum(np.arange(longest), lengths[:, None] - 1)  # [B, L]
+        token = starts[:, None] + np.minimum(
+            np.arange(self.longest), lengths[:, None] - 1
+        )  # [B, L]
         self.position_ids = torch.from_numpy(column[None]).to(device)  # [1, N]
-        self._num_rows, self._longest = len(lengths), longest
-        self._is_full = len(row) == len(lengths) * longest
-        self._places = torch.from_numpy(row * longest + column).to(device)  # [N] into B·L
+        self._num_rows = len(lengths)
+        self._is_full = len(row) == len(lengths) * self.longest
+        self._places = torch.from_numpy(row * self.longest + column).to(device)  # [N] into B·L
         self._tokens = torch.from_numpy(token.flatten()).to(device)  # [B·L] into N
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
@@ -40,7 +42,7 @@ class Packing:
         tokens: torch.Tensor = packed[0].transpose(0, 1)  # [N, H, D]
         if not self._is_full:
             tokens = _Pad.apply(tokens, self._tokens, self._places)
-        padded = tokens.reshape(self._num_rows, self._longest, *tokens.shape[1:])
+        padded = tokens.reshape(self._num_rows, self.longest, *tokens.shape[1:])
         return padded.transpose(1, 2)
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,27 @@ COLUMNS = (
 )
 
 
+@dataclass
+class Said:
+    """A warning that was printed. Steps."""
+
+    kind: str
+    found_at: int = 0
+    warned_at: int | None = None
+
+
+class _Console(Console):
+    """In a notebook it prints as elsewhere. When its reader goes away, as `recipe | head` does, it
+    falls silent and raises BrokenPipeError, once."""
+
+    def __init__(self) -> None:
+        super().__init__(soft_wrap=True, highlight=False, force_jupyter=False)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise BrokenPipeError("nobody reads standard output any more")
+
+
 class RunConsole:
     """One run's output. `clock` tells seconds; `console` defaults to the standard output."""
 
@@ -80,7 +101,7 @@ class RunConsole:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._console = console or _Console()
         self._clock = clock
         self._phases = Phases(self._console, clock)
         self._num_steps = num_steps
@@ -90,7 +111,7 @@ class RunConsole:
         self._recent: deque[Line] = deque(maxlen=WINDOW)
         self._rewards: list[float] = []  # of all steps, so that the trend keeps its scale
         self._lines_printed = 0
-        self._warned_at: dict[str, int] = {}  # kind of finding -> step
+        self._said: dict[str, Said] = {}  # by the finding's topic
         self._started_s = clock()
         self._first_step_s: float | None = None
 
@@ -154,9 +175,17 @@ class RunConsole:
         return f"{line[metrics.STEP]:>{max(width, 4)}}  {reward:>7} {trend:<{TREND_STEPS}}{cells}"
 
     def _warn(self, finding: Finding, step: int) -> None:
-        warned_at = self._warned_at.get(finding.kind)
-        if warned_at is None or step - warned_at >= WARN_EVERY:
-            self._warned_at[finding.kind] = step
+        """Of two findings that contradict each other, such as two bottlenecks of a run in balance,
+        the one that was told first stays the one, until it has not been found for a while."""
+        topic = finding.topic or finding.kind
+        said = self._said.get(topic)
+        if said is None or step - said.found_at >= WARN_EVERY:
+            said = self._said[topic] = Said(finding.kind)
+        if said.kind != finding.kind:
+            return
+        said.found_at = step
+        if said.warned_at is None or step - said.warned_at >= WARN_EVERY:
+            said.warned_at = step
             self.warn(finding.message)
 
     def _sample(self, record: RolloutRecord) -> None:
@@ -200,7 +229,9 @@ def _indented(label: str, text: str) -> str:
 
 def _contents(directory: Path) -> list[str]:
     """What a reader may want to open; a folder with a slash, empty ones and dot files left out."""
-    names = []
+    names: list[str] = []
+    if not directory.is_dir():  # somebody has deleted it
+        return names
     for path in sorted(directory.iterdir()):
         if path.name.startswith(".") or (path.is_dir() and not any(path.iterdir())):
             continue

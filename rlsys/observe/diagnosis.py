@@ -24,11 +24,14 @@ KL_SAMPLER_TRAINER = 0.05  # nats per token; bfloat16 kernels alone differ by ab
 IDLE_FRAC = 0.5
 PINNED_FRAC = 0.9  # of the staleness bound
 
+BOTTLENECK = "bottleneck"
+
 
 @dataclass(frozen=True)
 class Finding:
     kind: str  # the same finding on later steps has the same kind
     message: str
+    topic: str = ""  # of kinds that contradict each other, or empty
 
 
 def diagnose(lines: Lines, *, max_staleness: int) -> list[Finding]:
@@ -41,8 +44,10 @@ def diagnose(lines: Lines, *, max_staleness: int) -> list[Finding]:
     findings = list(_failed_rewards(lines))
     if len(lines) == WINDOW:
         findings += _learning_signal(lines)
-        findings += _staleness(lines, max_staleness)
-        findings += _trainer_idle([x for x in lines if x[metrics.STEP] > 1], max_staleness)
+        # A trainer that waits is no bottleneck, however stale its data.
+        findings += list(
+            _trainer_idle([x for x in lines if x[metrics.STEP] > 1], max_staleness)
+        ) or _staleness(lines, max_staleness)
     return findings
 
 
@@ -99,6 +104,7 @@ def _staleness(lines: Lines, max_staleness: int) -> Iterator[Finding]:
             f"asynchrony.max_staleness={max_staleness}): training is the bottleneck and "
             "generation waits; give the trainer more (trainer.num_ranks, trainer.num_cpus), or "
             "take away replicas.",
+            BOTTLENECK,
         )
 
 
@@ -114,6 +120,7 @@ def _trainer_idle(lines: Lines, max_staleness: int) -> Iterator[Finding]:
         "trainer_idle",
         f"the trainer waits for rollouts {idle_s / step_s:.0%} of the time: generation is the "
         f"bottleneck; {remedy}.",
+        BOTTLENECK,
     )
 
 

@@ -55,6 +55,7 @@ class Recorder:
         self._tracer = tracer
         self._stepped = stepped
         self._clock = clock
+        self._num_deaths = 0  # of replicas
         self._step_started = clock()
         self._num_generated_tokens = 0
         self._num_failed: Counter[str] = Counter()  # in this step
@@ -83,7 +84,25 @@ class Recorder:
         self._num_failed[failure.kind] += 1
 
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
-        self._console.warn(f"{reason}; {num_requests} rollouts go on elsewhere")
+        self._num_deaths += 1
+        self._tracer.instant("controller", "replica died", replica=name)
+        going_on = f"; its {num_requests} rollouts go on elsewhere" if num_requests else ""
+        self._console.warn(f"{reason}{going_on}")
+
+    def replica_joined(self, name: str, *, version: int) -> None:
+        self._tracer.instant("controller", "replica joined", replica=name, version=version)
+        if self._num_deaths:
+            self._console.note(f"{name} samples with the weights of step {version}")
+
+    def learner_restarted(self, reason: str, *, step: int, lost_steps: int, seconds: float) -> None:
+        self._tracer.instant("controller", "trainer restarted", step=step, lost_steps=lost_steps)
+        if lost_steps:
+            self._metrics.go_back(step)
+            self._rollouts.go_back(step)
+        undone = f"; {lost_steps} steps are trained again" if lost_steps else ""
+        self._console.warn(
+            f"{reason}; the trainer goes on after step {step}, {seconds:.1f} s later{undone}"
+        )
 
     def waited(self, stage: str, reason: str, seconds: float) -> None:
         self._waited_s[metrics.waited_s(stage, reason)] += seconds
@@ -189,6 +208,7 @@ def _records(trained: TrainedStep) -> list[RolloutRecord]:
             rewards=note.components,
             advantage=note.advantage,
             finish_reason=str(note.finish_reason),
+            row=group.prompt.metadata,
         )
         for group in trained.groups
         for index, note in enumerate(group.rollouts)

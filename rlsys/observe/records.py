@@ -1,16 +1,21 @@
 """rollouts.jsonl: what the policy was asked, what it answered, and what that was worth.
 
 In: rollouts with their rewards and advantages, a few groups each step. Out: one plain JSON object a
-rollout, keyed as RolloutRecord's fields.
+rollout, keyed as RolloutRecord's fields. The dataset row may hold anything; what JSON has no word
+for is written as text.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rlsys.observe.step_log import StepLog, read_lines
+
+MAX_BYTES = 64  # of an image or a sound, which nobody reads in rollouts.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,8 @@ class RolloutRecord:
     rewards: Mapping[str, float]  # by reward function, before their weights
     advantage: float
     finish_reason: str
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The dataset row's columns beside the prompt, as the rewards saw them."""
 
 
 class RolloutWriter:
@@ -40,7 +47,7 @@ class RolloutWriter:
     def write(self, records: Iterable[RolloutRecord]) -> None:
         """Raises ValueError for NaN and infinities."""
         for record in records:
-            self._log.append(asdict(record))
+            self._log.append(asdict(replace(record, row=plain(record.row))))
 
     def go_back(self, step: int) -> None:
         """Training went back to `step`: records of later steps are removed."""
@@ -48,6 +55,26 @@ class RolloutWriter:
 
     def close(self) -> None:
         self._log.close()
+
+
+def plain(value: Any) -> Any:
+    """As JSON writes it: numbers that are not finite, dates and the like as text, long bytes and
+    arrays by their first ones."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case Mapping():
+            return {str(key): plain(item) for key, item in value.items()}
+        case bytes() | bytearray():
+            return repr(bytes(value[:MAX_BYTES])) + ("..." if len(value) > MAX_BYTES else "")
+        case list() | tuple():
+            return [plain(item) for item in value]
+        case _ if hasattr(value, "tolist"):  # numpy's scalars and arrays
+            return plain(value.tolist())
+        case _:
+            return str(value)
 
 
 def read_rollouts(path: Path) -> Iterator[RolloutRecord]:

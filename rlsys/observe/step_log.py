@@ -33,10 +33,22 @@ class StepLog:
         self._file = _open(self._path, step)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Raises ValueError for NaN and infinities, which JSON has no numbers for."""
+        """Raises ValueError for NaN and infinities, which JSON has no numbers for, and
+        FileNotFoundError where the file was deleted or moved away: the line would be lost."""
         assert "step" in line, f"a line without a step: {sorted(line)}"
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+        if not self._is_in_place():
+            raise FileNotFoundError(
+                f"{self._path} was deleted or moved while the run was writing to it, so that its "
+                "steps cannot be kept; leave run directories alone until their runs have ended."
+            )
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         self._file.close()

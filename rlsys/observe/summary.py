@@ -101,6 +101,16 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
+def whole_percents(parts: Sequence[float]) -> list[int]:
+    """Shares of the whole in percent, rounded so that they add up to 100 (largest remainder)."""
+    exact = [100 * part / sum(parts) for part in parts]
+    rounded = [int(share) for share in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda i: rounded[i] - exact[i])
+    for i in by_remainder[: 100 - sum(rounded)]:
+        rounded[i] += 1
+    return rounded
+
+
 def _where_the_time_went(summary: Summary) -> str:
     parts = {
         "training": summary.train_s,
@@ -108,7 +118,8 @@ def _where_the_time_went(summary: Summary) -> str:
         "weight sync": summary.weight_sync_s,
     }
     parts["other"] = max(0.0, summary.total_s - sum(parts.values()))
-    shares = ", ".join(f"{name} {part / summary.total_s:.0%}" for name, part in parts.items())
+    percents = whole_percents(list(parts.values()))
+    shares = ", ".join(f"{name} {n}%" for name, n in zip(parts, percents, strict=True))
     return (
         f"{duration(summary.total_s)}: {shares}; generation paused "
         f"{summary.pause_s / summary.total_s:.1%}"

@@ -1,12 +1,15 @@
 """Reward functions: how to write one, the built-in ones, and what runs them."""
 
+from rlsys.rewards.example import example_rollout
 from rlsys.rewards.math_answer import math_answer
 from rlsys.rewards.outcome import RewardFailure, RewardResult
+from rlsys.rewards.packing import PackedRewards, pack_rewards
 from rlsys.rewards.reward import Reward, as_rewards, check_columns, reward
 from rlsys.rewards.runner import RewardRunner
 from rlsys.rewards.verifiers import exact_match, format_reward, numeric_answer
 
 __all__ = [
+    "PackedRewards",
     "Reward",
     "RewardFailure",
     "RewardResult",
@@ -14,8 +17,10 @@ __all__ = [
     "as_rewards",
     "check_columns",
     "exact_match",
+    "example_rollout",
     "format_reward",
     "math_answer",
     "numeric_answer",
+    "pack_rewards",
     "reward",
 ]

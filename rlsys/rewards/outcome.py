@@ -11,14 +11,19 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
+from rlsys.rewards.packing import PackedReward
 from rlsys.rewards.reward import Reward
-from rlsys.types import Rollout
 
-FailureKind = Literal["exception", "timeout", "nan", "type"]
+# "nan" stands for infinities too, "type" for what is no number, "crash" for the end of the process.
+FailureKind = Literal["exception", "timeout", "nan", "type", "memory", "crash"]
+KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
+
+# Longer messages lose their middle: some exceptions quote all that they were given.
+MAX_MESSAGE = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,23 +42,13 @@ class RewardResult:
 class RewardFailure:
     """Why a rollout has no reward."""
 
-    kind: FailureKind  # "nan" stands for infinities too, "type" for what is no number
+    kind: FailureKind
     reward: str  # name of the function
     message: str
 
 
 # A function's value at its own name, and those of its dict at "name/key"; or why there is none.
 Outcome = dict[str, float] | RewardFailure
-
-
-@dataclass(kw_only=True, eq=False)
-class Call:
-    """One reward function on one rollout."""
-
-    reward: Reward
-    rollout: Rollout
-    limit_s: float  # wall-clock time
-    outcome: Outcome | None = None  # None until it has ended
 
 
 def components_of(reward: Reward, returned: object) -> Outcome:
@@ -71,11 +66,8 @@ def components_of(reward: Reward, returned: object) -> Outcome:
         except OverflowError:
             numbers[name] = math.inf
         if not math.isfinite(numbers[name]):
-            return RewardFailure(
-                kind="nan",
-                reward=reward.name,
-                message=f"{reward.name} returned {reprlib.repr(returned)}; return finite numbers.",
-            )
+            message = f"{reward.name} returned {reprlib.repr(returned)}; return finite numbers."
+            return RewardFailure(kind="nan", reward=reward.name, message=printable(message))
     if not is_dict:
         return numbers
     if not numbers:
@@ -85,36 +77,47 @@ def components_of(reward: Reward, returned: object) -> Outcome:
 
 
 def _type_failure(reward: Reward, returned: object) -> RewardFailure:
-    return RewardFailure(
-        kind="type",
-        reward=reward.name,
-        message=f"{reward.name} returned {reprlib.repr(returned)} ({type(returned).__name__}); "
-        "return a float, or a dict of floats by name.",
+    message = (
+        f"{reward.name} returned {reprlib.repr(returned)} ({type(returned).__name__}); return a "
+        "float, or a dict of floats by name."
     )
+    return RewardFailure(kind="type", reward=reward.name, message=printable(message))
 
 
 def failure_from(reward: Reward, error: BaseException) -> RewardFailure:
     """The failure of a function that raised, with the last frames of its traceback."""
     frames = error.__traceback__.tb_next if error.__traceback__ else None  # the first is the caller
     lines = traceback.format_exception(type(error), error, frames, limit=-3, chain=False)
-    return RewardFailure(
-        # A verifier that keeps a limit of its own says so with TimeoutError.
-        kind="timeout" if isinstance(error, TimeoutError) else "exception",
-        reward=reward.name,
-        message=f"{reward.name} raised {lines[-1]}{''.join(lines[:-1])}".rstrip(),
-    )
+    kind: FailureKind = "exception"
+    if isinstance(error, TimeoutError):  # a verifier that keeps a limit of its own says so with it
+        kind = "timeout"
+    elif isinstance(error, MemoryError):
+        kind = "memory"
+    message = f"{reward.name} raised {lines[-1]}{''.join(lines[:-1])}".rstrip()
+    return RewardFailure(kind=kind, reward=reward.name, message=printable(message))
 
 
-def timeout_failure(call: Call) -> RewardFailure:
+def timeout_failure(reward: PackedReward, limit_s: float) -> RewardFailure:
     return RewardFailure(
         kind="timeout",
-        reward=call.reward.name,
-        message=f"{call.reward.name} took longer than {call.limit_s} s; find out why, or raise its "
+        reward=reward.name,
+        message=f"{reward.name} took longer than {limit_s:g} s; find out why, or raise its "
         "timeout_s (reward.timeout_s for all).",
     )
 
 
-def combine(rewards: Sequence[Reward], outcomes: Sequence[Outcome]) -> RewardResult | RewardFailure:
+def printable(text: str) -> str:
+    """Without what a terminal would act on, such as escape sequences, and of bounded length."""
+    if len(text) > MAX_MESSAGE:
+        text = f"{text[: MAX_MESSAGE // 2]} [...] {text[-MAX_MESSAGE // 2 :]}"
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def combine(
+    rewards: Sequence[Reward | PackedReward], outcomes: Sequence[Outcome]
+) -> RewardResult | RewardFailure:
     """The outcomes of all rewards on one rollout as one; the first failure wins."""
     total = 0.0
     components: dict[str, float] = {}

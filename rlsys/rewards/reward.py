@@ -28,6 +28,7 @@ class Reward:
     weight: float = 1.0
     timeout_s: float | None = None  # of one call; None: the runner's own limit
     required_columns: tuple[str, ...] = ()  # read from rollout.metadata
+    environment: tuple[str, ...] = ()  # variables that it needs though they look like secrets
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
@@ -62,6 +63,7 @@ def reward(
     weight: float = 1.0,
     timeout_s: float | None = None,
     required_columns: Sequence[str] = (),
+    environment: Sequence[str] = (),
 ) -> Callable[[RewardFunction], Reward]: ...
 def reward(
     function: RewardFunction | None = None,
@@ -71,12 +73,15 @@ def reward(
     weight: float = 1.0,
     timeout_s: float | None = None,
     required_columns: Sequence[str] = (),
+    environment: Sequence[str] = (),
 ) -> Reward | Callable[[RewardFunction], Reward]:
     """Make a function a reward: `@reward`, or `@reward(weight=0.5, timeout_s=10)`.
 
     A bool counts as 1.0 or 0.0. Of a dict, the value is its "reward" key, or the sum of all values
     where it has none; every key is recorded. Declare the metadata columns that the function reads
-    as `required_columns`, and a dataset without them is refused before anything starts.
+    as `required_columns`, and a dataset without them is refused before anything starts. Functions
+    run without the environment variables that hold secrets (see environment.py); name those that
+    this one needs, such as the key of a judge, as `environment`.
     """
 
     def decorate(function: RewardFunction) -> Reward:
@@ -87,6 +92,7 @@ def reward(
             weight=weight,
             timeout_s=timeout_s,
             required_columns=tuple(required_columns),
+            environment=tuple(environment),
         )
 
     return decorate if function is None else decorate(function)

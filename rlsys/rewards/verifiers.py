@@ -94,8 +94,8 @@ def _exact_match(rollout: Rollout, *, column: str, normalize: Callable[[str], st
 def format_reward(pattern: str, *, name: str = "format") -> Reward:
     """Whether the regular expression is found anywhere in the completion; anchor it with ^ and $.
 
-    Raises ValueError for what is no regular expression. Avoid nested repetitions such as (a+)+: no
-    time limit stops one that backtracks.
+    Raises ValueError for what is no regular expression. Avoid nested repetitions such as (a+)+: one
+    that backtracks ends as a time-out, and takes its process with it.
     """
     try:
         re.compile(pattern)

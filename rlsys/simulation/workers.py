@@ -10,24 +10,35 @@ import asyncio
 import contextlib
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rlsys.controller import Group, TrainedStep
-from rlsys.dataflow.blocks import BlockRef, layout_of
+from rlsys.dataflow.blocks import BlockRef, Cell, Layout, layout_of
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import (
     FinishReason,
-    Generation,
     GenerationRequest,
     Prompt,
     StepResult,
     WeightManifest,
 )
-from rlsys.workers import Collected, FinishedRollout, ReplicaDied, Scored, ScoreTask, TrainTask
+from rlsys.workers import (
+    Collected,
+    FinishedRollout,
+    LearnerDied,
+    Part,
+    ReplicaDied,
+    Scored,
+    ScoreTask,
+    TellScores,
+    TrainTask,
+)
+
+T = TypeVar("T")
 
 NUM_PROMPT_TOKENS = 4
 
@@ -46,7 +57,7 @@ class SimulatedReplica:
     num_slots: int = 1 << 20
     load_s: float = 0.0
     version: int = 0
-    num_submitted: int = 0
+    submitted: list[str] = field(default_factory=list)  # request ids
     num_collected: int = 0
     buried: bool = False
     dies_after: int | None = None  # rollouts
@@ -54,23 +65,31 @@ class SimulatedReplica:
     dead: bool = False
     continued: list[str] = field(default_factory=list)  # requests that came with prior tokens
     _slots: asyncio.Semaphore = field(init=False)
-    _finished: asyncio.Queue[FinishedRollout] = field(default_factory=asyncio.Queue)
+    _finished: asyncio.Queue[FinishedRollout | None] = field(default_factory=asyncio.Queue)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)  # running requests that it has told a part of
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.num_slots)
+
+    def die(self) -> None:
+        self.dead = True
+        for task in self._running.values():
+            task.cancel()
+        self._finished.put_nowait(None)  # whoever collects learns of it at once
 
     def _require_alive(self) -> None:
         if self.dead:
             raise ReplicaDied(f"{self.name} died")
 
     async def submit(
-        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Generation]
+        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
     ) -> None:
         self._require_alive()
         self.continued += priors
+        self._told.update(priors)
         for request in requests:
-            self.num_submitted += 1
+            self.submitted.append(request.request_id)
             self._running[request.request_id] = asyncio.create_task(self._sample(request))
 
     async def _sample(self, request: GenerationRequest) -> None:
@@ -83,21 +102,12 @@ class SimulatedReplica:
         except asyncio.CancelledError:
             finish_reason = FinishReason.ABORTED
         del self._running[request.request_id]
-        tokens = np.zeros(3, np.int32)
-        layout = layout_of(
-            {
-                "prompt_token_ids": [np.zeros(NUM_PROMPT_TOKENS, np.int32)],
-                "token_ids": [tokens],
-                "sampler_logprobs": [tokens.astype(np.float32)],
-                "policy_versions": [tokens],
-            }
-        )
         self._finished.put_nowait(
             FinishedRollout(
                 request_id=request.request_id,
-                cell=(BlockRef(self.shard, 0, 0, layout), 0),
+                cell=(BlockRef(self.shard, 0, 0, _layout(3)), 0),
                 num_prompt_tokens=NUM_PROMPT_TOKENS,
-                num_tokens=len(tokens),
+                num_tokens=3,
                 min_version=first_version,
                 max_version=self.version,
                 finish_reason=finish_reason,
@@ -106,22 +116,29 @@ class SimulatedReplica:
 
     async def collect(self) -> Collected:
         self._require_alive()
-        finished = [await self._finished.get()]
+        rollout = await self._finished.get()
         self.num_collected += 1
         if self.dies_after is not None and self.num_collected > self.dies_after:
-            self.dead = True
-            self._require_alive()
-        partial = [
-            Generation(
+            self.die()
+        self._require_alive()
+        assert rollout is not None
+        return Collected(finished=[rollout], parts=await self.progress(), has_sampled=True)
+
+    async def progress(self) -> list[Part]:
+        self._require_alive()
+        parts = [
+            Part(
                 request_id=request_id,
-                token_ids=np.zeros(1, np.int32),
-                sampler_logprobs=np.zeros(1, np.float32),
-                policy_versions=np.zeros(1, np.int32),
-                finish_reason=FinishReason.ABORTED,
+                start=0,
+                cell=(BlockRef(self.shard, 0, 0, _layout(1)), 0),
+                num_tokens=1,
+                min_version=self.version,
             )
             for request_id in self._running
+            if request_id not in self._told
         ]
-        return Collected(finished=finished, partial=partial)
+        self._told.update(part.request_id for part in parts)
+        return parts
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._require_alive()
@@ -132,11 +149,35 @@ class SimulatedReplica:
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         self._require_alive()
         await asyncio.sleep(self.load_s)
+        self._require_alive()
         self.version = manifest.version
         return self.load_s
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         self.buried = True
+
+
+@dataclass(kw_only=True)
+class SimulatedFleet:
+    """Replicas are there `start_s` after they are asked for; the first `num_duds` of them die
+    while they start."""
+
+    latency_s: Callable[[], float] = lambda: 1.0
+    start_s: float = 10.0
+    num_duds: int = 0
+    hired: list[SimulatedReplica] = field(default_factory=list)
+    prepare: Callable[[SimulatedReplica], None] = lambda replica: None
+
+    async def hire(self, number: int) -> SimulatedReplica:
+        await asyncio.sleep(self.start_s)
+        if self.num_duds > 0:
+            self.num_duds -= 1
+            raise ReplicaDied(f"rollout-{number} died during start")
+        name = f"rollout-{number}.{len(self.hired) + 1}"
+        replica = SimulatedReplica(name=name, latency_s=self.latency_s, load_s=0.01)
+        self.prepare(replica)
+        self.hired.append(replica)
+        return replica
 
 
 @dataclass(kw_only=True)
@@ -146,9 +187,9 @@ class SimulatedScorer:
         total=float(task.index), components={}
     )
 
-    async def score(self, tasks: Sequence[ScoreTask]) -> list[Scored]:
+    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
         await asyncio.sleep(self.latency_s())
-        return [Scored(outcome=self.outcome(task), text=None) for task in tasks]
+        tell({i: Scored(outcome=self.outcome(task), text=None) for i, task in enumerate(tasks)})
 
 
 @dataclass(kw_only=True)
@@ -156,35 +197,74 @@ class SimulatedLearner:
     row_s: float = 0.0
     step_s: float = 0.0  # of the optimizer
     answer_s: float = 0.0  # how long an answer travels, while the next call is carried out
+    restart_s: float = 5.0
+    loses: int = 0  # optimizer steps that a restart cannot bring back
     version: int = 0
-    trained: list[list[TrainTask]] = field(default_factory=lambda: [[]])
+    deaths: int = 0
+    trained: list[list[TrainTask]] = field(default_factory=lambda: [[]])  # by step; and the next
     idle_s: list[float] = field(default_factory=list)  # before each part, without a call to do
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _busy_until_s: float | None = None
+    _died: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def die(self) -> None:
+        """Every call that has not been answered fails, and every later one until a restart."""
+        self.deaths += 1
+        self._died.set()
 
     async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
-        async with self._carrying_out() as idle_s:
-            self.idle_s.append(idle_s)
-            await asyncio.sleep(self.row_s * max(len(share) for share in shares))
-            self.trained[-1] += [task for share in shares for task in share]
-        await asyncio.sleep(self.answer_s)
+        async def work() -> None:
+            async with self._carrying_out() as idle_s:
+                self.idle_s.append(idle_s)
+                await asyncio.sleep(self.row_s * max(len(share) for share in shares))
+                self.trained[-1] += [task for share in shares for task in share]
+
+        await self._answer(work())
 
     async def optimizer_step(self) -> StepResult:
-        async with self._carrying_out():
-            await asyncio.sleep(self.step_s)
-            self.version += 1
-            self.trained.append([])
-            result = StepResult(policy_version=self.version, metrics={}, num_tokens=0)
-        await asyncio.sleep(self.answer_s)
-        return result
+        async def work() -> StepResult:
+            async with self._carrying_out():
+                await asyncio.sleep(self.step_s)
+                self.version += 1
+                self.trained.append([])
+                return StepResult(policy_version=self.version, metrics={}, num_tokens=0)
+
+        return await self._answer(work())
 
     async def publish(self) -> WeightManifest:
-        async with self._carrying_out():
-            manifest = WeightManifest(
-                version=self.version, path="", num_bytes=0, entries={}, checksum=0
-            )
+        async def work() -> WeightManifest:
+            async with self._carrying_out():
+                return WeightManifest(
+                    version=self.version, path="", num_bytes=0, entries={}, checksum=0
+                )
+
+        return await self._answer(work())
+
+    async def restart(self, step: int) -> int:
+        self._died.set()  # after lost rows, nobody has died: calls under way are forgotten too
+        await asyncio.sleep(self.restart_s)
+        self._died = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self.version = max(0, min(step, self.version) - self.loses)
+        self.loses = 0
+        self.trained = [*self.trained[: self.version], []]
+        return self.version
+
+    async def _answer(self, work: Coroutine[Any, Any, T]) -> T:
+        died = asyncio.create_task(self._died.wait())
+        task = asyncio.create_task(self._answered(work))
+        await asyncio.wait({task, died}, return_when=asyncio.FIRST_COMPLETED)
+        if died.done():
+            task.cancel()
+            await asyncio.wait({task})
+            raise LearnerDied("trainer-0 died")
+        died.cancel()
+        return task.result()
+
+    async def _answered(self, work: Coroutine[Any, Any, T]) -> T:
+        answer = await work
         await asyncio.sleep(self.answer_s)
-        return manifest
+        return answer
 
     @contextlib.asynccontextmanager
     async def _carrying_out(self) -> AsyncIterator[float]:
@@ -198,15 +278,20 @@ class SimulatedLearner:
 
 @dataclass(kw_only=True)
 class Record:
+    first_step: int = 0
     steps: list[TrainedStep] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     failures: list[RewardFailure] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
+    joined: list[str] = field(default_factory=list)
+    restarts: list[str] = field(default_factory=list)
     waited_s: defaultdict[tuple[str, str], float] = field(
         default_factory=lambda: defaultdict(float)
     )
 
     def step_trained(self, trained: TrainedStep) -> None:
+        after = self.steps[-1].step if self.steps else self.first_step
+        assert trained.step == after + 1, "a step is told twice, or out of order"
         self.steps.append(trained)
         for group in trained.groups:
             self.staleness.append(_staleness(trained, group))
@@ -225,6 +310,26 @@ class Record:
 
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
         self.deaths.append(name)
+
+    def replica_joined(self, name: str, *, version: int) -> None:
+        self.joined.append(name)
+
+    def learner_restarted(self, reason: str, *, step: int, lost_steps: int, **_: Any) -> None:
+        self.restarts.append(reason)
+        if lost_steps:
+            del self.steps[step:]
+
+
+def _layout(num_tokens: int) -> Layout:
+    tokens = np.zeros(num_tokens, np.int32)
+    return layout_of(
+        {
+            "prompt_token_ids": [np.zeros(NUM_PROMPT_TOKENS, np.int32)],
+            "token_ids": [tokens],
+            "sampler_logprobs": [tokens.astype(np.float32)],
+            "policy_versions": [tokens],
+        }
+    )
 
 
 def _staleness(trained: TrainedStep, group: Group) -> int:

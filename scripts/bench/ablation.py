@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
-from rlsys.config import AsyncConfig, DataConfig, RunConfig, TrainerConfig
-from rlsys.controller import Controller
+from rlsys.config import AsyncConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlsys.controller import Controller, OpenWork
 from rlsys.dataflow.graph import Dataflow, Prompts
 from rlsys.dataflow.ledger import Ledger
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.simulation.workers import (
     Record,
+    SimulatedFleet,
     SimulatedLearner,
     SimulatedPrompts,
     SimulatedReplica,
@@ -76,6 +77,7 @@ async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
         prompts_per_step=GROUPS,
         group_size=GROUP_SIZE,
         asynchrony=asynchrony,
+        rollout=RolloutConfig(num_replicas=REPLICAS),
         trainer=TrainerConfig(micro_batch_tokens=128),  # of 7 tokens a rollout: two groups
     )
     flow = Dataflow()
@@ -84,7 +86,7 @@ async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
     advantage = flow.per_group(center, reward)
     flow.train("policy", rollouts, advantage, loss=never_called, aggregation=never_called)
 
-    async def no_checkpoint(step: int) -> None:
+    async def no_checkpoint(step: int, work: OpenWork) -> None:
         pass
 
     clock = asyncio.get_running_loop().time
@@ -101,10 +103,13 @@ async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
         prompts=SimulatedPrompts(),
         store=flow.open_store(max_bytes=1 << 26, max_row_bytes=1 << 8, on_free=lambda freed: None),
         ledger=Ledger(lambda event: None, groups_per_step=config.prompts_per_step),
-        replicas=[
-            SimulatedReplica(name=f"rollout-{i}", latency_s=lengths, load_s=LOAD_S, num_slots=SLOTS)
+        fleet=SimulatedFleet(),
+        replicas={
+            i: SimulatedReplica(
+                name=f"rollout-{i}", latency_s=lengths, load_s=LOAD_S, num_slots=SLOTS
+            )
             for i in range(REPLICAS)
-        ],
+        },
         scorer=SimulatedScorer(latency_s=lambda: SCORE_S),
         learner=SimulatedLearner(row_s=ROW_S),
         observer=Times(),

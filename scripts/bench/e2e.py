@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import rlsys
-from actors.launch import launch
 from recipes.grpo import GRPOConfig, grpo
 from rlsys.config import (
     AsyncConfig,
@@ -64,7 +63,7 @@ def measure(args: argparse.Namespace, *, max_staleness: int, stream: bool) -> di
             asynchrony=AsyncConfig(max_staleness=max_staleness, stream=stream),
             observe=ObserveConfig(print_samples=0, record_groups=0, trace=False),
         )
-        launch(config, grpo(config, [exact_match], rows=[problem(rng) for _ in range(4096)]))
+        rlsys.launch(config, grpo(config, [exact_match], rows=[problem(rng) for _ in range(4096)]))
         lines = metrics.read_metrics(Path(runs_dir) / "e2e" / "metrics.jsonl")[args.warm_up :]
 
     def median(name: str) -> float:

@@ -26,7 +26,6 @@ from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm_engine import VLLMEngine
-from rlsys.layout.transport.owned_file import shared_memory_dir
 from rlsys.layout.transport.shm import write_weights
 from rlsys.types import GenerationRequest, SamplingParams
 
@@ -73,7 +72,7 @@ async def measure(model_dir: str, engine_name: str, num_threads: int) -> dict[st
 def build_engine(model_dir: str, name: str, num_threads: int) -> GenerationEngine:
     rollout = RolloutConfig(max_running=NUM_SEQUENCES, num_cpus=num_threads)
     if name == "vllm":
-        return VLLMEngine(model_dir, rollout, dtype="float32", seed=0)
+        return VLLMEngine(model_dir, rollout, dtype="float32")
     return TorchEngine(model_dir, rollout, dtype="float32", stop_token_ids=())
 
 
@@ -93,7 +92,7 @@ async def update_pause_ms(engine: GenerationEngine, model_dir: str) -> float:
     model = load_causal_lm(model_dir, dtype="float32")
     pauses = []
     engine.submit(requests([1000] * NUM_RUNNING_AT_UPDATE))
-    with tempfile.TemporaryDirectory(dir=shared_memory_dir()) as directory:
+    with tempfile.TemporaryDirectory() as directory:
         for version in range(1, NUM_UPDATES + 1):
             path = Path(directory) / str(version)
             manifest = write_weights(version, model.named_parameters(), path)

@@ -170,7 +170,9 @@ class Controller:
 
 
 async def measure() -> dict[str, Any]:
-    shards = StoreShards(capacity_bytes=CAPACITY_BYTES, timeout_s=TIMEOUT_S, on_lost=_fail)
+    shards = StoreShards(
+        capacity_bytes=CAPACITY_BYTES, timeout_s=TIMEOUT_S, heartbeat_timeout_s=30, on_lost=_fail
+    )
     await shards.add(ray.get_runtime_context().get_node_id())
     keeping = asyncio.create_task(shards.run())
     store = StreamStore(

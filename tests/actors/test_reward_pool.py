@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from actors.calls import Worker, WorkerDied
-from actors.reward import RayScorer
-from rlsys.rewards import RewardResult
+from actors.reward import Part, RayScorer
+from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import FinishReason
-from rlsys.workers import Scored, ScoreTask
+from rlsys.workers import Score, Scored, ScoreTask
+
+ONE = Scored(outcome=RewardResult(total=1.0, components={}), text=None)
 
 
 class FakeWorker(Worker):
-    """Scores everything 1, says that `num_stuck` functions hang, or dies of its first batch."""
+    """Scores everything 1, `per_answer` rollouts in each answer; dies with answer number `dies_at`,
+    or when it starts (0)."""
 
-    def __init__(self, number: int, *, num_stuck: int = 0, dies: bool = False) -> None:
+    def __init__(
+        self, number: int, *, per_answer: int = 1 << 20, dies_at: int | None = None
+    ) -> None:
         super().__init__(f"reward-{number}", None, timeout_s=1)
-        self.num_stuck = num_stuck
-        self.dies = dies
+        self.per_answer = per_answer
+        self.dies_at = dies_at
+        self.num_answers = 0
         self.num_scored = 0
         self.killed = False
+        self._left: dict[int, list[int]] = {}
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         await asyncio.sleep(0)  # as a remote call, it lets others run
-        if self.dies:
+        if self.dies_at is not None and self.num_answers >= self.dies_at:
             raise WorkerDied(f"{self.name} died during {method}")
-        self.num_scored += len(args[0])
-        result = Scored(outcome=RewardResult(total=1.0, components={}), text=None)
-        return [result] * len(args[0]), self.num_stuck
+        self.num_answers += 1
+        if method == "start":
+            return None
+        number = args[0]
+        if method == "score":
+            self._left[number] = [*range(len(args[1]))]
+        left = self._left[number]
+        told, left[:] = left[: self.per_answer], left[self.per_answer :]
+        self.num_scored += len(told)
+        return Part(scores=dict.fromkeys(told, ONE), is_last=not left)
 
     def kill(self) -> None:
         self.killed = True
@@ -58,38 +72,74 @@ def tasks(count: int) -> list[ScoreTask]:
     ]
 
 
-def score(scorer: RayScorer, *sizes: int) -> list[int]:
-    """Batches of these sizes at once; how many scores came back for each."""
+def score(scorer: RayScorer, *sizes: int) -> list[dict[int, Score]]:
+    """Batches of these sizes at once; what came back for each, every task once."""
 
-    async def run() -> list[list[Scored]]:
-        return await asyncio.gather(*(scorer.score(tasks(size)) for size in sizes))
+    async def one(size: int) -> dict[int, Score]:
+        found: dict[int, Score] = {}
 
-    return [len(scored) for scored in asyncio.run(run())]
+        def tell(scores: Mapping[int, Score]) -> None:
+            assert not found.keys() & scores.keys()
+            found.update(scores)
+
+        await scorer.score(tasks(size), tell)
+        assert sorted(found) == [*range(size)]
+        return found
+
+    async def run() -> list[dict[int, Score]]:
+        return await asyncio.gather(*map(one, sizes))
+
+    return asyncio.run(run())
 
 
-def test_batches_go_to_the_least_loaded_worker() -> None:
+def test_a_batch_is_shared_out_over_all_workers() -> None:
     workers = [FakeWorker(0), FakeWorker(1)]
-    assert score(pool(workers, num_workers=2), 3, 1, 1) == [3, 1, 1]
+    score(pool(workers, num_workers=2), 64)
+    assert [worker.num_scored for worker in workers] == [32, 32]
+
+
+def test_small_batches_go_to_the_least_loaded_worker() -> None:
+    workers = [FakeWorker(0), FakeWorker(1)]
+    score(pool(workers, num_workers=2), 3, 1, 1)
     assert [worker.num_scored for worker in workers] == [3, 2]
 
 
-def test_a_worker_with_a_hung_function_is_replaced_when_it_is_idle() -> None:
-    workers = [FakeWorker(0, num_stuck=1), FakeWorker(1)]
+def test_scores_are_told_as_they_come() -> None:
+    parts: list[list[int]] = []
+    scorer = pool([FakeWorker(0, per_answer=2)], num_workers=1)
+    asyncio.run(scorer.score(tasks(5), lambda scores: parts.append([*scores])))
+    assert parts == [[0, 1], [2, 3], [4]]
+
+
+def test_what_a_dead_worker_has_not_told_is_scored_by_its_one_successor() -> None:
+    workers = [FakeWorker(0, per_answer=2, dies_at=3), FakeWorker(1)]
     scorer = pool(workers, num_workers=1)
-    assert score(scorer, 2) == [2]
+    found = score(scorer, 6, 3)
+    assert [*found[0].values(), *found[1].values()] == [ONE] * 9
     assert workers[0].killed
+    assert workers[0].num_scored + workers[1].num_scored == 9
+    assert workers[0].num_scored > 0
     assert scorer.workers == [workers[1]]
 
 
-def test_batches_of_a_dead_worker_are_scored_by_its_one_successor() -> None:
-    workers = [FakeWorker(0, dies=True), FakeWorker(1)]
+@pytest.mark.parametrize("dies_at", [0, 1])
+def test_rollouts_over_which_two_workers_die_fail_and_end_nothing(dies_at: int) -> None:
+    workers = [FakeWorker(0, dies_at=dies_at), FakeWorker(1, dies_at=dies_at), FakeWorker(2)]
     scorer = pool(workers, num_workers=1)
-    assert score(scorer, 2, 3) == [2, 3]
-    assert workers[1].num_scored == 5
-    assert scorer.workers == [workers[1]]
+    (found,) = score(scorer, 2)
+    for result in found.values():
+        assert isinstance(result, Scored)
+        assert isinstance(result.outcome, RewardFailure)
+        assert result.outcome.kind == "crash"
+        assert "reward-1 died" in result.outcome.message
+    assert [*score(scorer, 1)[0].values()] == [ONE]
 
 
-def test_a_batch_that_kills_two_workers_is_given_up() -> None:
-    workers = [FakeWorker(number, dies=True) for number in range(3)]
-    with pytest.raises(WorkerDied, match="reward-1 died"):
-        score(pool(workers, num_workers=1), 1)
+def test_an_error_of_whoever_is_told_is_raised() -> None:
+    def tell(scores: Mapping[int, Score]) -> None:
+        raise ValueError("rows are gone")
+
+    workers = [FakeWorker(0)]
+    with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="rows are gone")):
+        asyncio.run(pool(workers, num_workers=1).score(tasks(2), tell))
+    assert not workers[0].killed

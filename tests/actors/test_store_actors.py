@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.store import ShardAddress, ShardLost, StoreAddress, StoreClient
 from actors.store_shards import StoreShards
-from rlsys.dataflow.arena import PAGE_BYTES, PREFIX
+from rlsys.dataflow.arena import PAGE_BYTES
 from rlsys.dataflow.blocks import Array, BlockRef, Cell
 from rlsys.dataflow.store import StageSpec, StreamStore
 from tests.clusters import NODE_OPTIONS, cluster_of_one
@@ -62,7 +62,7 @@ def is_mapped(array: Array) -> bool:
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
         if start <= address < end:
-            return PREFIX in line
+            return "/memfd:rlsys-" in line
     return False
 
 
@@ -97,7 +97,9 @@ async def running_shards(
     *,
     timeout_s: float = TIMEOUT_S,
 ) -> AsyncIterator[StoreShards]:
-    shards = StoreShards(capacity_bytes=CAPACITY_BYTES, timeout_s=timeout_s, on_lost=on_lost)
+    shards = StoreShards(
+        capacity_bytes=CAPACITY_BYTES, timeout_s=timeout_s, heartbeat_timeout_s=30, on_lost=on_lost
+    )
     running = asyncio.create_task(shards.run())
     try:
         for node_id in node_ids:

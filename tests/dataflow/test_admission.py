@@ -36,8 +36,37 @@ def test_staleness_one_runs_one_batch_ahead_and_stops_at_the_last_step() -> None
 def test_a_dropped_group_frees_its_place() -> None:
     gate = AdmissionGate(groups_per_step=2, max_staleness=0, num_steps=1)
     gate.issue(2)
-    gate.drop()
+    gate.give_back()
     assert gate.num_open == 1
+
+
+def test_nothing_is_issued_that_could_only_be_trained_too_late() -> None:
+    """On-policy with over-issue: after a step, surplus groups are dropped before the samplers have
+    the new weights. Their successors would be as stale as they are."""
+    gate = AdmissionGate(groups_per_step=4, max_staleness=0, num_steps=3, over_issue=2)
+    gate.issue(6)
+    gate.trainer_at(1)
+    gate.give_back(2)
+    assert gate.num_open == 0
+    gate.samplers_at(1)
+    assert gate.num_open == 6  # 4 trained hold their places; the bound is 8, and 2 more
+
+
+def test_a_restored_history_issues_again_what_was_open_only_as_far_as_the_bound_goes() -> None:
+    gate = AdmissionGate(groups_per_step=4, max_staleness=1, num_steps=9)
+    gate.restore(num_trained=8, version=2)
+    assert gate.num_open == 8  # steps 3 and 4, however many groups the crash left open
+
+
+def test_a_history_that_was_rolled_back_waits_for_its_weights() -> None:
+    gate = AdmissionGate(groups_per_step=4, max_staleness=1, num_steps=9)
+    gate.issue(8)
+    gate.trainer_at(1)
+    gate.samplers_at(1)
+    gate.restore(num_trained=0, version=0, wait_for_samplers=True)
+    assert gate.num_open == 0
+    gate.samplers_at(0)
+    assert gate.num_open == 8
 
 
 def test_negative_bound_is_refused() -> None:
@@ -80,7 +109,7 @@ def test_no_history_breaks_the_staleness_bound(
             case "drop":
                 if rng.random() < 0.3:
                     queue.pop(rng.randrange(len(queue)))
-                    gate.drop()
+                    gate.give_back()
             case "load":
                 sampler_version += 1
                 gate.samplers_at(sampler_version)
@@ -88,3 +117,4 @@ def test_no_history_breaks_the_staleness_bound(
                 batch, queue = queue[:groups_per_step], queue[groups_per_step:]
                 assert trainer_version - min(batch) <= max_staleness
                 trainer_version += 1
+                gate.trainer_at(trainer_version)

@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from rlsys.dataflow.arena import PAGE_BYTES, PREFIX, Arena, BlockWriter, Lease, map_arena, read_only
+from rlsys.dataflow.arena import PAGE_BYTES, Arena, BlockWriter, Lease, map_arena, read_only
 from rlsys.dataflow.blocks import (
     Array,
     BlockRef,
@@ -26,13 +25,14 @@ from rlsys.dataflow.blocks import (
     unpack_cells,
     write_block,
 )
+from rlsys.layout.transport.shared_memory import MemoryGone
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-def arena(tmp_path: Path) -> Iterator[Arena]:
-    arena = Arena("shard", 8 * PAGE_BYTES, tmp_path)
+def arena() -> Iterator[Arena]:
+    arena = Arena("shard", 8 * PAGE_BYTES)
     yield arena
     arena.close()
 
@@ -194,7 +194,7 @@ def test_leases_never_overlap_and_all_space_comes_back(events: list[tuple[bool, 
 
 
 def test_a_writer_moves_on_when_its_lease_is_full(arena: Arena) -> None:
-    writer = BlockWriter(map_arena(arena.path))
+    writer = BlockWriter(map_arena(arena.path, "shard"))
     columns = {"ids": [np.arange(300)]}  # 2400 bytes: one block fits into a page
     layout = layout_of(columns)
     assert writer.write(layout, columns) is None
@@ -216,9 +216,9 @@ def test_a_writer_moves_on_when_its_lease_is_full(arena: Arena) -> None:
 # Processes
 
 
-def write_in_process(path: Path, leases: list[Lease], pipe: Connection) -> None:
+def write_in_process(path: str, leases: list[Lease], pipe: Connection) -> None:
     """Fills one lease after another with rows that tell who wrote them; then waits to be killed."""
-    writer = BlockWriter(map_arena(path))
+    writer = BlockWriter(map_arena(path, "shard"))
     for lease in leases:
         writer.start(lease)
         columns = {"ids": [np.full(n, lease.lease, np.int32) for n in (1, 200, 0, 31)]}
@@ -226,8 +226,8 @@ def write_in_process(path: Path, leases: list[Lease], pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_writers_in_other_processes_are_read_here_and_may_be_killed(tmp_path: Path) -> None:
-    arena = Arena("shard", 64 * PAGE_BYTES, tmp_path)
+def test_writers_in_other_processes_are_read_here_and_may_be_killed() -> None:
+    arena = Arena("shard", 64 * PAGE_BYTES)
     context = multiprocessing.get_context("spawn")
     processes = []
     blocks: list[BlockRef] = []
@@ -262,43 +262,43 @@ def test_writers_in_other_processes_are_read_here_and_may_be_killed(tmp_path: Pa
         arena.close()
 
 
-def own_in_process(directory: Path, pipe: Connection) -> None:
-    arena = Arena("shard", PAGE_BYTES, directory)
+def own_in_process(pipe: Connection) -> None:
+    arena = Arena("shard", PAGE_BYTES)
+    arena.buffer[:] = 7
     pipe.send(arena.path)
     pipe.recv()
 
 
-def test_a_killed_owners_memory_is_removed_by_the_next_one(tmp_path: Path) -> None:
+def test_a_killed_owners_memory_stays_with_those_who_mapped_it_and_with_nobody_else() -> None:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=own_in_process, args=(tmp_path, there))
+    process = context.Process(target=own_in_process, args=(there,))
     process.start()
     try:
         assert here.poll(TIMEOUT_S), "the owner has not started"
-        path: Path = here.recv()
-        living = Arena("other", PAGE_BYTES, tmp_path)
-        assert path.exists()
+        path: str = here.recv()
+        mapped = map_arena(path, "shard")
+        with pytest.raises(MemoryGone, match="rlsys-other is gone"):
+            map_arena(path, "other")
         process.kill()
         process.join(TIMEOUT_S)
-        assert path.exists()
-        last = Arena("third", PAGE_BYTES, tmp_path)
-        assert not path.exists()
-        assert living.path.exists()
-        living.close()
-        last.close()
-        assert list(tmp_path.glob(f"*{PREFIX}*")) == []
+        assert mapped.tolist() == [7] * PAGE_BYTES
+        with pytest.raises(MemoryGone, match=r"rlsys-shard is gone.* its owner is dead"):
+            map_arena(path, "shard")
     finally:
         process.kill()
         process.join(TIMEOUT_S)
 
 
 def test_memory_that_is_not_there_is_an_error_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    with pytest.raises(OSError, match=r"the store \(cluster\.store_gib\) needs 1048576\.00 GiB"):
+        Arena("shard", 2**50)
+
     def full(descriptor: int, offset: int, num_bytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"cannot reserve .* for the store .*No space left"):
-        Arena("shard", PAGE_BYTES, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match=r"cannot take .* for the store .*No space left"):
+        Arena("shard", PAGE_BYTES)

@@ -6,7 +6,7 @@ from rlsys.dataflow.router import Router
 
 
 def test_groups_go_to_the_least_loaded_replica() -> None:
-    router = Router(["a", "b"])
+    router = router_of("a", "b")
     assert router.route(["0", "1"], affinity=0, num_tokens=10) == "a"
     assert router.route(["2"], affinity=1, num_tokens=10) == "b"
     assert router.route(["3"], affinity=2, num_tokens=10) == "b"
@@ -16,7 +16,7 @@ def test_groups_go_to_the_least_loaded_replica() -> None:
 
 
 def test_later_turns_go_where_the_first_went() -> None:
-    router = Router(["a", "b"])
+    router = router_of("a", "b")
     assert router.route(["first turn"], affinity=7, num_tokens=10) == "a"
     router.finished("a", "first turn")
     assert router.route(["another"], affinity=8, num_tokens=99) == "a"
@@ -26,7 +26,7 @@ def test_later_turns_go_where_the_first_went() -> None:
 
 
 def test_a_dead_replica_hands_back_what_it_had() -> None:
-    router = Router(["a", "b"])
+    router = router_of("a", "b")
     router.route(["0", "1"], affinity=0, num_tokens=10)
     router.finished("a", "1")
     assert router.remove("a") == ["0"]
@@ -37,6 +37,15 @@ def test_a_dead_replica_hands_back_what_it_had() -> None:
         router.route(["9"], affinity=9, num_tokens=1)
 
 
-def test_no_replica_is_refused() -> None:
-    with pytest.raises(ValueError, match="replicas="):
-        Router([])
+def test_a_replica_that_joins_takes_its_share() -> None:
+    router = router_of("a")
+    router.route(["0"], affinity=0, num_tokens=10)
+    router.add("b")
+    assert router.route(["1"], affinity=1, num_tokens=10) == "b"
+
+
+def router_of(*names: str) -> Router:
+    router = Router()
+    for name in names:
+        router.add(name)
+    return router

@@ -415,3 +415,67 @@ def test_whatever_is_accepted_never_gets_stuck(
                 num_trained += len(batch) if batch.stage == "train" else 0
                 happened = True
         assert happened, f"stuck: {store.describe()}"
+
+
+# Bytes that others read or keep
+
+
+def test_pinned_rows_keep_their_bytes_until_they_are_unpinned() -> None:
+    freed: list[FreedRows] = []
+    store, score, train = running_store(on_free=freed.append)
+    rows = store.add_group(0)
+    generate(store, rows)
+    store.pin(rows)
+    store.drop_group(0)
+    assert freed == []
+    assert store.bytes_live == 8
+    store.unpin(rows)
+    assert freed == [{"a": {0: 2}}]
+    assert store.bytes_live == store.bytes_reserved == 0
+    assert score.take_now() is None
+    assert train.take_now() is None
+
+
+def test_a_pinned_row_that_everybody_has_read_is_freed_when_it_is_unpinned() -> None:
+    freed: list[FreedRows] = []
+    store = make_store(
+        [GENERATE, StageSpec(name="train", reads=("tokens",))], scalars=[], on_free=freed.append
+    )
+    train = store.subscribe("train", at_most=8)
+    rows = store.add_group(0)
+    generate(store, rows)
+    store.pin(rows)
+    batch = train.take_now()
+    assert batch is not None
+    store.release("train", batch.rows)
+    assert freed == []
+    assert store.is_live(rows[0])
+    store.unpin(rows)
+    assert freed == [{"a": {0: 2}}]
+    assert not store.is_live(rows[0])
+
+
+def test_bytes_outside_of_rows_are_kept_from_a_dead_writers_reclaim() -> None:
+    freed: list[FreedRows] = []
+    store, _, _ = running_store(on_free=freed.append)
+    part = block(1, lease=7)
+    store.keep((part, 0))
+    store.keep((part, 0))
+    generate(store, store.add_group(0), lease=7)
+    assert store.live_rows("a") == {7: 4}
+    store.let_go([(part, 0)])
+    assert freed == [{"a": {7: 1}}]
+    assert store.live_rows("a") == {7: 3}
+    store.lost("a")
+    store.let_go([(part, 0)])  # went with the shard
+    store.keep((part, 0))
+    assert store.live_rows("a") == {}
+    assert len(freed) == 1
+
+
+def test_where_the_tensors_of_a_row_lie() -> None:
+    store, _, _ = running_store()
+    rows = store.add_group(0)
+    assert store.written_by("generate", rows[1]) is None
+    generate(store, rows)
+    assert store.written_by("generate", rows[1]) == (block(2), 1)

@@ -49,6 +49,16 @@ class Job:
             assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.output}"
             time.sleep(0.1)  # another process writes the file, and nothing tells us when
 
+    def wait_for_step(self, directory: Path, step: int, timeout_s: float) -> int:
+        """Until so many optimizer steps stand in the run's metrics; returns how many there are."""
+        deadline = time.monotonic() + timeout_s
+        metrics = directory / "metrics.jsonl"
+        while not metrics.exists() or (done := metrics.read_bytes().count(b"\n")) < step:
+            assert self.process.poll() is None, f"ended before step {step}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no step {step} in {timeout_s} s:\n{self.output}"
+            time.sleep(0.1)  # another process writes the file, and nothing tells us when
+        return done
+
     def processes(self) -> dict[int, str]:
         """Every process of this job, its children's children included: {pid: command line}."""
         return marked_processes(self.mark)
@@ -91,13 +101,16 @@ def start(script: str, arguments: Sequence[str], directory: Path, **environment:
     return start_command([sys.executable, script, *arguments], directory, **environment)
 
 
-def start_command(command: Sequence[str], directory: Path, **environment: str) -> Job:
+def start_command(
+    command: Sequence[str], log_directory: Path, directory: Path = ROOT, /, **environment: str
+) -> Job:
+    """Start `command` in `directory`, with its log in `log_directory`."""
     mark = uuid.uuid4().hex
-    log = directory / f"{mark}.log"
+    log = log_directory / f"{mark}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

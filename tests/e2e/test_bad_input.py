@@ -31,6 +31,12 @@ def dataset(directory: Path, num_rows: int, question: str = "How much is 1 + 1?"
         (["--trainer.num-ranks", "3"], "prompts_per_step=4 does not divide"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
         (["--rollout.tensor-parallel", "2"], "needs the vllm engine"),
+        (["--warm-start-batch", "0"], "warm_start_batch=0 teaches nothing; use at least 1"),
+        (["--cluster.store-gib", "inf"], "cluster.store_gib=inf is no finite number"),
+        (["--seed", str(2**64)], "seed=18446744073709551616 does not fit into 64 bits"),
+        (["--trainer.learning-rate", "1e30"], "trainer.learning_rate=1e+30 lies outside (0, 1]"),
+        (["--sampling.temperature", "inf"], "sampling.temperature=inf is no finite number"),
+        (["--runs-dir", ""], "runs_dir='' names no directory"),
     ],
 )
 def test_a_wrong_option_ends_with_code_2(
@@ -52,6 +58,7 @@ def test_a_wrong_option_ends_with_code_2(
         (["--trainer.num-ranks", "2", "--trainer.num-cpus", "64"], "the run needs 129 CPUs"),
         (["--rollout.num-gpus", "8"], "GPU"),
         (["--runs-dir", "/proc/runs"], "/proc/runs"),
+        (["--runs-dir", "LICENSE"], "runs_dir='LICENSE' cannot be written"),
         (["--resume"], "nothing to resume"),
     ],
 )
@@ -88,16 +95,23 @@ def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
     assert "data.max_prompt_tokens" in job.output
 
 
-def test_a_directory_that_exists(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+def test_a_directory_that_holds_a_run(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "quickstart"
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text('{"step": 1}\n')
     job = quickstart(tmp_path)
     assert job.returncode == 1
     assert "two runs never share a directory" in job.output
 
 
-def test_dry_run_prints_configuration_graph_placement_and_memory(tmp_path: Path) -> None:
+def test_dry_run_prints_configuration_graph_placement_memory_and_prompt(tmp_path: Path) -> None:
     job = quickstart(tmp_path, "--dry-run")
     assert job.returncode == 0
     for text in ("learning_rate", "generate", "advantage", "rollout-0 (1 CPU)", "MiB"):
         assert text in job.output
-    assert not (tmp_path / "runs" / "quickstart").exists()
+    assert "8,192 prompts, each with answer beside it; the first one has 5 tokens:" in job.output
+    assert not (tmp_path / "runs").exists()
+    # What it prints is a file for --config.
+    (tmp_path / "run.toml").write_text(job.output)
+    again = quickstart(tmp_path, "--config", str(tmp_path / "run.toml"), "--dry-run")
+    assert again.output == job.output

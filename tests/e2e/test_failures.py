@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from rlsys.audit import audit
 from rlsys.dataflow.ledger import Ledger, read_events
+from rlsys.history import read_evidence
 from rlsys.observe.metrics import read_metrics
-from tests.e2e.job import ROOT, SMALL_QUICKSTART, run, start
+from tests.e2e.job import ROOT, SMALL_QUICKSTART, run, start, start_command
+
+KINDS = ("RewardActor", "RolloutActor", "TrainerActor", "SnapshotKeeper", "StoreShard")
 
 BROKEN_REWARD = """
 import sys
@@ -61,24 +69,54 @@ def test_a_reward_that_sometimes_fails_is_counted_and_dropped(tmp_path: Path) ->
     assert lines[-1]["reward/mean"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("actor", "message"),
-    [("RolloutActor", "rollout-0 died"), ("TrainerActor", "trainer-0 died")],
-)
-def test_a_killed_process_ends_the_run_with_its_name(
-    actor: str, message: str, tmp_path: Path
-) -> None:
-    arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
+def test_a_reward_that_cannot_travel_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    script = tmp_path / "recipe.py"
+    text = BROKEN_REWARD.format(root=str(ROOT), body="return float(lock.locked())")
+    script.write_text(text.replace("import time\n", "import threading\nlock = threading.Lock()\n"))
+    job = run(str(script), [*SMALL_QUICKSTART, "--runs-dir", str(tmp_path / "runs")], tmp_path)
+    assert job.returncode == 1
+    assert "reward 'broken' runs in a process of its own and cannot travel there" in job.output
+    assert "variable 'lock' (lock)" in job.output
+    assert "Starting Ray" not in job.output
+
+
+@pytest.mark.slow
+def test_rewards_that_misbehave_in_every_way_are_counted_by_reason(tmp_path: Path) -> None:
+    sizes = ["--num-steps", "12", "--prompts-per-step", "8"]
+    job = run("scripts/bench/rewards.py", sizes, tmp_path, timeout_s=900)
+    assert job.returncode == 0, job.output
+    failed = json.loads(job.output.splitlines()[-1])["failed"]
+    assert failed["memory"] == failed["crash"] == 1
+    assert failed["timeout"] >= 1 + 5
+    assert failed["exception"] >= 5
+
+
+def test_a_run_outlives_each_of_its_processes(tmp_path: Path) -> None:
+    """One after the other is killed, each once two more steps are done."""
+    arguments = [*SMALL_QUICKSTART, "--num-steps", "300", "--runs-dir", str(tmp_path / "runs")]
+    directory = tmp_path / "runs" / "quickstart"
     job = start("recipes/quickstart.py", arguments, tmp_path)
     try:
-        job.wait_for_output("stale avg/max", timeout_s=120)
-        (pid,) = (pid for pid, name in job.processes().items() if name.startswith(f"ray::{actor}"))
-        os.kill(pid, signal.SIGKILL)
-        assert job.wait(timeout_s=60) == 1
-        assert message in job.output
+        job.wait_for_output("stale avg/max", timeout_s=280)
+        for actor in (
+            "RewardActor",
+            "RolloutActor",
+            "TrainerActor",
+            "SnapshotKeeper",
+            "StoreShard",
+        ):
+            step = job.wait_for_step(directory, 2, timeout_s=280)
+            (pid,) = (p for p, name in job.processes().items() if name.startswith(f"ray::{actor}"))
+            os.kill(pid, signal.SIGKILL)
+            job.wait_for_step(directory, step + 2, timeout_s=280)
+        assert job.wait(timeout_s=280) == 0, job.output
+        assert "rollout-0 died" in job.output
+        assert "trainer-0 died" in job.output
         assert job.left_behind() == {}
     finally:
         job.end()
+    evidence, damages = read_evidence(directory)
+    assert [*damages, *audit(evidence).faults] == []
 
 
 def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
@@ -94,7 +132,7 @@ def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
         assert len(replicas) == 2
         os.kill(replicas[0], signal.SIGKILL)
         assert job.wait(timeout_s=120) == 0, job.output
-        assert re.search(r"warning: rollout-[01] died.* rollouts go on elsewhere", job.output)
+        assert re.search(r"warning: rollout-[01] died.* rollouts? go on elsewhere", job.output)
         assert job.left_behind() == {}
     finally:
         job.end()
@@ -106,6 +144,35 @@ def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
         read_events(directory / "ledger.jsonl"), lambda event: None, groups_per_step=4
     )
     assert (ledger.num_trained, ledger.open_groups) == (60 * 4, [])
+
+
+@pytest.mark.timeout(900)
+def test_a_run_whose_directory_is_deleted_fails(tmp_path: Path) -> None:
+    arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path)
+    try:
+        job.wait_for_output("stale avg/max", timeout_s=500)
+        shutil.rmtree(tmp_path / "runs" / "quickstart", ignore_errors=True)
+        assert job.wait(timeout_s=120) == 1
+        assert "was deleted or moved while the run was writing to it" in job.output
+        assert "Traceback" not in job.output
+        assert job.left_behind() == {}
+    finally:
+        job.end()
+
+
+@pytest.mark.timeout(900)
+def test_a_run_that_nobody_reads_ends_quietly_with_its_processes(tmp_path: Path) -> None:
+    arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
+    command = shlex.join([sys.executable, "recipes/quickstart.py", *arguments])
+    job = start_command(["bash", "-c", f"{command} | head -n 12"], tmp_path)
+    try:
+        assert job.wait(timeout_s=600) == 0
+        assert job.left_behind() == {}
+        assert "Traceback" not in job.output
+        assert "rror" not in job.output
+    finally:
+        job.end()
 
 
 def test_interrupt_ends_every_process(tmp_path: Path) -> None:

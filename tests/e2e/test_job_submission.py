@@ -16,9 +16,12 @@ from pathlib import Path
 
 import pytest
 
+import scripts.submit
 from actors.cluster import SUBMITTED, check_runs_dir
 from rlsys.observe.metrics import read_metrics
+from scripts.submit import submit, upload
 from tests.e2e.job import ROOT, SMALL_QUICKSTART, Job, start, start_command
+from tests.e2e.own_recipe import SMALL_COUNTING, own_recipe
 
 BIN = Path(sys.executable).parent  # where `ray` lies beside `python`
 CHECKOUT = ("actors", "recipes", "rlsys", "scripts", ".gitignore")
@@ -74,7 +77,7 @@ class Head:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=150,
+            timeout=280,
             check=False,
         )
 
@@ -177,6 +180,22 @@ def test_a_submitted_quickstart_trains_from_its_upload(
 
 
 @pytest.mark.slow
+def test_a_recipe_outside_the_checkout_trains_too(
+    head: Head, checkout: Path, tmp_path: Path
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "beside.py").write_text("NAME = 'counting'\n")
+    (project / "mine.py").write_text(
+        own_recipe().replace("import rlsys\n", "import rlsys\nimport beside\n", 1)
+    )
+    arguments = [*SMALL_COUNTING, "--runs-dir", str(tmp_path / "runs")]
+    submitted = head.submit(checkout, str(project / "mine.py"), *arguments)
+    assert submitted.returncode == 0, submitted.stdout
+    assert "Finished: 2 of 2 steps" in submitted.stdout
+
+
+@pytest.mark.slow
 def test_ray_job_stop_ends_a_run_in_good_order(head: Head, checkout: Path, tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
     job = start_command(
@@ -207,22 +226,64 @@ def test_ray_job_stop_ends_a_run_in_good_order(head: Head, checkout: Path, tmp_p
     ("arguments", "message"),
     [
         ([], "no recipe"),
-        (["recipes/none.py"], "recipes/none.py is no file of "),
-        ([str(ROOT / "recipes" / "quickstart.py")], "would not be read from the upload"),
+        (["--name", "first"], "no recipe"),
+        (["recipes/none.py"], "recipes/none.py is no file (looked in "),
+        (["recipes"], "recipes is no file (looked in "),
     ],
 )
-def test_submit_refuses_what_is_no_recipe_of_the_checkout(
-    arguments: list[str], message: str
-) -> None:
+def test_submit_refuses_what_is_no_file(arguments: list[str], message: str) -> None:
     process = subprocess.run(
         ["bash", str(ROOT / "scripts" / "submit.sh"), *arguments],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert process.returncode == 2
     assert message in process.stderr
+
+
+def test_a_recipe_of_the_checkout_travels_with_it(tmp_path: Path) -> None:
+    for recipe in ("recipes/quickstart.py", str(ROOT / "recipes" / "quickstart.py")):
+        path, environment = upload(recipe)
+        assert (path, environment["working_dir"]) == ("recipes/quickstart.py", str(ROOT))
+        assert "py_modules" not in environment
+
+
+def test_a_recipe_from_elsewhere_travels_with_its_directory_and_the_packages(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.py").touch()
+    path, environment = upload(str(tmp_path / "mine.py"))
+    assert (path, environment["working_dir"]) == ("mine.py", str(tmp_path))
+    assert [Path(m).name for m in environment["py_modules"]] == ["rlsys", "actors", "recipes"]
+
+
+class HeadThatHasJustStarted:
+    """Takes no job until it was asked `refusals` times."""
+
+    def __init__(self, refusals: int, reason: str) -> None:
+        self.refusals = refusals
+        self.reason = reason
+
+    def submit_job(self, **_: object) -> str:
+        self.refusals -= 1
+        if self.refusals >= 0:
+            raise RuntimeError(f"Request failed with status code 500: {self.reason}.")
+        return "raysubmit_1"
+
+
+def test_submit_waits_until_the_head_takes_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    agent = "No available agent to submit job, please try again later"
+    assert submit(HeadThatHasJustStarted(3, agent), "python x.py", {}) == "raysubmit_1"
+    assert len(waited) == 3
+    with pytest.raises(RuntimeError, match="disk is full"):
+        submit(HeadThatHasJustStarted(1, "disk is full"), "python x.py", {})
+    monkeypatch.setattr(scripts.submit, "AGENT_TIMEOUT_S", -1.0)
+    with pytest.raises(RuntimeError, match="No available agent"):
+        submit(HeadThatHasJustStarted(1, agent), "python x.py", {})
 
 
 def test_a_submitted_job_must_say_where_its_results_stay(

@@ -14,7 +14,8 @@ from tests.e2e.job import quickstart, run
 
 
 def test_a_run_leaves_what_it_promises_and_resumes(tmp_path: Path) -> None:
-    job = quickstart(tmp_path, "--checkpoint-every", "2", "--observe.wandb", "offline")
+    options = ["--resume", "auto", "--checkpoint-every", "2"]
+    job = quickstart(tmp_path, *options, "--observe.wandb", "offline")
     assert job.returncode == 0, job.output
     directory = tmp_path / "runs" / "quickstart"
     metrics = read_metrics(directory / "metrics.jsonl")
@@ -22,7 +23,8 @@ def test_a_run_leaves_what_it_promises_and_resumes(tmp_path: Path) -> None:
     assert all(line["staleness/max"] <= 1 for line in metrics)
     assert abs(metrics[0]["kl/sampler_trainer"]) < 1e-6
     records = [json.loads(line) for line in (directory / "rollouts.jsonl").open()]
-    assert {"prompt", "completion", "reward", "policy_versions"} <= records[0].keys()
+    assert {"prompt", "completion", "reward", "policy_versions", "row"} <= records[0].keys()
+    assert records[0]["row"].keys() == {"answer"}
     for actor in ("trainer-0", "rollout-0", "reward-0"):
         assert metrics[-1][f"time/work_s/{actor}"] > 0
         assert metrics[-1][f"time/wait_s/{actor}"] >= 0
@@ -33,7 +35,10 @@ def test_a_run_leaves_what_it_promises_and_resumes(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(directory / "hf")
     AutoTokenizer.from_pretrained(directory / "hf")
 
-    job = quickstart(tmp_path, "--resume", "--num-steps", "5", "--checkpoint-every", "2")
+    modes = {file.stat().st_mode & 0o777 for file in (directory / "hf").iterdir()}
+    assert modes == {(directory / "hf").stat().st_mode & 0o666}
+
+    job = quickstart(tmp_path, *options, "--num-steps", "5")
     assert job.returncode == 0, job.output
     metrics = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
@@ -41,6 +46,13 @@ def test_a_run_leaves_what_it_promises_and_resumes(tmp_path: Path) -> None:
         read_events(directory / "ledger.jsonl"), lambda event: None, groups_per_step=4
     )
     assert (ledger.num_trained, ledger.open_groups) == (20, [])
+
+    before = (directory / "ledger.jsonl").read_bytes()
+    job = quickstart(tmp_path, *options, "--num-steps", "5")
+    assert job.returncode == 0, job.output
+    assert "has all of its 5 steps already" in job.output
+    assert "Starting Ray" not in job.output
+    assert (directory / "ledger.jsonl").read_bytes() == before
 
 
 def test_two_runs_on_policy_give_the_same_numbers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,11 @@ from rlsys.algorithms.losses import reinforce
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.training.protocol import Aggregation, LossInputs
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX
-from rlsys.layout.transport.shm import open_weights
+from rlsys.layout.transport import available_memory
+from rlsys.layout.transport.shared_memory import MemoryGone
+from rlsys.layout.transport.shm import held, open_weights
 from rlsys.tiny_models import Family
-from rlsys.types import MicroBatch, TrainRow
+from rlsys.types import MicroBatch, TrainRow, WeightManifest
 from tests.engines.training_harness import (
     VOCABULARY,
     accumulate,
@@ -243,24 +245,55 @@ def test_published_weights_are_the_models_own(model_path: Path) -> None:
     engine.close()
 
 
-def test_three_versions_are_kept_and_none_after_close(model_path: Path, tmp_path: Path) -> None:
-    engine = make_engine(model_path, weights_dir=tmp_path, weights_prefix="run")
+def test_the_newest_version_and_the_one_before_it_are_kept(model_path: Path) -> None:
+    engine = make_engine(model_path)
     manifests = []
-    for seed in range(5):
+    for seed in range(4):
         manifests.append(engine.publish())
         accumulate(engine, [make_rows(2, seed=seed)])
         engine.optimizer_step()
-    kept = [manifest for manifest in manifests if manifest and Path(manifest.path).exists()]
-    assert [manifest.version for manifest in kept] == [2, 3, 4]
+    assert all(manifests)
+    assert [m.version for m in manifests if m and can_be_opened(m)] == [2, 3]
     engine.close()
     engine.close()
-    assert list(tmp_path.iterdir()) == []
+    assert not any(m and can_be_opened(m) for m in manifests)
 
 
-def test_leftovers_of_a_killed_trainer_go(model_path: Path, tmp_path: Path) -> None:
-    (tmp_path / f"{WEIGHTS_PREFIX}run-000007-v3").touch()
-    make_engine(model_path, weights_dir=tmp_path, weights_prefix=f"{WEIGHTS_PREFIX}other").close()
-    assert list(tmp_path.iterdir()) == []
+def can_be_opened(manifest: WeightManifest) -> bool:
+    try:
+        open_weights(manifest)
+    except MemoryGone:
+        return False
+    return True
+
+
+def test_a_reader_keeps_what_it_holds_and_a_late_one_is_told(model_path: Path) -> None:
+    engine = make_engine(model_path)
+    manifests = []
+    with contextlib.ExitStack() as reader:
+        for seed in range(3):
+            manifest = engine.publish()
+            assert manifest is not None
+            manifests.append(manifest)
+            if seed == 0:
+                own = reader.enter_context(held(manifest))
+                before = {name: t.clone() for name, t in open_weights(manifest).items()}
+            accumulate(engine, [make_rows(2, seed=seed)])
+            engine.optimizer_step()
+        with pytest.raises(MemoryGone, match="rlsys-weights-v0 is gone"):
+            open_weights(manifests[0])
+        assert_same(dict(open_weights(own)), before, rtol=0, atol=0)
+    with pytest.raises(MemoryGone):
+        open_weights(own)
+    engine.close()
+
+
+def test_memory_that_the_versions_need_is_asked_for_at_the_start(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(available_memory, "available_bytes", lambda root: 2**28 + 1000)
+    with pytest.raises(OSError, match=r"2 versions of the weights needs .* are missing"):
+        make_engine(model_path)
 
 
 def test_a_resumed_run_goes_on_with_the_same_numbers(model_path: Path, tmp_path: Path) -> None:

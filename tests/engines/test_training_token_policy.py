@@ -1,11 +1,13 @@
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.causal_lm import Head, head_logits, load_causal_lm
 from rlsys.engines.training.collate import collate
-from rlsys.engines.training.token_policy import TokenPolicy, token_logprobs
+from rlsys.engines.training.token_policy import TokenPolicy, _score, token_logprobs
 from tests.engines.training_harness import VOCABULARY, make_rows, tiny_model
 
 
@@ -31,6 +33,83 @@ def test_gradients_are_those_of_the_definition(which: str) -> None:
     assert torch.autograd.gradcheck(result, logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tokens_that_the_model_excludes_leave_entropy_and_gradients_exact(
+    dtype: torch.dtype,
+) -> None:
+    """Logits of −inf add 0 · log 0 = 0, here and in the gradient."""
+    logits = torch.tensor([[0.0, float("-inf"), 0.0], [float("-inf"), 3.0, 0.0]], dtype=dtype)
+    logits.requires_grad_()
+    logprobs, entropy = token_logprobs(logits, torch.tensor([2, 0]))
+    p = torch.tensor(3.0, dtype=dtype).sigmoid()
+    two = -(p * p.log() + (1 - p) * (1 - p).log())
+    assert logprobs.tolist() == [pytest.approx(-math.log(2)), -math.inf]
+    assert entropy.tolist() == pytest.approx([math.log(2), two.item()])
+
+    (logprobs[0] + entropy.sum()).backward()
+    assert logits.grad is not None
+    slope = (-p * (p.log() + two)).item()  # of the entropy of two tokens in the first one's logit
+    expected = torch.tensor([[-0.5, 0.0, 0.5], [0.0, slope, -slope]], dtype=dtype)
+    torch.testing.assert_close(logits.grad, expected)
+
+
+def test_entropy_gradients_are_finite_however_strong() -> None:
+    logits = torch.tensor([[0.0, float("-inf"), -2e4]], requires_grad=True)
+    _, entropy = token_logprobs(logits, torch.tensor([0]))
+    (1e30 * entropy.sum()).backward()
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def large_logits(tmp_path: Path) -> Any:
+    """A tiny model in bfloat16 whose logits reach about 20, as a real model's do."""
+    model = load_causal_lm(tiny_model(tmp_path), dtype="bfloat16")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(100)
+    return model
+
+
+def test_16_bit_logits_are_not_rounded(tmp_path: Path) -> None:
+    model = large_logits(tmp_path)
+    weight = model.get_output_embeddings().weight
+    hidden = torch.randn(7, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = hidden.double() @ weight.double().T
+    assert expected.abs().max() > 16
+    head = Head(model)
+    with torch.no_grad():
+        for logits in (head(hidden), head(hidden), head_logits(model, hidden)):
+            assert logits.dtype is torch.float32
+            torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-4)
+        weight.mul_(2)  # a head that has multiplied already follows its weight
+        torch.testing.assert_close(head(hidden).double(), 2 * expected, rtol=1e-5, atol=1e-4)
+    logits = head(hidden)
+    torch.testing.assert_close(logits.double(), 2 * expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_16_bit_heads_gradient_is_rounded_once_after_the_sum_over_chunks(tmp_path: Path) -> None:
+    model = large_logits(tmp_path)
+    head = Head(model)
+    weight = model.get_output_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 32, generator=generator).bfloat16().requires_grad_()
+    grad = torch.randn(64, VOCABULARY, generator=generator)
+    chunked = head.for_chunks()
+    torch.cat([chunked(part) for part in hidden.split(2)]).backward(grad)
+    exact = grad.double().T @ hidden.detach().double()
+    assert torch.equal(weight.grad, exact.float().bfloat16())
+    assert hidden.grad is not None
+    exact = grad.double() @ weight.detach().double()
+    torch.testing.assert_close(hidden.grad.double(), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_16_bit_log_probabilities_do_not_depend_on_chunks(tmp_path: Path) -> None:
+    model = large_logits(tmp_path)
+    batch = collate(make_rows(3))
+    whole = TokenPolicy(model, max_logits=1 << 20)(batch, 0.7)
+    assert {tensor.dtype for tensor in whole} == {torch.float32}
+    torch.testing.assert_close(TokenPolicy(model, max_logits=40)(batch, 0.7), whole)
+
+
 def test_chunks_of_the_head_change_nothing(tmp_path: Path) -> None:
     model = load_causal_lm(tiny_model(tmp_path), dtype="float32")
     batch = collate(make_rows(3))
@@ -47,7 +126,7 @@ def test_chunks_of_the_head_change_nothing(tmp_path: Path) -> None:
 def test_a_large_vocabulary_is_never_held_at_once(tmp_path: Path) -> None:
     """The largest tensor saved for the backward pass is the head's weight, far below [N, V]."""
     model = load_causal_lm(tiny_model(tmp_path), dtype="float32")
-    policy = TokenPolicy(model, max_logits=40)
+    head = Head(model).for_chunks()
     saved: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,7 +137,7 @@ def test_a_large_vocabulary_is_never_held_at_once(tmp_path: Path) -> None:
     positions = torch.arange(50)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for chunk in hidden.split(2):
-            policy._score(chunk, positions[:2], 1.0)
+            _score(head, chunk, positions[:2], 1.0)
     # The head's own weight; of the chunks, two rows of hidden states and of logits.
     assert max(saved) <= VOCABULARY * 32
 

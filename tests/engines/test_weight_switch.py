@@ -49,7 +49,9 @@ class ScriptedEngine:
     async def progress(self) -> list[Generation]:
         return []
 
-    async def abort(self, request_ids: Collection[str]) -> None: ...
+    async def abort(self, request_ids: Collection[str]) -> None:
+        if request_ids:
+            self.calls.append("abort " + " ".join(sorted(request_ids)))
 
     async def pause(self) -> None:
         self.calls.append("pause")
@@ -75,7 +77,7 @@ def requests(*names: str) -> list[GenerationRequest]:
     ]
 
 
-async def until_it_waits(task: asyncio.Task[float]) -> None:
+async def until_it_waits(task: asyncio.Task[None]) -> None:
     """Let the task run as far as it can without outside help."""
     for _ in range(10):
         await asyncio.sleep(0)
@@ -87,7 +89,7 @@ def test_in_flight_loads_at_once() -> None:
         engine = ScriptedEngine()
         switch = WeightSwitch(engine)
         switch.submit(requests("a", "b"))
-        pause_s = await switch.switch(MANIFEST, delayed=False)
+        pause_s = await switch.switch(MANIFEST)
         assert 0 <= pause_s < 5
         switch.submit(requests("c"))
         assert engine.calls == ["submit a b", "pause", "load 1", "resume", "submit c"]
@@ -100,18 +102,19 @@ def test_delayed_waits_for_what_runs_and_holds_what_comes() -> None:
         engine = ScriptedEngine()
         switch = WeightSwitch(engine)
         switch.submit(requests("a", "b"))
-        loading = asyncio.create_task(switch.switch(MANIFEST, delayed=True))
-        await until_it_waits(loading)
+        draining = asyncio.create_task(switch.drained())
+        await until_it_waits(draining)
         switch.submit(requests("c", "d"))
         switch.submit(requests("e"))
         engine.ended.put_nowait(["b"])
         await switch.collect()
-        await until_it_waits(loading)
+        await until_it_waits(draining)
         assert engine.calls == ["submit a b"]
 
         engine.ended.put_nowait(["a"])
         await switch.collect()
-        await loading
+        await draining
+        await switch.switch(MANIFEST)
         # The held batches stay whole and in order, and are not held a second time.
         assert engine.calls[1:] == ["pause", "load 1", "resume", "submit c d", "submit e"]
         switch.submit(requests("f"))
@@ -120,10 +123,31 @@ def test_delayed_waits_for_what_runs_and_holds_what_comes() -> None:
     asyncio.run(scenario())
 
 
+def test_an_abort_reaches_requests_that_are_held() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        switch = WeightSwitch(engine)
+        switch.submit(requests("a"))
+        await_end = asyncio.create_task(switch.drained())
+        await until_it_waits(await_end)
+        switch.submit(requests("b", "c"))
+        await switch.abort(["a", "c"])
+        assert engine.calls[1:] == ["abort a"]
+        engine.ended.put_nowait(["a"])
+        await switch.collect()
+        await await_end
+        await switch.switch(MANIFEST)
+        assert engine.calls[-2:] == ["submit b c", "abort c"]
+
+    asyncio.run(scenario())
+
+
 def test_delayed_loads_at_once_where_nothing_runs() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine()
-        await WeightSwitch(engine).switch(MANIFEST, delayed=True)
+        switch = WeightSwitch(engine)
+        await switch.drained()
+        await switch.switch(MANIFEST)
         assert engine.calls == ["pause", "load 1", "resume"]
 
     asyncio.run(scenario())
@@ -135,8 +159,10 @@ def test_weights_that_do_not_fit_leave_generation_running(delayed: bool) -> None
         engine = ScriptedEngine()
         engine.load_error = ValueError("the checksum differs")
         switch = WeightSwitch(engine)
+        if delayed:
+            await switch.drained()
         with pytest.raises(ValueError, match="checksum"):
-            await switch.switch(MANIFEST, delayed=delayed)
+            await switch.switch(MANIFEST)
         switch.submit(requests("a"))
         assert engine.calls == ["pause", "load 1", "resume", "submit a"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import pickle
 import socket
 from collections.abc import Callable, Sequence
@@ -28,7 +26,6 @@ from rlsys.types import MicroBatch, TrainRow
 
 VOCABULARY = 21  # 18 characters and three special tokens
 
-_serial = itertools.count()
 
 Weights = dict[str, torch.Tensor]
 Scenario = Callable[[int, int, Path], Any]
@@ -73,8 +70,6 @@ def make_engine(model_path: Path, **options: Any) -> FSDPEngine:
         "temperature": 0.8,
         "num_total_steps": 10,
         "seed": 0,
-        "weights_dir": model_path.parent,
-        "weights_prefix": f"weights-{os.getpid()}-{next(_serial)}",
     }
     return FSDPEngine(**(arguments | options))
 

@@ -1,16 +1,23 @@
 import errno
 import os
+import pickle
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX, local_copy, remove_orphans
-from rlsys.layout.transport.shm import ALIGNMENT, WeightFile, open_weights, write_weights
+from rlsys.layout.transport.shared_memory import MemoryGone
+from rlsys.layout.transport.shm import (
+    ALIGNMENT,
+    WeightFile,
+    held,
+    local_copy,
+    open_weights,
+    read_weights,
+    write_weights,
+)
 
 TENSORS = {
     "embedding": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -51,10 +58,11 @@ def test_a_version_is_never_overwritten(tmp_path: Path) -> None:
         write_weights(2, TENSORS.items(), tmp_path / "weights")
 
 
-def test_pieces_are_converted_to_the_dtype_of_the_file(tmp_path: Path) -> None:
-    file = WeightFile(tmp_path / "weights", {"w": (torch.bfloat16, (2,))})
+def test_pieces_are_converted_to_the_dtype_of_the_file() -> None:
+    file = WeightFile(1, {"w": (torch.bfloat16, (2,))})
     file.put("w", torch.tensor([1.0, 1 / 3]))
-    found = open_weights(file.manifest(1))["w"]
+    found = open_weights(file.manifest())["w"]
+    file.close()
     assert torch.equal(found, torch.tensor([1.0, 1 / 3], dtype=torch.bfloat16))
 
 
@@ -82,37 +90,76 @@ def test_no_room_is_an_error_and_leaves_no_file(
 
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     with pytest.raises(
-        OSError, match=r"cannot reserve 0\.00 GiB for a version of the weights .* --shm-size"
+        OSError, match=r"cannot take 256 bytes for a version of the weights: No space left"
     ) as error:
         write_weights(1, TENSORS.items(), tmp_path / "weights")
     assert error.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
 
 
-KILLED_WRITER = """
-import os, sys, torch
-from pathlib import Path
-from rlsys.layout.transport.shm import WeightFile
-file = WeightFile(Path(sys.argv[1]), {"w": (torch.float32, (2,))})
-os.kill(os.getpid(), 9)
+def make_file(version: int) -> WeightFile:
+    file = WeightFile(version, {name: (t.dtype, t.shape) for name, t in TENSORS.items()})
+    for name, tensor in TENSORS.items():
+        file.put(name, tensor)
+    return file
+
+
+def test_a_number_that_is_used_again_is_no_other_version() -> None:
+    file = make_file(1)
+    first = file.manifest()
+    assert torch.equal(open_weights(first)["embedding"], TENSORS["embedding"])
+    file.close()
+    with pytest.raises(MemoryGone, match="rlsys-weights-v1 is gone"):
+        open_weights(first)
+    other = make_file(2)
+    assert other.manifest().path == first.path
+    with pytest.raises(MemoryGone, match=r"rlsys-weights-v1 is gone: .* to /memfd:rlsys-weig"):
+        open_weights(first)
+    other.close()
+
+
+READER = """
+import pickle, sys
+from rlsys.layout.transport.shm import held, open_weights
+manifest = pickle.loads(bytes.fromhex(sys.stdin.readline()))
+with held(manifest) as own:
+    print("held", flush=True)
+    sys.stdin.readline()
+    print(float(open_weights(own)["scalar"]))
 """
 
 
-def test_only_files_of_the_dead_are_removed(tmp_path: Path) -> None:
-    dead, other = tmp_path / f"{WEIGHTS_PREFIX}dead", tmp_path / "other"
-    subprocess.run([sys.executable, "-c", KILLED_WRITER, dead], timeout=60, check=False)
-    living = WeightFile(tmp_path / f"{WEIGHTS_PREFIX}living", {"w": (torch.float32, (2,))})
-    other.write_bytes(b"")
-    assert dead.exists()
-    remove_orphans(tmp_path, WEIGHTS_PREFIX)
-    assert set(tmp_path.iterdir()) == {living.path, other}
+def test_another_process_keeps_the_version_that_it_holds() -> None:
+    file = make_file(5)
+    with subprocess.Popen(
+        [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        reader.stdin.write(pickle.dumps(file.manifest()).hex() + "\n")
+        reader.stdin.flush()
+        assert reader.stdout.readline() == "held\n"
+        file.close()
+        output, _ = reader.communicate("\n", timeout=60)
+    assert output == "2.5\n"
 
 
-def test_a_copy_lasts_as_long_as_it_is_used(tmp_path: Path) -> None:
-    manifest = write_weights(1, TENSORS.items(), tmp_path / f"{WEIGHTS_PREFIX}{uuid.uuid4().hex}")
-    with local_copy(manifest, np.fromfile(manifest.path, np.uint8)) as local:
+def test_a_copy_lasts_as_long_as_it_is_used() -> None:
+    file = make_file(1)
+    manifest = file.manifest()
+    with local_copy(manifest, read_weights(manifest)) as local:
+        file.close()
         assert local.path != manifest.path
-        remove_orphans(Path(local.path).parent, WEIGHTS_PREFIX)
         found = open_weights(local)
     assert torch.equal(found["embedding"], TENSORS["embedding"])
     assert not Path(local.path).exists()
+
+
+def test_bytes_of_a_closed_version_are_not_sent() -> None:
+    file = make_file(1)
+    manifest = file.manifest()
+    file.close()
+    with pytest.raises(MemoryGone), held(manifest):
+        pass
+    with pytest.raises(MemoryGone):
+        read_weights(manifest)

@@ -210,6 +210,43 @@ def test_a_warning_is_repeated_only_after_twenty_steps() -> None:
     assert warned == [5, 25, 45]
 
 
+def test_a_run_in_balance_is_told_of_one_bottleneck_only() -> None:
+    """Now the trainer waits, now the data is stale: close to balance both come and go."""
+    screen = Screen()
+    for step in range(1, 101):
+        waits = step // 5 % 2 == 0
+        line = step_line(
+            step,
+            time__step_s=2.0,
+            time__trainer_idle_s=1.9 if waits else 0.0,
+            staleness__mean=0.0 if waits else 1.0,
+        )
+        screen.run.step(line)
+    warnings = [line for line in screen.lines if line.startswith("warning: ")]
+    assert len(warnings) >= 3
+    assert len({line.split(":")[1].split(" ")[1] for line in warnings}) == 1, warnings
+
+
+def test_another_bottleneck_is_told_once_the_first_is_gone() -> None:
+    screen = Screen()
+    for step in range(1, 61):
+        idle_s, staleness = (1.9, 0.0) if step <= 20 else (0.0, 1.0)
+        screen.run.step(
+            step_line(
+                step, time__step_s=2.0, time__trainer_idle_s=idle_s, staleness__mean=staleness
+            )
+        )
+    warnings = [line for line in screen.lines if line.startswith("warning: ")]
+    assert warnings[0].startswith("warning: the trainer waits")
+    assert warnings[-1].startswith("warning: staleness is pinned")
+
+
+def test_the_summary_of_a_run_whose_directory_is_gone(tmp_path: Path) -> None:
+    screen = Screen()
+    screen.run.close("failed", lines=[], directory=tmp_path / "gone", next_command="see above")
+    assert f"  files      {tmp_path / 'gone'}: none" in screen.lines
+
+
 def test_the_closing_summary(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", ".lock", "trace.json"):
         (tmp_path / name).touch()

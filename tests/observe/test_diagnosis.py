@@ -60,6 +60,11 @@ def test_each_trouble_is_told_with_its_number(
     assert words in findings[kind]
 
 
+def test_of_two_bottlenecks_the_one_that_was_measured_is_told() -> None:
+    both = [{**line, "time/trainer_idle_s": 1.5, "staleness/mean": 1.0} for line in lines()]
+    assert list(found(both)) == ["trainer_idle"]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

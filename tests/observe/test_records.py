@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from rlsys.observe.records import RolloutRecord, RolloutWriter, read_rollouts
 
@@ -19,6 +24,7 @@ RECORD = RolloutRecord(
     rewards={"exact": 1.0, "format": 0.5},
     advantage=-0.25,
     finish_reason="stop",
+    row={"answer": "42", "level": 3},
 )
 
 
@@ -55,3 +61,26 @@ def test_a_resumed_run_records_its_lost_steps_again(tmp_path: Path) -> None:
     resumed.close()
     found = [(record.step, record.completion) for record in read_rollouts(path)]
     assert found == [*[(step, RECORD.completion) for step in (1, 1, 2, 2)], (3, "again")]
+
+
+def test_a_row_of_anything_is_recorded(tmp_path: Path) -> None:
+    row: Any = {
+        "nan": math.nan,
+        "day": date(2026, 1, 2),
+        "image": bytes(100),
+        "array": np.array([1.5, 2.5]),
+        "messages": [{"role": "user", "content": None}],
+        3: (True, 1),
+    }
+    writer = RolloutWriter(tmp_path / "rollouts.jsonl")
+    writer.write([replace(RECORD, row=row)])
+    writer.close()
+    (found,) = read_rollouts(tmp_path / "rollouts.jsonl")
+    assert str(found.row.pop("image")).endswith("...")  # type: ignore[attr-defined]
+    assert found.row == {
+        "nan": "nan",
+        "day": "2026-01-02",
+        "array": [1.5, 2.5],
+        "messages": [{"role": "user", "content": None}],
+        "3": [True, 1],
+    }

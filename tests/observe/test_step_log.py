@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,3 +81,22 @@ def test_every_line_survives_the_death_of_its_writer(tmp_path: Path) -> None:
     )
     assert killed.returncode == -signal.SIGKILL
     assert [line["step"] for line in read_lines(path)] == list(range(1, 101))
+
+
+@pytest.mark.parametrize("loss", ["deleted", "directory deleted", "moved", "replaced"])
+def test_a_file_that_was_taken_away_is_an_error_not_silence(tmp_path: Path, loss: str) -> None:
+    path = tmp_path / "run" / "log.jsonl"
+    path.parent.mkdir()
+    log = StepLog(path)
+    log.append({"step": 1})
+    if loss == "directory deleted":
+        shutil.rmtree(path.parent)
+    elif loss == "moved":
+        path.parent.rename(tmp_path / "elsewhere")
+    else:
+        path.unlink()
+        if loss == "replaced":
+            path.touch()
+    with pytest.raises(FileNotFoundError, match=r"log\.jsonl was deleted or moved while the run"):
+        log.append({"step": 2})
+    log.close()

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rlsys.observe.summary import duration, summarize, summary_rows
+from rlsys.observe.summary import duration, summarize, summary_rows, whole_percents
 
 
 def run(num_steps: int) -> list[dict[str, float]]:
@@ -37,6 +39,28 @@ def test_a_run_in_numbers() -> None:
         "staleness": "mean 0.50, max 2 optimizer steps",
         "rollouts": "320 trained, 1,500 tokens/s; 3 dropped (reward 2, stale 1)",
     }
+
+
+@pytest.mark.parametrize(
+    ("parts", "percents"),
+    [
+        ([1, 1, 1], [34, 33, 33]),
+        ([75.45, 18.4, 5.9, 0.25], [76, 18, 6, 0]),
+        ([0.5, 99.5], [1, 99]),
+        ([0, 0, 3], [0, 0, 100]),
+    ],
+)
+def test_shares_add_up_to_a_hundred(parts: list[float], percents: list[int]) -> None:
+    assert whole_percents(parts) == percents
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=6).filter(lambda parts: sum(parts) > 1e-3))
+@settings(deadline=None)
+def test_shares_always_add_up(parts: list[float]) -> None:
+    percents = whole_percents(parts)
+    assert sum(percents) == 100
+    exact = [100 * part / sum(parts) for part in parts]
+    assert all(abs(n - share) < 1 for n, share in zip(percents, exact, strict=True))
 
 
 @pytest.mark.parametrize(

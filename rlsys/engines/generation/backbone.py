@@ -4,7 +4,8 @@
     decode(token_ids [N]) ────► [N, D] ─────┴─► logits [N, V]
 
 Keys and values stand in a SlotCache. Prompts go through transformers' own forward pass, single
-tokens through FusedDecoder where it knows the architecture and agrees in numbers.
+tokens through FusedDecoder where it knows the architecture and agrees in numbers. Both agree with
+whole passes on a miniature of the model before they run.
 
 Shape legend: U prompts, T tokens of the longest, N sequences, D hidden width, V vocabulary.
 """
@@ -16,40 +17,44 @@ from typing import Any
 
 import torch
 
+from rlsys.engines.architecture import TOLERANCE, Architecture, check_architecture, difference
 from rlsys.engines.attention import AttentionRule, causal_attention
-from rlsys.engines.causal_lm import Head, check_head
+from rlsys.engines.causal_lm import Head, backbone
+from rlsys.engines.context import context_length
 from rlsys.engines.generation.fused_decoder import FusedDecoder, is_llama_like
-from rlsys.engines.generation.kv_cache import SlotCache, room
+from rlsys.engines.generation.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, room
 from rlsys.engines.generation.manifest_check import check_manifest
+from rlsys.engines.model_tensors import model_tensors
 from rlsys.layout.transport.shm import open_weights
 from rlsys.types import WeightManifest
 
 Decode = Callable[[torch.Tensor, torch.Tensor, SlotCache], torch.Tensor]
 
-# Largest difference between decoding and a whole forward pass, as a share of the largest value.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-
 
 class Backbone:
-    """Raises ValueError for an architecture that cannot be decoded from keys and values alone."""
+    """Raises ValueError for an architecture that rlsys gets wrong, or that cannot be decoded from
+    keys and values alone."""
 
     def __init__(self, model: Any) -> None:
+        architecture = check_architecture(model)
+        plain = _Decoder(architecture.miniature)
+        reason = _fault(architecture, plain, plain.decode)
+        if reason is not None:
+            raise ValueError(
+                f"{type(model).__name__} decodes token by token to other log-probabilities than at "
+                f"once ({reason}), and the torch engine knows only models whose layers keep keys "
+                'and values, nothing else; use rollout.engine="vllm".'
+            )
+        self._decoder = _Decoder(model)
+        self._decode: Decode = self._decoder.decode
         self._model = model
-        self.logits = Head(model)
         self._fused: FusedDecoder | None = None
+        self.logits = Head(model)
         with torch.no_grad():
-            check_head(model)
-            difference, self.bytes_per_token = self._check(self._decode_by_model)
-            if difference > TOLERANCE[model.dtype]:
-                raise ValueError(
-                    f"{type(model).__name__} decodes token by token to other hidden states than at "
-                    f"once (relative difference {difference:.1g}), so it keeps more than keys and "
-                    'values, which the torch engine does not know; use rollout.engine="vllm".'
-                )
-            if is_llama_like(model):
-                fused = FusedDecoder(model, _attention_rules(model))
-                difference, _ = self._check(fused)
-                self._fused = fused if difference <= TOLERANCE[model.dtype] else None
+            self.bytes_per_token = self._measure()
+            if is_llama_like(model) and _is_right_when_fused(architecture):
+                self._fused = FusedDecoder(model, _attention_rules(model))
+                self._decode = self._fused
 
     @property
     def is_fused(self) -> bool:
@@ -57,14 +62,13 @@ class Backbone:
 
     def prefill(self, token_ids: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """Hidden states [U, T, D] of right-padded prompts [U, T]; see SlotCache.begin_prefill."""
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
-        return self._run(token_ids, positions, cache)
+        return self._decoder.prefill(token_ids, cache)
 
     def decode(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache
     ) -> torch.Tensor:
         """Hidden states [N, D] of one token [N] of each sequence; see SlotCache.begin_decode."""
-        return (self._fused or self._decode_by_model)(token_ids, positions, cache)
+        return self._decode(token_ids, positions, cache)
 
     def load(self, manifest: WeightManifest) -> None:
         """Overwrite the weights in place.
@@ -72,15 +76,37 @@ class Backbone:
         Raises ValueError, and changes nothing, if names or shapes do not fit the model or the bytes
         are not those that were published.
         """
-        parameters = dict(self._model.named_parameters())  # tied ones appear once
-        check_manifest(manifest, {name: tuple(p.shape) for name, p in parameters.items()})
+        tensors = model_tensors(self._model)
+        check_manifest(manifest, {name: tuple(t.shape) for name, t in tensors.items()})
         with torch.no_grad():
             for name, tensor in open_weights(manifest).items():
-                parameters[name].copy_(tensor)
+                tensors[name].copy_(tensor)
             if self._fused is not None:
                 self._fused.refresh()
 
-    def _decode_by_model(
+    def _measure(self) -> int:
+        """Bytes that the cache takes for a token."""
+        device = next(self._model.parameters()).device
+        cache = SlotCache(max_slots=1, max_tokens=ROW_BLOCK * room(1), device=str(device))
+        cache.reserve(1, 1)
+        cache.begin_prefill(0, torch.zeros(1, dtype=torch.long, device=device))
+        self.prefill(torch.zeros(1, 1, dtype=torch.long, device=device), cache)
+        return cache.bytes_per_token
+
+
+class _Decoder:
+    """A model's own forward pass with a cache."""
+
+    def __init__(self, model: Any) -> None:
+        self._backbone = backbone(model)
+        self._last_position = context_length(model.config) - 1
+
+    def prefill(self, token_ids: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+        # Padding may reach beyond the context, for which a model may have no position.
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        return self._run(token_ids, positions.clamp(max=self._last_position)[None], cache)
+
+    def decode(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache
     ) -> torch.Tensor:
         return self._run(token_ids[:, None], positions[:, None], cache)[:, 0]
@@ -88,27 +114,63 @@ class Backbone:
     def _run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache
     ) -> torch.Tensor:
-        output = self._model.get_decoder()(
+        output = self._backbone(
             input_ids=token_ids, position_ids=positions, use_cache=False, kv_cache=cache
         )
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
-    def _check(self, decode: Decode) -> tuple[float, int]:
-        """Relative difference of hidden states, decoding the last tokens of two sequences or
-        running all at once; and the bytes that the cache takes for a token."""
-        device = next(self._model.parameters()).device
-        token_ids = torch.arange(12, device=device).view(2, 6)
-        expected = self._model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
-        cache = SlotCache(max_slots=2, max_tokens=2 * room(6), device=str(device))
-        cache.reserve(2, 6)
-        cache.begin_prefill(0, torch.arange(2, device=device))
-        self.prefill(token_ids[:, :5], cache)
-        positions = torch.full((2,), 5, device=device)
-        cache.begin_decode(positions)
-        found = decode(token_ids[:, 5], positions, cache)
-        difference = (found - expected[:, 5]).abs().max() / expected.abs().max()
-        return float(difference), cache.bytes_per_token
+
+def _is_right_when_fused(architecture: Architecture) -> bool:
+    small = architecture.miniature
+    fused = FusedDecoder(small, _attention_rules(small))
+    return _fault(architecture, _Decoder(small), fused) is None
+
+
+@torch.no_grad()
+def _fault(architecture: Architecture, decoder: _Decoder, decode: Decode) -> str | None:
+    """What is wrong with decoding the architecture's rows to their ends, each in a slot of its own,
+    from two tokens on at the latest; None where all log-probabilities are as expected."""
+    rows, head = architecture.rows, Head(architecture.miniature)
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))  # the last ones end first
+    longest = len(rows[order[0]])
+    device = rows[0].device
+    cache = SlotCache(
+        max_slots=len(rows), max_tokens=ROW_BLOCK * room(longest + TOKEN_BLOCK), device=str(device)
+    )
+    num_prompt = min(2, longest)
+    prompts = torch.stack(
+        [
+            torch.cat((rows[i][:num_prompt], rows[i].new_zeros(num_prompt)))[:num_prompt]
+            for i in order
+        ]
+    )
+    worst = 0.0
+
+    def compare(hidden: torch.Tensor, numbers: list[int], position: int) -> None:
+        nonlocal worst
+        found = head(hidden).float().log_softmax(-1)
+        for one, index in zip(found, numbers, strict=True):
+            worst = max(worst, difference(one, architecture.expected[index][position]))
+
+    try:
+        cache.reserve(len(rows), longest)
+        cache.begin_prefill(0, torch.arange(len(rows), device=device))
+        hidden = decoder.prefill(prompts, cache)
+        for position in range(longest):
+            running = [index for index in order if len(rows[index]) > position]
+            if position < num_prompt:
+                compare(hidden[: len(running), position], running, position)
+                continue
+            positions = torch.full((len(running),), position, device=device)
+            cache.begin_decode(positions)
+            tokens = torch.stack([rows[index][position] for index in running])
+            compare(decode(tokens, positions, cache), running, position)
+    except Exception as error:  # noqa: BLE001 - it is the answer: the caller reports it
+        return f"{type(error).__name__}: {error}"
+    if cache.bytes_per_token == 0:
+        return "no layer gives its keys and values to the cache"
+    return None if worst <= TOLERANCE else f"they differ by {worst:.1g} nats"
 
 
 class _RuleRecorder:
@@ -132,5 +194,6 @@ class _RuleRecorder:
 def _attention_rules(model: Any) -> dict[int, AttentionRule]:
     recorder = _RuleRecorder()
     token_ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-    model.get_decoder()(input_ids=token_ids, use_cache=False, kv_cache=recorder)
+    with torch.no_grad():
+        backbone(model)(input_ids=token_ids, use_cache=False, kv_cache=recorder)
     return recorder.rules

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rlsys.engines.context import context_length
 from rlsys.engines.generation.backbone import Backbone
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, SlotCache, room, round_up
 from rlsys.engines.generation.sampling import Cut, sample
@@ -57,7 +58,7 @@ class ContinuousBatch:
         self._max_running = max_running
         self._kv_cache_gib = kv_cache_gib
         config = model.config.get_text_config()
-        self._context: int = config.max_position_embeddings
+        self._context = context_length(config)
         self._vocabulary: int = config.vocab_size
         self._waiting: deque[GenerationRequest] = deque()
         self._slots = Slots(

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from rlsys.engines.attention import AttentionRule
+from rlsys.engines.causal_lm import backbone as model_backbone
 from rlsys.engines.generation.kv_cache import SlotCache
 from rlsys.engines.onednn_linear import LinearFunction, laid_out, linear_function
 
@@ -39,7 +40,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin, [N, A + H, W
 
 def is_llama_like(model: Any) -> bool:
     """Has the backbone all the parts that FusedDecoder knows, and no other?"""
-    backbone = model.get_decoder()
+    backbone = model_backbone(model)
     return (
         _parts(backbone) == BACKBONE_PARTS
         and _is_static(backbone.rotary_emb)
@@ -51,7 +52,7 @@ class FusedDecoder:
     """For a model that is_llama_like; `rules` by layer."""
 
     def __init__(self, model: Any, rules: Mapping[int, AttentionRule]) -> None:
-        backbone = model.get_decoder()
+        backbone = model_backbone(model)
         self._embed = backbone.embed_tokens
         rotary = backbone.rotary_emb
         typed = "layer_type" in inspect.signature(rotary.forward).parameters
@@ -224,9 +225,9 @@ def _is_static(rotary: Any) -> bool:
 
 
 def _is_known(layer: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    if _parts(layer) not in (PRE_NORM_PARTS, SANDWICH_PARTS) or _parts(mlp) != MLP_PARTS:
+    if _parts(layer) not in (PRE_NORM_PARTS, SANDWICH_PARTS) or _parts(layer.mlp) != MLP_PARTS:
         return False
+    attention, mlp = layer.self_attn, layer.mlp
     if _parts(attention) == ATTENTION_PARTS | HEAD_NORMS:
         if attention.q_norm.weight.shape != (attention.head_dim,):
             return False

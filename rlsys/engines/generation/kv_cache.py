@@ -17,7 +17,12 @@ from typing import NamedTuple
 
 import torch
 
-from rlsys.engines.attention import AttentionRule, causal_attention, soft_cap
+from rlsys.engines.attention import (
+    AttentionRule,
+    causal_attention,
+    soft_cap,
+    softmax_with_sinks,
+)
 
 # Rows and lengths of a pass are rounded up to these. Kernels then meet few different shapes (a new
 # one costs oneDNN half a millisecond), and do the sums of a row in the same order whatever else is
@@ -64,8 +69,8 @@ class SlotCache:
         self._positions = torch.empty(0, dtype=torch.long)  # [N]
         self._views: dict[int, _LayerViews] = {}  # as long as N and the layers stay
         self._places: dict[int, torch.Tensor] = {}  # H -> [N·H] rows of K and V as [S·H·C, D]
-        # window, H -> [N·H, 1, C], 0 where a sequence sees, −inf elsewhere
-        self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
+        # window, chunk, H -> [N·H, 1, C], 0 where a sequence sees, −inf elsewhere
+        self._masks: dict[tuple[int | None, int | None, int], torch.Tensor] = {}
 
     @property
     def bytes_per_token(self) -> int:
@@ -157,13 +162,14 @@ class SlotCache:
         all_keys.index_copy_(0, places, key.reshape(-1, width))
         all_values.index_copy_(0, places, value.reshape(-1, value.shape[2]))
         grouped = query.reshape(num_rows * num_heads, -1, width)  # [N·H, G, D]
-        mask = self._mask(rule.sliding_window, num_heads, query.dtype)
+        mask = self._mask(rule, num_heads, query.dtype)
         if rule.softcap is None:
             mask = mask.expand(-1, grouped.shape[1], -1)
             scores = torch.baddbmm(mask, grouped, keys, alpha=rule.scaling)  # [N·H, G, C]
         else:
             scores = soft_cap(torch.bmm(grouped, keys) * rule.scaling, rule.softcap) + mask
-        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        sinks = None if rule.sinks is None else rule.sinks.view(num_heads, -1).repeat(num_rows, 1)
+        weights = softmax_with_sinks(scores, sinks).to(value.dtype)
         attended = torch.bmm(weights, values)  # [N·H, G, D]
         return attended.view(num_rows, -1, value.shape[2])
 
@@ -188,15 +194,20 @@ class SlotCache:
             self._places[num_heads] = (first_places + self._positions[:, None]).flatten()
         return self._places[num_heads]
 
-    def _mask(self, window: int | None, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        if (window, num_heads) not in self._masks:
+    def _mask(self, rule: AttentionRule, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        known_as = rule.sliding_window, rule.chunk, num_heads
+        if known_as not in self._masks:
             place = torch.arange(self.capacity, device=self._device)
             last = self._positions[:, None, None]
-            hidden = place > last if window is None else (place > last) | (place <= last - window)
+            hidden = place > last
+            if rule.sliding_window is not None:
+                hidden = hidden | (place <= last - rule.sliding_window)
+            if rule.chunk is not None:
+                hidden = hidden | (place < last - last % rule.chunk)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
             mask = mask.masked_fill_(hidden, float("-inf")).expand(-1, num_heads, -1)
-            self._masks[window, num_heads] = mask.reshape(-1, 1, self.capacity)
-        return self._masks[window, num_heads]
+            self._masks[known_as] = mask.reshape(-1, 1, self.capacity)
+        return self._masks[known_as]
 
 
 def _resized(stored: torch.Tensor, num_kept: int, num_slots: int, capacity: int) -> torch.Tensor:

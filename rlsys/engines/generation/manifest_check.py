@@ -1,6 +1,6 @@
 """Does a published version fit the model? Names and shapes, before anything is touched.
 
-model directory ──► parameter_shapes ──► check_manifest(manifest, shapes)
+model directory ──► tensor_shapes ──► check_manifest(manifest, shapes)
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from collections.abc import Mapping
 
 import torch
 
+from rlsys.engines.model_tensors import model_tensors
 from rlsys.types import WeightManifest
 
-Shapes = Mapping[str, tuple[int, ...]]  # by Hugging Face parameter name, tied ones once
+Shapes = Mapping[str, tuple[int, ...]]  # of model_tensors, by Hugging Face name
 
 
-def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters of the model at `path`, from its configuration alone.
+def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters and buffers of the model at `path`, from its configuration alone.
 
     Raises ValueError where `path` holds no causal language model.
     """
@@ -30,7 +31,7 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
             f"model.path={path!r} holds no causal language model ({error}); give a Hugging Face "
             "model directory or hub name."
         ) from error
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
 
 
 def check_manifest(manifest: WeightManifest, shapes: Shapes) -> None:
@@ -48,6 +49,6 @@ def check_manifest(manifest: WeightManifest, shapes: Shapes) -> None:
     if problems:
         raise ValueError(
             f"weights of version {manifest.version} do not fit the model in {len(problems)} of its "
-            f"parameters: {'; '.join(sorted(problems)[:4])}. Trainer and generation engines must "
+            f"tensors: {'; '.join(sorted(problems)[:4])}. Trainer and generation engines must "
             "load the same model."
         )

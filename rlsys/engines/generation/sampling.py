@@ -74,6 +74,12 @@ def sample(
     """
     scaled = logits.float() / temperature.clamp(min=SMALLEST_TEMPERATURE)[:, None]
     logprobs = scaled.log_softmax(-1)  # [N, V]
+    tokens = draw(logprobs, uniforms, cut)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def draw(logprobs: torch.Tensor, uniforms: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
+    """Tokens [N] int64 from distributions [N, V], cut, by one number of [0, 1) each [N]."""
     weights = logprobs.exp()  # [N, V]
     if cut is not None:
         weights[cut.rows] = cut_tail(weights[cut.rows], top_k=cut.top_k, top_p=cut.top_p)
@@ -83,7 +89,7 @@ def sample(
     below_total = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(uniforms * total, below_total)[:, None]
     tokens = torch.searchsorted(cumulative, target, right=True)  # first token with more than target
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+    return tokens.squeeze(1)
 
 
 def cut_tail(weights: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

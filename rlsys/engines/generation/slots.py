@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlsys.engines.generation.sampling import stream_key, uniforms
+from rlsys.engines.generation.stopping import text_after
 from rlsys.types import FinishReason, Float32Array, Generation, GenerationRequest, Int32Array
 
 SLOT = np.dtype(
@@ -174,9 +175,13 @@ class Slots:
         state = self._state[slot]
         # No token is shorter than a byte, so this many hold the longest stop string.
         num_tokens = max(len(text.encode()) for text in stop) + STOP_STRING_MARGIN
-        first = state["prompt_length"] - state["num_prior_tokens"]
-        tail = self._tokens[slot, max(first, state["length"] - num_tokens) : state["length"]]
-        text = self._decode_text(tail.tolist())
+        completion = int(state["prompt_length"] - state["num_prior_tokens"])
+        start = max(completion, int(state["length"]) - num_tokens)
+        tail = self._tokens[slot, start : state["length"]].tolist()
+        if start > completion:
+            text = self._decode_text(tail)
+        else:
+            text = text_after(self._decode_text, self._tokens[slot, :start].tolist(), tail)
         return any(string in text for string in stop)
 
     def _reserve(self, num_slots: int, num_tokens: int, num_stop_ids: int) -> None:

@@ -27,6 +27,7 @@ from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.generation.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.protocol import EngineError, EngineStats
+from rlsys.engines.generation.stopping import end_of_sequence_ids, text_decoder
 from rlsys.types import Generation, GenerationRequest, WeightManifest
 
 # The thread leaves after the pass at hand: seconds for the largest prompts.
@@ -42,8 +43,8 @@ Result = TypeVar("Result")
 class TorchEngine:
     """A rlsys.engines.generation.protocol.GenerationEngine for one device.
 
-    `stop_token_ids`: by default those of the model's generation configuration. `num_threads`: by
-    default config.num_cpus.
+    `stop_token_ids`: by default those of `end_of_sequence_ids`. `num_threads`: by default
+    config.num_cpus.
     """
 
     def __init__(
@@ -243,8 +244,8 @@ class TorchEngine:
             kv_cache_gib=self._config.kv_cache_gib,
             stop_token_ids=self._stop_token_ids
             if self._stop_token_ids is not None
-            else _end_of_sequence_ids(model),
-            decode_text=_text_decoder(self._model_path),
+            else end_of_sequence_ids(self._model_path),
+            decode_text=text_decoder(self._model_path),
         )
 
     def _deliver_all(self) -> None:
@@ -277,25 +278,3 @@ def _return_to(call: asyncio.Future[Result], result: Result) -> None:
 def _raise_in(call: asyncio.Future[Any], error: Exception) -> None:
     if not call.done():
         call.set_exception(error)
-
-
-def _end_of_sequence_ids(model: Any) -> list[int]:
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        ids = model.config.get_text_config().eos_token_id
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else list(ids)
-
-
-def _text_decoder(model_path: str | Path) -> Callable[[list[int]], str]:
-    """The model's tokenizer, for stop strings."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-
-    def decode(token_ids: list[int]) -> str:
-        text: str = tokenizer.decode(token_ids)
-        return text
-
-    return decode

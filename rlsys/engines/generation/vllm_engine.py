@@ -13,8 +13,11 @@ version, so a request submitted after an update never reads keys and values of o
 Log-probabilities are those of softmax(logits / temperature), before top-k and top-p; at temperature
 0, the most likely token, those of softmax(logits).
 
-Unlike the torch engine this one is not reproducible: all requests share one random stream, and how
-they are batched depends on timing. GenerationRequest.seed is not used: vLLM fails on it on the CPU.
+What a request yields depends on its prompt, its seed and the weights, not on what was sampled
+before: each has a random stream of its own, on the CPU that of the torch engine. Its companions
+matter in the last bits, since kernels choose by the number of rows, and so does the prefix cache,
+which decides how much of a prompt is computed; so two runs agree to the last bit only where
+requests meet in the same batches. A token in some thousands hangs on such a bit.
 
 vllm is imported inside functions of the vllm_* modules, and by vllm_worker and vllm_weights, which
 vLLM's own processes alone import.
@@ -23,17 +26,22 @@ vLLM's own processes alone import.
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import tempfile
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rlsys.config import RolloutConfig
-from rlsys.engines.generation.manifest_check import Shapes, check_manifest, parameter_shapes
+from rlsys.engines.generation.manifest_check import Shapes, check_manifest, tensor_shapes
 from rlsys.engines.generation.protocol import EngineError, EngineStats
+from rlsys.engines.generation.stopping import DecodeText, end_of_sequence_ids, text_decoder
+from rlsys.engines.generation.vllm_leftovers import Watchman, unlink_shared_files
 from rlsys.engines.generation.vllm_process import end_vllm, start_vllm
 from rlsys.engines.generation.vllm_requests import (
     generation,
     partial_generation,
+    read_prior_text,
     vllm_params,
     vllm_prompt,
 )
@@ -50,7 +58,6 @@ class VLLMEngine:
 
     `path`: Hugging Face name or directory. `max_context` limits prompt and completion together, in
     tokens, below the model's own limit; None: that limit, or what the KV cache holds if it is less.
-    `seed` is of vLLM's random stream: give each replica another one, or they draw alike.
     """
 
     def __init__(
@@ -59,15 +66,15 @@ class VLLMEngine:
         rollout: RolloutConfig,
         *,
         dtype: str,
-        seed: int,
         max_context: int | None = None,
     ) -> None:
         self._path = path
         self._rollout = rollout
         self._dtype = dtype
-        self._seed = seed
         self._max_context = max_context
         self._shapes: Shapes = {}
+        self._stop_token_ids: tuple[int, ...] = ()
+        self._decode_text: DecodeText | None = None  # made when a request needs it
         self._llm: Any = None  # vLLM's AsyncLLM, between start and close
         self._version = 0
         self._tasks: dict[str, asyncio.Task[Generation]] = {}  # unfinished, by request id
@@ -83,19 +90,25 @@ class VLLMEngine:
         Raises ValueError for a model that vLLM cannot serve or could not take new weights of,
         EngineError if vLLM's processes do not come up.
         """
-        self._shapes = await asyncio.to_thread(parameter_shapes, self._path)
-        try:
-            await asyncio.to_thread(self._start_vllm)
-        except RuntimeError as error:
-            raise EngineError(
-                f"vLLM did not start: {error} Its messages above have the cause. If memory is "
-                "short, lower rollout.kv_cache_gib (CPU) or rollout.gpu_memory_frac (GPU)."
-            ) from error
-        try:
-            await self._prepare()
-        except BaseException:
-            await self.close()
-            raise
+        self._shapes = await asyncio.to_thread(tensor_shapes, self._path)
+        self._stop_token_ids = await asyncio.to_thread(end_of_sequence_ids, self._path)
+        with (
+            tempfile.TemporaryDirectory(prefix="rlsys-vllm-") as sockets,
+            Watchman(directory=sockets),
+        ):
+            try:
+                await asyncio.to_thread(self._start_vllm, sockets)
+            except RuntimeError as error:
+                raise EngineError(
+                    f"vLLM did not start: {error} Its messages above have the cause. If memory is "
+                    "short, lower rollout.kv_cache_gib (CPU) or rollout.gpu_memory_frac (GPU)."
+                ) from error
+            try:
+                await self._prepare()
+                await asyncio.to_thread(unlink_shared_files, os.getpid())
+            except BaseException:
+                await self.close()
+                raise
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._check_alive()
@@ -103,12 +116,15 @@ class VLLMEngine:
         for request in requests:
             if request.request_id in self._tasks or request.request_id in prepared:
                 raise ValueError(f"request id {request.request_id!r} is in use; take another.")
-            prepared[request.request_id] = vllm_params(request, self._llm)
+            prepared[request.request_id] = self._params(request)
         for request in requests:
             params = prepared[request.request_id]
             task = asyncio.create_task(self._generate(request, params), name=request.request_id)
             self._tasks[request.request_id] = task
             task.add_done_callback(self._end)
+            if request.sampling.stop and request.num_prior_tokens:
+                # Runs after the task's first step, in which vLLM takes the request.
+                asyncio.get_running_loop().call_soon(self._read_prior_text, request)
 
     async def collect(self) -> list[Generation]:
         while not self._finished:
@@ -172,13 +188,13 @@ class VLLMEngine:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _start_vllm(self) -> None:
+    def _start_vllm(self, sockets: str) -> None:
         self._llm = start_vllm(
             self._path,
             self._rollout,
             dtype=self._dtype,
-            seed=self._seed,
             max_context=self._max_context,
+            sockets=sockets,
         )
 
     async def _prepare(self) -> None:
@@ -195,7 +211,17 @@ class VLLMEngine:
         trial = GenerationRequest(
             request_id="trial", prompt_token_ids=[0], sampling=SamplingParams(max_tokens=1), seed=0
         )
-        await self._call(self._generate(trial, vllm_params(trial, self._llm)))
+        await self._call(self._generate(trial, self._params(trial)))
+
+    def _params(self, request: GenerationRequest) -> Any:
+        return vllm_params(request, self._llm, self._stop_token_ids)
+
+    def _read_prior_text(self, request: GenerationRequest) -> None:
+        self._decode_text = self._decode_text or text_decoder(self._path)
+        states = self._llm.output_processor.request_states.values() if self._llm else ()
+        for state in states:
+            if state.external_req_id == request.request_id:
+                read_prior_text(state, request, self._decode_text)
 
     async def _generate(self, request: GenerationRequest, params: Any) -> Generation:
         """Runs without a pause until vLLM has the request: submission order is vLLM's order."""

@@ -7,13 +7,17 @@ vllm is imported inside functions: importing this module costs nothing where it 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from rlsys.config import VLLM_MIN_TEMPERATURE
+from rlsys.engines.generation.sampling import stream_key
+from rlsys.engines.generation.stopping import text_after
 from rlsys.types import FinishReason, Generation, GenerationRequest
 
-MIN_TEMPERATURE = 0.01  # asked for a lower one above 0, vLLM samples at this one
+STREAM = "rlsys_stream"  # what SeededSampler asks for: key of the random stream, tokens before
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -21,8 +25,9 @@ FINISH_REASONS = {
 }
 
 
-def vllm_params(request: GenerationRequest, llm: Any) -> Any:
-    """vLLM's SamplingParams; ValueError for a request that `llm`, an AsyncLLM, can never run."""
+def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[int]) -> Any:
+    """vLLM's SamplingParams; `stop_token_ids` end every completion. ValueError for a request that
+    `llm`, an AsyncLLM, can never run."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
@@ -35,11 +40,12 @@ def vllm_params(request: GenerationRequest, llm: Any) -> Any:
             f"request {request_id!r} has a prompt of {num_tokens} tokens; the context of {limit} "
             f"tokens takes 1 to {limit - 1} and a completion."
         )
-    if 0 < sampling.temperature < MIN_TEMPERATURE:
+    if 0 < sampling.temperature < VLLM_MIN_TEMPERATURE:
         raise ValueError(
             f"request {request_id!r} has temperature={sampling.temperature}; vLLM's lowest is "
-            f"{MIN_TEMPERATURE}, or 0 for the most likely token."
+            f"{VLLM_MIN_TEMPERATURE}, or 0 for the most likely token."
         )
+    stream = stream_key(request.seed)
     try:
         llm.renderer.validate_token_ids(request.prompt_token_ids)
         return SamplingParams(
@@ -48,9 +54,15 @@ def vllm_params(request: GenerationRequest, llm: Any) -> Any:
             top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,
             stop=list(sampling.stop),
-            stop_token_ids=list(sampling.stop_token_ids),
+            stop_token_ids=[*stop_token_ids, *sampling.stop_token_ids],
+            ignore_eos=True,  # vLLM's own choice of tokens that end a completion
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
+            skip_special_tokens=False,  # in the text that stop strings are looked for in
+            extra_args={STREAM: (stream, request.num_prior_tokens)},
+            # Its own streams: one number for each seed and position on model runner 2, but a
+            # generator for each request, which the CPU's cannot rewind, on model runner 1.
+            seed=stream >> 1 if llm.vllm_config.use_v2_model_runner else None,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -64,6 +76,16 @@ def vllm_prompt(request: GenerationRequest, version: int) -> Any:
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(request.prompt_token_ids), cache_salt=str(version))
+
+
+def read_prior_text(
+    state: Any, request: GenerationRequest, decode: Callable[[list[int]], str]
+) -> None:
+    """Tell the RequestState of a continued completion what the completion says so far: a stop
+    string may have begun there."""
+    start = len(request.prompt_token_ids) - request.num_prior_tokens
+    before, prior = request.prompt_token_ids[:start], request.prompt_token_ids[start:]
+    state.detokenizer.output_text = text_after(decode, before, prior)
 
 
 def generation(request_id: str, completion: Any) -> Generation:

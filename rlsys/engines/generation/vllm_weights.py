@@ -7,7 +7,7 @@ vLLM's own weight loaders do the mapping: they fuse q, k and v, pad the vocabula
 a tensor-parallel rank. What they need is parameters to write to. On GPUs these are the ones that
 the kernels read. On the CPU vLLM has packed the linear weights and left empty parameters behind, so
 each such layer gets a full parameter back, and once that is written vLLM packs it as it did at
-start.
+start. Persistent buffers are written as parameters are.
 
 Imports vllm: only vLLM's own processes import this module.
 """
@@ -27,13 +27,15 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from rlsys.engines.model_tensors import model_tensors
+
 
 class WeightUpdater:
     """Replaces all weights of `model`, a vLLM model of one tensor-parallel rank.
 
-    `shapes` are the Hugging Face parameters of the same model, the tied ones once. Raises
-    ValueError for a model with layers whose packed form is unknown here (quantized ones, experts),
-    and if any element of a vLLM parameter gets no value from `shapes`.
+    `shapes` are the `model_tensors` of the same Hugging Face model. Raises ValueError for a model
+    with layers whose packed form is unknown here (quantized ones, experts), and if any element of a
+    vLLM parameter gets no value from `shapes`.
     """
 
     def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -75,21 +77,23 @@ class WeightUpdater:
         if unfilled:
             raise ValueError(
                 f"{len(unfilled)} parameters of vLLM's {type(self._model).__name__} get no value "
-                "from the Hugging Face model's parameters, so weights cannot be handed over: "
+                "from the Hugging Face model's tensors, so weights cannot be handed over: "
                 f"{', '.join(unfilled[:4])}. Use the torch engine for this architecture."
             )
 
     def _unpack(self, undo: ExitStack) -> None:
-        """Give every parameter fresh CPU memory in the shape that the loaders write; `undo` puts
-        the old memory back."""
+        """Give every parameter fresh CPU memory in the shape that the loaders write, and every
+        buffer a copy; `undo` puts the old memory back."""
         for layer in self._layers:
             if layer.weight.numel() == 0:
                 undo.callback(setattr, layer, "weight", layer.weight)
                 recorded = get_layerwise_info(layer).restore_metadata[0]["weight"]
                 layer.weight = restore_layer_refs(materialize_meta_tensor(recorded), layer)
-        for parameter in self._model.parameters():  # tied ones once
-            undo.callback(setattr, parameter, "data", parameter.data)
-            parameter.data = torch.empty_like(parameter, device="cpu")
+        for tensor in model_tensors(self._model).values():
+            undo.callback(setattr, tensor, "data", tensor.data)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            # vLLM has buffers of its own, which no loader writes.
+            tensor.data = torch.empty_like(tensor, device="cpu") if is_parameter else tensor.clone()
 
 
 def _is_plain(name: str, layer: nn.Module) -> bool:

@@ -4,7 +4,7 @@ vLLM builds `Worker` in a process of its own, from the class's dotted name; VLLM
 `rlsys_prepare` once and `rlsys_write` at each weight update. Added to vLLM's worker are
 
 - weights from shared memory into the running model,
-- log-probabilities before top-k and top-p cut the distribution,
+- sampling by the requests' own random streams, log-probabilities before top-k and top-p,
 - the end of the engine's processes when the process that owns the engine dies, however it dies.
 
 Imports vllm: only vLLM's own processes import this module.
@@ -21,10 +21,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch
-from torch import nn
 from vllm.platforms import current_platform
 
+from rlsys.engines.generation.vllm_sampler import replace_sampler
 from rlsys.engines.generation.vllm_weights import WeightUpdater
 from rlsys.layout.transport.shm import open_weights
 from rlsys.types import WeightManifest
@@ -50,8 +49,8 @@ class Worker(PlatformWorker):
         super().__init__(*args, **kwargs)
 
     def rlsys_prepare(self, shapes: Mapping[str, list[int]]) -> str | None:
-        """Before the first request. `shapes`: the Hugging Face model's parameters."""
-        _report_full_distribution(self.model_runner.sampler)
+        """Before the first request. `shapes`: the Hugging Face model's tensors."""
+        replace_sampler(self.model_runner)
         try:
             self._updater = WeightUpdater(
                 self.get_model(), {name: tuple(shape) for name, shape in shapes.items()}
@@ -67,44 +66,6 @@ class Worker(PlatformWorker):
         """
         manifest: WeightManifest = pickle.loads(pickled_manifest)
         self._updater.write(open_weights(manifest, verify=False))
-
-
-def _report_full_distribution(sampler: Any) -> None:
-    """Let "processed" log-probabilities be those after the temperature and before top-k and top-p.
-
-    vLLM's two model runners have a sampler each; both cut the distribution in one method that
-    returns the sampled tokens and what the log-probabilities are then taken from.
-    """
-    if isinstance(sampler, nn.Module):
-        sampler.topk_topp_sampler = _FullDistribution(sampler.topk_topp_sampler)
-    else:
-        cut_and_sample = sampler._sample_random
-
-        def sample(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
-            sampled, _ = cut_and_sample(logits.clone(), *args, **kwargs)  # cuts in place
-            return sampled, logits
-
-        sampler._sample_random = sample
-
-
-class _FullDistribution(nn.Module):
-    """Samples with `inner`; returns the log-probabilities [N, V] from before its cut."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-        self.inner.logprobs_mode = "raw_logprobs"  # it need not compute them from what is left
-
-    def forward(
-        self,
-        logits: torch.Tensor,  # [N, V] divided by the temperature
-        generators: dict[int, torch.Generator],
-        k: torch.Tensor | None,
-        p: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        sampled, _ = self.inner(logits, generators, k, p)
-        return sampled, logprobs
 
 
 def _end_with(owner: int) -> None:

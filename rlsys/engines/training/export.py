@@ -13,10 +13,15 @@ from rlsys.checkpoint import new_directory
 
 
 def export_model(
-    model: Any, tensors: Mapping[str, torch.Tensor], tokenizer_path: str | Path, directory: Path
+    model: Any,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    tokenizer_path: str | Path,
+    directory: Path,
 ) -> None:
-    """Write `tensors`, all of one dtype and keyed by parameter name, with the configuration of
-    `model`. Replaces `directory` as a whole, or not at all.
+    """Write `tensors`, all that `model_tensors` names, with the configuration of `model` and
+    `dtype` as the precision that it is loaded in by default. Replaces `directory` as a whole, or
+    not at all.
 
     Raises OSError for an unwritable directory or a full disk.
     """
@@ -26,6 +31,6 @@ def export_model(
         model.save_pretrained(unfinished, state_dict=dict(tensors))
         # What was written there is the dtype of `model`, whose parameters are float32 masters.
         config = copy.deepcopy(model.config)
-        config.dtype = next(iter(tensors.values())).dtype
+        config.dtype = dtype
         config.save_pretrained(unfinished)
         AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(unfinished)

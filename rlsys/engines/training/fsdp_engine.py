@@ -20,8 +20,9 @@ import torch
 from rlsys.algorithms import kl
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.config import ModelConfig, TrainerConfig
-from rlsys.engines.causal_lm import check_head, load_causal_lm
+from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.cpu_memory import keep_freed_memory
+from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.rms_norm import use_fast_norms
 from rlsys.engines.training.collate import Batch, collate, split_passes
 from rlsys.engines.training.export import export_model
@@ -36,10 +37,11 @@ from rlsys.engines.training.protocol import Aggregation, LossFn, LossInputs
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks
 from rlsys.engines.training.sharding import recompute_activations, shard, whole
+from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.statistics import StepStatistics, StepSums
 from rlsys.engines.training.supervised import supervised_loss, supervised_row
 from rlsys.engines.training.token_policy import TokenPolicy
-from rlsys.engines.training.trainer_state import load_state, save_state
+from rlsys.engines.training.trainer_state import load_state, save_state, state_tensors
 from rlsys.observe import metrics
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
@@ -47,8 +49,8 @@ from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightMa
 class FSDPEngine:
     """A rlsys.engines.training.protocol.TrainingEngine.
 
-    With several ranks every one of them makes its own, after `init_process_group`. `weights_prefix`
-    names this run's files in `weights_dir`; no other run may use it.
+    With several ranks every one of them makes its own, after `init_process_group`. Raises OSError
+    where memory is short for the versions of the weights that rank 0 publishes.
     """
 
     def __init__(
@@ -62,8 +64,6 @@ class FSDPEngine:
         temperature: float,
         num_total_steps: int,
         seed: int,
-        weights_dir: Path,
-        weights_prefix: str,
         rank: int = 0,
         world_size: int = 1,
         device: str = "cpu",
@@ -84,15 +84,16 @@ class FSDPEngine:
         # Masters are float32 whatever the precision of the forward pass. The model stays in
         # evaluation mode: dropout would make trainer and sampler two different policies.
         causal_lm = load_causal_lm(model_path, dtype="float32")
-        check_head(causal_lm)
         use_fast_norms(causal_lm)
         self._policy = TokenPolicy(causal_lm)
         if model.gradient_checkpointing:
             recompute_activations(self._policy)
         shard(self._policy, world_size=world_size, dtype=model.dtype, device=device)
         self._parameters = dict(self._policy.model.named_parameters())  # tied ones stand once
+        self._tensors = model_tensors(self._policy.model)  # these and the persistent buffers
         self.reset_optimizer()
-        self._publisher = Publisher(weights_dir, weights_prefix) if rank == 0 else None
+        published = {name: (self._dtype_of(name), t.shape) for name, t in self._tensors.items()}
+        self._publisher = Publisher(published) if rank == 0 else None
         self._begin_step()
 
     def reset_optimizer(self) -> None:
@@ -158,41 +159,57 @@ class FSDPEngine:
     def publish(self) -> WeightManifest | None:
         file, error = None, None
         if self._publisher is not None:
-            shapes = {name: (self._dtype, p.shape) for name, p in self._parameters.items()}
             try:
-                file = self._publisher.create(self.policy_version, shapes)
+                file = self._publisher.create(self.policy_version)
             except OSError as failure:
                 error = failure
         self._ranks.raise_together(error)
-        for name, parameter in self._parameters.items():
-            tensor = whole(parameter)
+        for name, tensor in self._tensors.items():
+            gathered = whole(tensor)
             if file is not None:
-                file.put(name, tensor)
+                file.put(name, gathered)
         if file is None or self._publisher is None:
             return None
-        return self._publisher.commit(file, self.policy_version)
+        return self._publisher.commit(file)
 
     def save(self, directory: Path) -> None:
         save_state(
-            directory, self._parameters, self._optimizer, self.policy_version, sharded=self._sharded
+            directory, self._tensors, self._optimizer, self.policy_version, sharded=self._sharded
         )
 
     def load(self, directory: Path) -> None:
         self.policy_version = load_state(
-            directory, self._parameters, self._optimizer, sharded=self._sharded
+            directory, self._tensors, self._optimizer, sharded=self._sharded
         )
+        self._begin_step()
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return snapshot_bytes(self._local_state())
+
+    def open_snapshots(self, path: str, name: str) -> SnapshotFile:
+        return SnapshotFile(path, name, self._local_state())
+
+    def snapshot(self, file: SnapshotFile) -> None:
+        file.write(self.policy_version, self._local_state())
+
+    def restore(self, file: SnapshotFile, step: int) -> None:
+        state = self._local_state()
+        file.read(step, state)
+        torch.set_rng_state(state["rng"])
+        self.policy_version = step
         self._begin_step()
 
     def export(self, directory: Path) -> None:
         error = None
         tensors = {}
-        for name, parameter in self._parameters.items():
-            tensor = whole(parameter)
+        for name, tensor in self._tensors.items():
+            gathered = whole(tensor)
             if self._ranks.rank == 0:
-                tensors[name] = tensor.to("cpu", self._dtype)
+                tensors[name] = gathered.to("cpu", self._dtype_of(name))
         if self._ranks.rank == 0:
             try:
-                export_model(self._policy.model, tensors, self._model_path, directory)
+                export_model(self._policy.model, tensors, self._dtype, self._model_path, directory)
             except OSError as failure:
                 error = failure
         self._ranks.raise_together(error)
@@ -200,6 +217,15 @@ class FSDPEngine:
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+
+    def _local_state(self) -> dict[str, torch.Tensor]:
+        """All that a snapshot holds; views of this rank's shards, and a copy of the RNG's state."""
+        return state_tensors(self._tensors, self._optimizer) | {"rng": torch.get_rng_state()}
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """In which a tensor leaves the trainer: a parameter as the forward pass computes with it, a
+        buffer, which no precision is set for, as it is."""
+        return self._dtype if name in self._parameters else self._tensors[name].dtype
 
     @property
     def _sharded(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from rlsys.engines.training.snapshot import SnapshotFile
 from rlsys.types import Float32Array, MicroBatch, StepResult, WeightManifest
 
 
@@ -90,6 +91,20 @@ class TrainingEngine(Protocol):
 
         Raises ValueError if the directory does not hold this model.
         """
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Of the file that `open_snapshots` needs, on this rank."""
+
+    def open_snapshots(self, path: str, name: str) -> SnapshotFile:
+        """This rank's shared memory for snapshots: zeros, or what the rank that it replaces wrote
+        there. Raises MemoryGone."""
+
+    def snapshot(self, file: SnapshotFile) -> None:
+        """Copy what `save` saves, this rank's part of it, under its policy_version."""
+
+    def restore(self, file: SnapshotFile, step: int) -> None:
+        """Inverse of snapshot, as if nothing had happened since; for the same number of ranks."""
 
     def export(self, directory: Path) -> None:
         """A Hugging Face checkpoint with its tokenizer, which AutoModelForCausalLM and

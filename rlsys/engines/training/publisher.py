@@ -1,52 +1,49 @@
-"""Published versions of the weights: a file each, the newest three kept.
+"""Published versions of the weights: the newest, and the one before it until the next is written.
 
-A generation engine may still be reading the previous version when the next one is written.
+A replica opens a version as soon as it is told of it and then keeps it itself, for however long it
+waits with loading it. So the version before the newest is there for those that were told of it just
+now; one that comes later still gets MemoryGone, and takes a newer version.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 
-from rlsys.layout.transport.owned_file import WEIGHTS_PREFIX, remove_orphans
-from rlsys.layout.transport.shm import WeightFile
+from rlsys.layout.transport.available_memory import require_memory
+from rlsys.layout.transport.shm import WeightFile, weights_bytes
 from rlsys.types import WeightManifest
 
-NUM_KEPT = 3
+NUM_KEPT = 2
 
 
 class Publisher:
-    """Files named `<prefix>-<serial>-v<version>` in `directory`; the prefix is one run's own."""
+    """Of one trainer, in the process of its first rank. Raises OSError where memory is short for
+    the versions that it will keep."""
 
-    def __init__(self, directory: Path, prefix: str) -> None:
-        self._directory = directory
-        self._prefix = prefix
-        self._serial = 0  # a version can be published twice: before and after a warm start
-        self._published: deque[WeightFile] = deque()
-        remove_orphans(directory, WEIGHTS_PREFIX)
+    def __init__(self, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
+        self._tensors = tensors
+        self._published: list[WeightFile] = []
+        require_memory(
+            NUM_KEPT * weights_bytes(tensors), purpose=f"{NUM_KEPT} versions of the weights"
+        )
 
-    def create(
-        self, version: int, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]
-    ) -> WeightFile:
-        """Room for a version. Raises OSError where memory is short."""
-        path = self._directory / f"{self._prefix}-{self._serial:06d}-v{version}"
-        file = WeightFile(path, tensors)
-        self._serial += 1
+    def create(self, version: int) -> WeightFile:
+        """Room for a version; closes the one before the newest. Raises OSError where memory is
+        short."""
+        self._close(len(self._published) - NUM_KEPT + 1)
+        return WeightFile(version, self._tensors)
+
+    def commit(self, file: WeightFile) -> WeightManifest:
+        """The manifest of a filled file, which is the newest version from now on."""
+        manifest = file.manifest()
         self._published.append(file)
-        return file
-
-    def commit(self, file: WeightFile, version: int) -> WeightManifest:
-        """The manifest of a filled file; unlinks those that nobody may read any more."""
-        manifest = file.manifest(version)
-        self._unlink(len(self._published) - NUM_KEPT)
         return manifest
 
     def close(self) -> None:
-        self._unlink(len(self._published))
+        self._close(len(self._published))
 
-    def _unlink(self, count: int) -> None:
+    def _close(self, count: int) -> None:
         for _ in range(count):
-            self._published.popleft().path.unlink(missing_ok=True)
+            self._published.pop(0).close()

@@ -48,6 +48,15 @@ def init_single_process_group(device: str) -> None:
     dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
 
 
+def lost_contact(error: BaseException) -> bool:
+    """Whether a collective failed because another rank, or the way to it, is gone."""
+    # NCCL and the rendezvous have exceptions of their own; gloo says it in a plain RuntimeError.
+    if isinstance(error, dist.DistError):
+        return True
+    said = str(error)
+    return type(error) is RuntimeError and ("gloo" in said or "caused pair closure" in said)
+
+
 def _backend(device: str) -> str:
     if torch.device(device).type != "cuda":
         return "gloo"

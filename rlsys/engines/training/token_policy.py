@@ -11,29 +11,34 @@ Shape legend: N chosen tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rlsys.engines.causal_lm import head_logits
-from rlsys.engines.packing import Packing
+from rlsys.engines.architecture import check_architecture
+from rlsys.engines.causal_lm import Head, backbone
+from rlsys.engines.context import row_limit
 from rlsys.engines.training.collate import Batch
 
 MAX_LOGITS = 1 << 26  # of one chunk: 256 MiB in float32
+# exp of this is 0 in any precision, and so are its products with 0, where those of −inf are NaN: a
+# token of this log-probability adds nothing to an entropy or a gradient, as one of −inf does.
+IMPOSSIBLE = -1e4
 
 
 class TokenPolicy(nn.Module):
+    """Raises ValueError for an architecture that rlsys gets wrong."""
+
     def __init__(self, model: Any, *, max_logits: int = MAX_LOGITS) -> None:
         super().__init__()
         self.model = model
-        self.packs = _packs(model)
+        self.packs = check_architecture(model).packs
         """Whether batches may be packed; otherwise they must be padded."""
+        self._row_limit = row_limit(model.config)
         self.chunk_tokens = max(1, max_logits // model.config.get_text_config().vocab_size)
 
     def forward(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,10 +49,11 @@ class TokenPolicy(nn.Module):
         """
         hidden = self._backbone(batch).flatten(0, 1).index_select(0, batch.positions)  # [N, D]
         targets = batch.targets
+        head = Head(self.model).for_chunks()
         if len(targets) <= self.chunk_tokens:
-            return self._score(hidden, targets, temperature)
+            return _score(head, hidden, targets, temperature)
         chunks = [
-            checkpoint(self._score, *chunk, temperature, use_reentrant=False)
+            checkpoint(_score, head, *chunk, temperature, use_reentrant=False)
             for chunk in zip(
                 hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True
             )
@@ -57,43 +63,28 @@ class TokenPolicy(nn.Module):
 
     def _backbone(self, batch: Batch) -> torch.Tensor:
         """Hidden states of every input token, in the input's shape."""
-        packed = {}
+        packed, longest = {}, batch.input_ids.shape[1]
         if batch.packing is not None:
             packed = {"packing": batch.packing, "position_ids": batch.packing.position_ids}
-        output = self.model.get_decoder()(input_ids=batch.input_ids, use_cache=False, **packed)
+            longest = batch.packing.longest
+        if self._row_limit is not None and longest > self._row_limit:
+            raise ValueError(
+                f"a row has {longest} tokens, but the rotary embedding of this model turns all "
+                f"tokens of rows of more than {self._row_limit} by other angles than when they "
+                "were sampled; lower data.max_prompt_tokens or sampling.max_tokens."
+            )
+        output = backbone(self.model)(input_ids=batch.input_ids, use_cache=False, **packed)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
-    def _score(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head_logits(self.model, hidden).float()
-        if temperature != 1:
-            logits = logits / temperature
-        return token_logprobs(logits, targets)
 
-
-def _packs(model: Any) -> bool:
-    """Do rows that stand one after another in one row give what each gives alone? Not where tokens
-    see others by other means than attention: a convolution, a recurrent state."""
-    decoder = model.get_decoder()
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        return False
-    device = next(model.parameters()).device
-    token_ids = torch.arange(5, device=device)[None] % model.config.get_text_config().vocab_size
-    packing = Packing(np.array([2, 3]), device)
-    with torch.no_grad():
-        packed = decoder(
-            input_ids=token_ids,
-            position_ids=packing.position_ids,
-            packing=packing,
-            use_cache=False,
-        ).last_hidden_state
-        alone = [
-            decoder(input_ids=row, use_cache=False).last_hidden_state
-            for row in token_ids.split([2, 3], dim=1)
-        ]
-    return torch.allclose(packed, torch.cat(alone, dim=1), rtol=1e-3, atol=1e-3)
+def _score(
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = head(hidden)
+    if temperature != 1:
+        logits = logits / temperature
+    return token_logprobs(logits, targets)
 
 
 def token_logprobs(
@@ -115,11 +106,13 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.log_softmax(logits, dim=-1)  # [N, V]
+        of_targets = -F.nll_loss(logprobs, targets, reduction="none")
+        logprobs.clamp_(min=IMPOSSIBLE)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         ctx.save_for_backward(logprobs, targets, entropy)
         # A loss without an entropy term sends None, and its part of the gradient costs nothing.
         ctx.set_materialize_grads(False)
-        return -F.nll_loss(logprobs, targets, reduction="none"), entropy
+        return of_targets, entropy
 
     @staticmethod
     @once_differentiable

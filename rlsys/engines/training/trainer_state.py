@@ -1,9 +1,10 @@
 """The trainer's state on disk, readable with any number of ranks.
 
-    parameters, Adam moments (sharded) + step, policy_version, RNG ──► torch.distributed.checkpoint
+    parameters, Adam moments (sharded) + persistent buffers, step, policy_version, RNG
+        ──► torch.distributed.checkpoint
 
 Every rank writes its own shards; a reader with other shards takes the pieces that it needs. Names
-are the Hugging Face parameter names; tied parameters stand once.
+are the Hugging Face names; tied parameters stand once.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 def save_state(
     directory: Path,
-    parameters: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, torch.Tensor],
     optimizer: torch.optim.AdamW,
     policy_version: int,
     *,
     sharded: bool,
 ) -> None:
-    """A collective if `sharded`. `directory` must not hold a state yet.
+    """Write `tensors`, a model's parameters and buffers, and what the optimizer has of them; a
+    collective if `sharded`. `directory` must not hold a state yet.
 
     Raises OSError for an unwritable directory or a full disk.
     """
-    state = _tensors(parameters, optimizer)
+    state = state_tensors(tensors, optimizer)
     state["policy_version"] = torch.tensor(policy_version)
     state["rng"] = torch.get_rng_state()
     with _plain_errors(sharded):
@@ -43,18 +45,18 @@ def save_state(
 
 def load_state(
     directory: Path,
-    parameters: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, torch.Tensor],
     optimizer: torch.optim.AdamW,
     *,
     sharded: bool,
 ) -> int:
-    """Fill parameters and optimizer in place; returns the policy_version.
+    """Fill tensors and optimizer in place; returns the policy_version.
 
     Raises ValueError if the directory holds no state, or one of another model.
     """
     if not (directory / ".metadata").is_file():
         raise ValueError(f"{directory} holds no trainer state; name a directory that save() wrote.")
-    state = _tensors(parameters, optimizer)
+    state = state_tensors(tensors, optimizer)
     _check_names(directory, state)
     state["policy_version"] = torch.tensor(0)
     state["rng"] = torch.get_rng_state()
@@ -64,18 +66,21 @@ def load_state(
     return int(state["policy_version"])
 
 
-def _tensors(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW
+def state_tensors(
+    tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.AdamW
 ) -> dict[str, Any]:
     """Views of all state; moments that the optimizer has not made yet are made here, as zeros."""
     state: dict[str, Any] = {}
-    for name, parameter in parameters.items():
-        moments = optimizer.state[parameter]
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, nn.Parameter):
+            state[f"buffer.{name}"] = tensor
+            continue
+        moments = optimizer.state[tensor]
         if not moments:
-            moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments["exp_avg"] = torch.zeros_like(parameter)
-            moments["exp_avg_sq"] = torch.zeros_like(parameter)
-        state[f"parameter.{name}"] = parameter.detach()
+            moments["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+            moments["exp_avg"] = torch.zeros_like(tensor)
+            moments["exp_avg_sq"] = torch.zeros_like(tensor)
+        state[f"parameter.{name}"] = tensor.detach()
         for key in ("step", "exp_avg", "exp_avg_sq"):
             state[f"{key}.{name}"] = moments[key].detach()
     return state

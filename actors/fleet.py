@@ -1,0 +1,80 @@
+"""The replicas of one run: hired one by one, each in a place of its own.
+
+A replica needs a shard of the store on its node. A new node gets one with the first replica there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import ray
+
+from rlsys.workers import ReplicaDied
+
+from .calls import Worker, WorkerError
+from .learner import RayLearner
+from .placement import Place
+from .rollout import RayReplica
+from .store_shards import StoreShards
+
+
+class RayFleet:
+    """The controller's `Fleet`. `start_actor` starts the actor of a replica: the name of this life,
+    the replica's number, its place."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        start_actor: Callable[[str, int, Place], Worker],
+        learner: RayLearner,
+        shards: StoreShards,
+        *,
+        start_timeout_s: float,
+    ) -> None:
+        self._places = places
+        self._start_actor = start_actor
+        self._learner = learner
+        self._shards = shards
+        self._start_timeout_s = start_timeout_s
+        self._num_lives: Counter[int] = Counter()
+        self._replicas: list[RayReplica] = []
+
+    @property
+    def replicas(self) -> list[RayReplica]:
+        """Those that live, or are being started."""
+        self._replicas = [replica for replica in self._replicas if not replica.worker.is_dead]
+        return self._replicas
+
+    async def hire(self, number: int) -> RayReplica:
+        while True:
+            node_id = await self._places[number].node_id()
+            try:
+                return await self._start(number, node_id)
+            except ReplicaDied:
+                if _lives(node_id):
+                    raise
+                # With its node, of which Ray knew nothing yet: the place will be another.
+
+    async def _start(self, number: int, node_id: str) -> RayReplica:
+        life, place = self._num_lives[number], self._places[number]
+        self._num_lives[number] += 1
+        name = f"rollout-{number}.{life}" if life else f"rollout-{number}"
+        try:
+            await self._shards.ensure(node_id)
+        except (WorkerError, OSError) as error:
+            raise ReplicaDied(f"{name} has no store to write to on its node: {error}") from None
+        replica = RayReplica(self._start_actor(name, number, place), self._learner, self._shards)
+        self._replicas.append(replica)
+        try:
+            await replica.start(self._start_timeout_s)
+            if replica.node_id != node_id:
+                raise ReplicaDied(f"{name} lost its node while it started.")
+        except BaseException:
+            replica.worker.kill()
+            raise
+        return replica
+
+
+def _lives(node_id: str) -> bool:
+    return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())

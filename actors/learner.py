@@ -1,0 +1,319 @@
+"""All ranks of the trainer behind the controller's `Learner`; started anew when one of them dies.
+
+RayLearner ──► Crew: one life of all ranks ──► TrainerActor, one per rank
+     └───────► SnapshotKeepers: memory on the ranks' nodes, from which the next crew goes on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlsys.checkpoint import Checkpoint
+from rlsys.types import StepResult, WeightManifest
+from rlsys.workers import LearnerDied, RowsLost, TrainTask
+
+from .calls import Worker, WorkerDied
+from .snapshots import Room, SnapshotKeepers
+
+# When a rank fails, the others have so long to say what they know; then they are ended.
+EXPLAIN_S = 2.0
+
+# What a rank says about its own work; anything else may follow from another rank's death.
+OWN_ERRORS = (ValueError, FloatingPointError, OSError, RowsLost)
+
+# Of what is begun again when somebody dies in the middle of it.
+ATTEMPTS = 3
+
+
+class Crew:
+    """One life of all ranks, until the first of them fails. Then all are ended: those that are left
+    would wait for it in a collective."""
+
+    def __init__(self, ranks: Sequence[Worker]) -> None:
+        self.ranks = ranks
+        self.failure: Exception | None = None
+
+    async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Each rank's answer to the same call."""
+        return await self.each(method, [args] * len(self.ranks), timeout_s=timeout_s)
+
+    async def each(
+        self, method: str, arguments: Sequence[Sequence[Any]], timeout_s: float | None = None
+    ) -> list[Any]:
+        """Each rank's answer to a call with arguments of its own. All ranks are called before
+        anything is awaited. Raises LearnerDied, or what a rank says about its own work."""
+        if self.failure is not None:
+            raise self.failure
+        calls = [
+            asyncio.ensure_future(rank.begin(method, *args, timeout_s=timeout_s))
+            for rank, args in zip(self.ranks, arguments, strict=True)
+        ]
+        try:
+            done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if any(call.exception() for call in done) and pending:
+                done |= (await asyncio.wait(pending, timeout=EXPLAIN_S))[0]
+        finally:
+            for call in calls:
+                call.cancel()
+        errors = [error for call in done if isinstance(error := call.exception(), Exception)]
+        if errors:
+            raise self.end(_cause(errors))
+        return [call.result() for call in calls]
+
+    def end(self, failure: Exception) -> Exception:
+        """End all ranks. Their calls fail for this reason, or for an earlier one: returns that."""
+        if self.failure is None:
+            self.failure = failure
+            for rank in self.ranks:
+                rank.end(f"ended because {failure}")
+        return self.failure
+
+
+def _cause(errors: Sequence[Exception]) -> Exception:
+    """The error that the others follow from."""
+    for own in errors:
+        if isinstance(own, OWN_ERRORS):
+            return own
+    for death in errors:
+        if isinstance(death, WorkerDied):
+            return LearnerDied(str(death))
+    # A bug in a rank, which leaves the others without contact.
+    return min(errors, key=lambda error: isinstance(error, LearnerDied))
+
+
+class RayLearner:
+    """The answer of rank 0 is the answer.
+
+    `hire` starts the actor of a rank, in a place that exists. When the snapshots are gone with a
+    node, ranks start from the newest checkpoint, or from what the warm start had taught, which is
+    written to `warm_start_dir` until `close`.
+    """
+
+    def __init__(
+        self,
+        hire: Callable[[int], Worker],
+        keepers: SnapshotKeepers,
+        *,
+        num_ranks: int,
+        keeps_snapshots: bool,
+        start_timeout_s: float,
+        newest_checkpoint: Callable[[], Checkpoint | None],
+        warm_start_dir: Path,
+    ) -> None:
+        self.node_id = ""  # of rank 0, from `start` on
+        self._hire = hire
+        self._keepers = keepers
+        self._num_ranks = num_ranks
+        self._keeps_snapshots = keeps_snapshots
+        self._start_timeout_s = start_timeout_s
+        self._newest_checkpoint = newest_checkpoint
+        self._warm_start_dir = warm_start_dir
+        self._crew = Crew([])
+        self._node_ids: list[str] = []  # by rank
+        self._snapshot_bytes: list[int] = []
+        self._replacing: asyncio.Task[None] | None = None
+        self._began_warm = False
+        self._step = 0  # of the newest answer
+        # Which version, and a reference to its bytes.
+        self._content: tuple[WeightManifest | None, Any] = (None, None)
+
+    async def start(self, checkpoint: Path | None = None) -> None:
+        """Build all ranks from model.path, and load the trainer's part of a checkpoint where there
+        is one; begin anew where a rank dies meanwhile."""
+
+        await _outliving_deaths(lambda: self._begin(checkpoint))
+
+    async def restart(self, step: int) -> int:
+        restored = 0
+
+        async def restart() -> None:
+            nonlocal restored
+            await self._start_ranks()
+            restored = await self._restore(step)
+            await self._keep_snapshots()
+
+        # The first successor may be sent to a node that is gone, which Ray notices late.
+        await _outliving_deaths(restart)
+        return restored
+
+    def close(self) -> None:
+        """End what keeps the snapshots, and remove what was kept of the warm start. The ranks are
+        among the workers that are ended together."""
+        if self._replacing is not None:
+            self._replacing.cancel()
+        self._keepers.close()
+        shutil.rmtree(self._warm_start_dir, ignore_errors=True)
+
+    @property
+    def ranks(self) -> Sequence[Worker]:
+        return self._crew.ranks
+
+    def weights_content(self, manifest: WeightManifest) -> Any:
+        """A reference to the bytes of a version; Ray brings them to each node once."""
+        if self._content[0] != manifest:
+            self._content = (manifest, self.ranks[0].handle.read_weights.remote(manifest))
+        return self._content[1]
+
+    async def sft_step(
+        self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
+    ) -> float:
+        losses = await self._crew.all("sft_step", token_ids, prompt_lengths, learning_rate)
+        loss: float = losses[0]
+        return loss
+
+    async def warm_start(self, lessons: Callable[[], Awaitable[None]]) -> None:
+        """Before the first optimizer step: `lessons` takes supervised steps, and what they taught
+        is the beginning from then on. Where a rank dies meanwhile, all of it begins anew."""
+
+        async def warm_start() -> None:
+            if self._crew.failure is not None:
+                await self._begin(None)
+            await lessons()
+            await self._crew.all("clear_snapshots")
+            await self._crew.all("reset_optimizer")
+            await asyncio.to_thread(shutil.rmtree, self._warm_start_dir, ignore_errors=True)
+            await self.save(self._warm_start_dir)
+            await self._crew.all("snapshot")
+
+        await _outliving_deaths(warm_start)
+        self._began_warm = True
+
+    async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
+        await self._crew.each("accumulate", [[list(share)] for share in shares])
+
+    async def optimizer_step(self) -> StepResult:
+        result: StepResult = (await self._crew.all("optimizer_step"))[0]
+        self._step = result.policy_version
+        return result
+
+    async def publish(self) -> WeightManifest:
+        manifest: WeightManifest = (await self._crew.all("publish"))[0]
+        return manifest
+
+    async def save(self, directory: Path) -> None:
+        await self._crew.all("save", _absolute(directory))
+
+    async def load(self, directory: Path) -> None:
+        # No rank may find an old snapshot beside another's new one.
+        await self._crew.all("clear_snapshots")
+        await self._crew.all("load", _absolute(directory))
+        await self._crew.all("snapshot")
+
+    async def export(self, directory: Path) -> None:
+        """A rank's death in the middle is outlived: the trained state is exported all the same."""
+
+        async def export() -> None:
+            if self._crew.failure is not None and await self.restart(sys.maxsize) < self._step:
+                raise ValueError(
+                    f"the state after step {self._step} is gone with the trainer's node, and no "
+                    "checkpoint holds it; resume the run to train it again."
+                )
+            await self._crew.all("export", _absolute(directory))
+
+        await _outliving_deaths(export)
+
+    async def _begin(self, checkpoint: Path | None) -> None:
+        self._keepers.rooms.clear()
+        await self._start_ranks()
+        if checkpoint is not None:
+            await self.load(checkpoint)
+        await self._keep_snapshots()
+
+    async def _start_ranks(self) -> None:
+        """From model.path, in place of those that may be there."""
+        self._crew.end(LearnerDied("the trainer starts anew"))
+        if self._replacing is not None:
+            self._replacing.cancel()
+        crew = self._crew = Crew([self._hire(rank) for rank in range(self._num_ranks)])
+        self._content = (None, None)
+        limit_s = self._start_timeout_s
+        places = await crew.all("rendezvous", timeout_s=limit_s)
+        self._node_ids = [node_id for node_id, _, _ in places]
+        self.node_id, host, port = places[0]
+        self._snapshot_bytes = await crew.all("start", host, port, timeout_s=limit_s)
+
+    async def _restore(self, at_most: int) -> int:
+        """Bring the newest whole state into new ranks, of so many optimizer steps at most: a rank
+        may have died when a step's state was safe and its answer was not. Returns its steps."""
+        found = [self._keepers.find_room(*place) for place in enumerate(self._node_ids)]
+        rooms = [room for room in found if room is not None]
+        steps: set[int] = set()
+        if len(rooms) == self._num_ranks:
+            held = await self._open_snapshots(rooms)
+            steps = {step for step in set.intersection(*held) if step <= at_most}
+        newest = max(steps, default=-1)
+        checkpoint = await asyncio.to_thread(self._newest_checkpoint)
+        if steps and (checkpoint is None or checkpoint.step <= newest):
+            await self._crew.all("restore", newest)
+            return newest
+        self._keepers.rooms.clear()  # what lies there belongs to a history that is given up
+        if checkpoint is not None:
+            await self.load(checkpoint.trainer_dir)
+            return checkpoint.step
+        if self._began_warm:
+            await self.load(self._warm_start_dir)
+        return 0
+
+    async def _keep_snapshots(self) -> None:
+        """Give each rank that has none a place for its snapshots; a snapshot of all is there at the
+        end. From then on a keeper that dies is replaced."""
+        if not self._keeps_snapshots:
+            return
+        await self._make_rooms()
+        crew = self._crew
+
+        def ended(replacing: asyncio.Task[None]) -> None:
+            if not replacing.cancelled() and isinstance(error := replacing.exception(), Exception):
+                crew.end(error)  # its next call raises it
+
+        self._replacing = asyncio.create_task(self._replace_keepers())
+        self._replacing.add_done_callback(ended)
+
+    async def _replace_keepers(self) -> None:
+        while True:
+            await self._keepers.lost.until(lambda: len(self._keepers.rooms) < self._num_ranks)
+            await self._make_rooms()
+
+    async def _make_rooms(self) -> None:
+        """A place for the snapshots of every rank that has none, and a snapshot of all ranks."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                rooms = await asyncio.gather(*map(self._room, range(self._num_ranks)))
+            except WorkerDied as death:
+                if attempt == ATTEMPTS:
+                    raise LearnerDied(f"nobody keeps the trainer's snapshots: {death}") from None
+            else:
+                await self._open_snapshots(rooms)
+                await self._crew.all("snapshot")
+                return
+
+    async def _room(self, rank: int) -> Room:
+        node_id = self._node_ids[rank]
+        room = self._keepers.find_room(rank, node_id)
+        return room or await self._keepers.make_room(rank, node_id, self._snapshot_bytes[rank])
+
+    async def _open_snapshots(self, rooms: Sequence[Room]) -> list[set[int]]:
+        """By rank, the steps whose snapshots are there."""
+        return await self._crew.each("open_snapshots", [[room.path, room.name] for room in rooms])
+
+
+async def _outliving_deaths(work: Callable[[], Awaitable[None]]) -> None:
+    """Do it, and again if a rank dies in the middle of it."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            await work()
+        except LearnerDied:
+            if attempt == ATTEMPTS:
+                raise
+        else:
+            return
+
+
+def _absolute(directory: Path) -> Path:
+    """As it holds in the ranks, whose working directory is another."""
+    return directory.absolute()

@@ -1,0 +1,208 @@
+"""A Ray of this run's own on this machine: nobody else reaches it, and nothing of it stays.
+
+It listens on 127.0.0.1 alone and has a token of its own. Its files (logs, sockets) lie in a
+directory that only this user may enter, and that goes when the run ends. Where the run was killed,
+the kernel ends Ray's processes with it, and the next run removes the directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray._private import worker as ray_worker
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+# Ray's own objects are metadata here; rollouts and weights have shared memory of their own.
+OBJECT_STORE_BYTES = 128 * 2**20
+
+PREFIX = "rlsys-ray-"
+OWNER = "owner"  # a file that the run keeps locked as long as it lives
+FILES = "r"  # Ray's own directory
+
+# Processes that end may still write there, once or twice.
+NUM_REMOVALS, REMOVAL_EVERY_S = 10, 0.1
+
+# Paths of Ray's sockets are longer than their root by at most 85 characters, and may have 107.
+MAX_ROOT_LENGTH = 22
+
+# For Ray to end in good order, where its processes are well, and where some of them are dead: then
+# it waits for them in vain.
+SHUTDOWN_TIMEOUT_S, DEAD_SHUTDOWN_TIMEOUT_S = 15.0, 1.0
+
+NUM_ATTEMPTS = 2
+
+
+class RayFailed(OSError):
+    """Ray did not start, or cannot be joined; the message says why."""
+
+
+@contextlib.contextmanager
+def local_ray() -> Iterator[None]:
+    """Start Ray, and end it with the block. Raises RayFailed where it does not start twice, and
+    CancelledError for a SIGTERM meanwhile."""
+    root = _root()
+    remove_orphans(root)
+    with _own_directory(root) as directory, _own_settings():
+        _start(directory)
+        try:
+            yield
+        finally:
+            stop_ray()
+
+
+def stop_ray() -> None:
+    """Leave or end Ray, in bounded time even if its processes are gone."""
+    limit_s = SHUTDOWN_TIMEOUT_S
+    if not is_intact():
+        limit_s = DEAD_SHUTDOWN_TIMEOUT_S
+        ray_worker._global_node.kill_all_processes(check_alive=False, allow_graceful=False)
+    within(limit_s, lambda: ray.shutdown(wait_for_processes=True))
+
+
+def within(limit_s: float, call: Callable[[], object]) -> bool:
+    """Whether the call ended in time; else it goes on in its thread, and nobody waits for it."""
+    thread = threading.Thread(target=call, name="rlsys-bounded", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return not thread.is_alive()
+
+
+def is_intact() -> bool:
+    """Whether all processes live that `local_ray` started; True for a cluster that was joined."""
+    node = ray_worker._global_node
+    return node is None or not node.dead_processes()
+
+
+def remove_orphans(root: Path) -> None:
+    """Remove the directories of this user's runs that were killed."""
+    for directory in root.glob(f"{PREFIX}*"):
+        # It may be another user's, be locked by a living run, or go at any moment.
+        with contextlib.suppress(OSError), (directory / OWNER).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(directory)
+
+
+def _start(directory: Path) -> None:
+    for attempt in range(1, NUM_ATTEMPTS + 1):
+        before = _children()
+        try:
+            _init(directory)
+            return
+        except SystemExit:  # Ray's handler of SIGTERM, until the run has its own again
+            _end(_children() - before)
+            raise asyncio.CancelledError("ended while Ray started") from None
+        except Exception as error:  # noqa: BLE001  (Ray raises whatever its processes met)
+            stop_ray()
+            _end(_children() - before)
+            if attempt == NUM_ATTEMPTS:
+                raise RayFailed(
+                    f"Ray did not start on this machine, tried {NUM_ATTEMPTS} times: "
+                    f"{last_line(error)}. See whether memory, disk ({directory.parent}), processes "
+                    "(ulimit -u) or open files (ulimit -n) are short: python scripts/doctor.py."
+                ) from None
+
+
+def _init(directory: Path) -> None:
+    # The only way to keep Ray's processes, and not just its dashboard, off the other interfaces:
+    # it does so on systems where it supports no clusters.
+    ray_constants.ENABLE_RAY_CLUSTER, before = False, ray_constants.ENABLE_RAY_CLUSTER
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            logging_level="CRITICAL",
+            _temp_dir=str(directory / FILES),  # which Ray opens to everybody
+        )
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__).rstrip(".")
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _end(processes: set[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=5)
+
+
+def _root() -> Path:
+    root = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
+    return Path(root if len(root) <= MAX_ROOT_LENGTH else "/tmp")
+
+
+@contextlib.contextmanager
+def _own_directory(root: Path) -> Iterator[Path]:
+    root.mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))  # mode 0700
+    unlocked = directory / f"{OWNER}.new"
+    with unlocked.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        unlocked.rename(directory / OWNER)  # nobody may see it without its lock
+        try:
+            yield directory
+        finally:
+            for _ in range(NUM_REMOVALS):
+                if _remove(directory):
+                    break
+                time.sleep(REMOVAL_EVERY_S)
+
+
+def _remove(directory: Path) -> bool:
+    """Whether it is gone; else its lock stays, so that the next run tries again."""
+    shutil.rmtree(directory / FILES, ignore_errors=True)
+    if not (directory / FILES).exists():
+        shutil.rmtree(directory, ignore_errors=True)
+    return not directory.exists()
+
+
+@contextlib.contextmanager
+def _own_settings() -> Iterator[None]:
+    """Ray's settings by environment variable, for the processes that it starts."""
+    settings = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # Ray would run actors at a low priority, behind whatever else the machine does.
+        "RAY_worker_niceness": "0",
+        # Nobody looks at Ray's own events; a driver whose GCS is dead would wait for them for 5 s.
+        "RAY_task_events_report_interval_ms": "0",
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    _read_settings_again()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        _read_settings_again()
+
+
+def _read_settings_again() -> None:
+    """This process may have had another Ray before."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()

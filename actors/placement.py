@@ -1,0 +1,160 @@
+"""A place in the cluster for every rank of the trainer and for every replica.
+
+In: what each actor needs. Out: places, reserved as Ray placement groups: one for all ranks, one for
+each replica, so that a replica can wait for a node that is yet to come without holding up others.
+A place outlives the actor in it: the successor takes it over, and when its node is lost, Ray
+reserves it on another as soon as one has room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .local_ray import is_intact, within
+
+# For giving a reservation back; where Ray's head is dead nobody waits for it.
+RELEASE_TIMEOUT_S = 2.0
+
+
+class ClusterTooSmall(ValueError):
+    """The cluster can never hold the run, or did not have the room in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What one actor reserves. `fix` names the option that changes it."""
+
+    name: str
+    num_cpus: float
+    num_gpus: float
+    fix: str
+
+    def __str__(self) -> str:
+        gpus = f", {self.num_gpus:g} GPU" if self.num_gpus else ""
+        return f"{self.name} ({self.num_cpus:g} CPU{gpus})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Room for one actor."""
+
+    need: Need
+    group: PlacementGroup
+    index: int  # of the bundle in its group
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the actor that is to take the place."""
+        return {
+            "num_cpus": self.need.num_cpus,
+            "num_gpus": self.need.num_gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self.group, placement_group_bundle_index=self.index
+            ),
+        }
+
+    async def node_id(self) -> str:
+        """Of the node that has it; waits until one has."""
+        await self.group.ready()
+        node_id: str = placement_group_table(self.group)["bundles_to_node_id"][self.index]
+        return node_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    ranks: Sequence[Place]
+    replicas: Sequence[Place]
+
+
+def check_capacity(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) -> None:
+    """Raise ClusterTooSmall unless the nodes' resources, all free, hold all needs.
+
+    First fit, largest first: a bound on what Ray's own packing achieves, not a placement.
+    """
+    free = [dict(node) for node in nodes]
+    for need in sorted(needs, key=_largest_first):
+        for node in free:
+            if node.get("CPU", 0) >= need.num_cpus and node.get("GPU", 0) >= need.num_gpus:
+                node["CPU"] = node.get("CPU", 0) - need.num_cpus
+                node["GPU"] = node.get("GPU", 0) - need.num_gpus
+                break
+        else:
+            raise ClusterTooSmall(
+                f"the run needs {_total(needs)} ({', '.join(map(str, needs))}), the cluster has "
+                f"{_describe(nodes)}; {need.name} finds no place. Lower {need.fix}, or add a node."
+            )
+
+
+@contextlib.asynccontextmanager
+async def reserved(
+    ranks: Sequence[Need],
+    replicas: Sequence[Need],
+    *,
+    min_replicas: int,
+    timeout_s: float,
+) -> AsyncIterator[Places]:
+    """Reserve a place for each; given back at the end of the block. All ranks and the first
+    `min_replicas` replicas have theirs when the block begins.
+
+    Raises ClusterTooSmall if the cluster is too small for these, or if others have not freed the
+    room for them within `timeout_s` (cluster.start_timeout_s).
+    """
+    needed = [*ranks, *replicas[:min_replicas]]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    check_capacity(needed, nodes)
+    # Ray looks for room in this order: as above, the largest first; what may wait, last.
+    parts: list[Sequence[Need]] = [ranks, *([need] for need in replicas[:min_replicas])]
+    parts.sort(key=lambda part: _largest_first(part[0]))
+    parts += [[need] for need in replicas[min_replicas:]]
+    places: dict[Need, Place] = {}
+    try:
+        for part in parts:
+            group = placement_group(
+                [{"CPU": need.num_cpus, "GPU": need.num_gpus} for need in part], strategy="PACK"
+            )
+            for index, need in enumerate(part):
+                places[need] = Place(need=need, group=group, index=index)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(places[need].node_id() for need in needed))
+        except TimeoutError:
+            raise ClusterTooSmall(
+                f"the run needs {_total(needed)}; the cluster is large enough "
+                f"({_describe(nodes)}), but others have held it for {timeout_s:g} s "
+                "(cluster.start_timeout_s). Wait for them, or add a node."
+            ) from None
+        yield Places(
+            ranks=[places[need] for need in ranks], replicas=[places[need] for need in replicas]
+        )
+    finally:
+        for group in {place.group for place in places.values()}:
+            if is_intact():
+                within(RELEASE_TIMEOUT_S, functools.partial(remove_placement_group, group))
+
+
+def _largest_first(need: Need) -> tuple[float, float]:
+    return (-need.num_gpus, -need.num_cpus)
+
+
+def _total(needs: Sequence[Need]) -> str:
+    cpus, gpus = sum(need.num_cpus for need in needs), sum(need.num_gpus for need in needs)
+    return f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+
+
+def _describe(nodes: Sequence[Mapping[str, float]]) -> str:
+    each = [f"{node.get('CPU', 0):g} CPUs, {node.get('GPU', 0):g} GPUs" for node in nodes]
+    return f"{len(nodes)} node(s): " + "; ".join(each)

@@ -1,0 +1,56 @@
+"""Waiting for a coroutine where no loop waits for it: in a script, a notebook or a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# For a thread that has been told to start, on a machine that is busy.
+START_S = 60.0
+
+
+def run_to_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """The result of `work()`, or its error. Ctrl-C cancels it, waits for it to end in good order,
+    and raises KeyboardInterrupt. Where a loop runs in this thread already, as in a notebook, a
+    thread of its own runs the work meanwhile."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    return _in_a_thread(work)
+
+
+def _in_a_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        started.set_result((asyncio.get_running_loop(), task))
+        return await work()
+
+    ended: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(asyncio.run(cancellable()))
+        except BaseException as error:  # noqa: BLE001, it is raised where it is waited for
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=run, name="rlsys", daemon=True)
+    try:
+        thread.start()
+        return ended.result()
+    except KeyboardInterrupt:
+        loop, task = started.result(START_S)
+        with contextlib.suppress(RuntimeError):  # the loop has just closed
+            loop.call_soon_threadsafe(task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            ended.result()
+        raise

@@ -1,0 +1,286 @@
+"""The replicas of the policy: hired, admitted with the newest weights, collected from, replaced.
+
+One loop for each place that a replica may have:
+
+    hire ──► load the newest weights ──► admit ──► collect ... ──► its death ──► bury ──► hire again
+                        ▲                  │
+    published weights ──┴──► sync ─────────┴──► gate
+
+Requests of a replica that died go on elsewhere with what they had; where no replica is left, they
+wait for the next one that is admitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from rlsys.controller.partials import PartialRollouts
+from rlsys.controller.state import RunState
+from rlsys.dataflow.router import Router
+from rlsys.dataflow.signal import Signal
+from rlsys.types import GenerationRequest, WeightManifest
+from rlsys.workers import Collected, Fleet, Replica, ReplicaDied, WeightsGone
+
+# A replica that dies this often in a row, without having finished one rollout, has no successor.
+MAX_FRUITLESS_LIVES = 5
+
+# Before a replica is hired again that died without having finished anything: 1 s, 2 s, 4 s, ...
+BACKOFF_S = 1.0
+
+NOTHING_LOADED = -1  # of the history that the run is in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Requests that share a prefix, a whole group's or what is left of one."""
+
+    group_id: int
+    requests: Sequence[GenerationRequest]
+    num_tokens: int  # of each, at most
+
+
+class ReplicaPool:
+    """`replicas`, by the number of their place, are there already; all others come from `fleet`.
+    `newest`: the weights to load before a replica is admitted; None: those of model.path.
+
+    What the replicas tell goes to `on_collected`. The requests that a replica leaves behind go to
+    `on_death`, which returns those of them that are still wanted.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        *,
+        fleet: Fleet,
+        replicas: Mapping[int, Replica],
+        newest: WeightManifest | None,
+        partials: PartialRollouts,
+        on_collected: Callable[[Collected], None],
+        on_death: Callable[[Sequence[str]], Sequence[Batch]],
+    ) -> None:
+        self._state = state
+        self._fleet = fleet
+        self._initial = replicas
+        self._newest = newest
+        self._partials = partials
+        self._on_collected = on_collected
+        self._on_death = on_death
+        self._router = Router()
+        self._serving: dict[str, Replica] = {}
+        self._versions: dict[str, int] = {}  # of those that serve
+        self._history = 0  # counts roll-backs: versions of different histories are no equals
+        self._fruitful: set[str] = set()  # names of those that have finished a rollout
+        self._admitted = Signal()
+        self._homeless: list[Batch] = []  # submitted while no replica served
+        self._published: WeightManifest | None = None
+        self._weights_published = Signal()
+        self._num_places = state.config.rollout.num_replicas
+
+    async def start(self) -> None:
+        """Admit the replicas that are there together, so that the first requests spread over
+        them."""
+        admitted = [self._admit(replica) for replica in self._initial.values()]
+        died = await asyncio.gather(*admitted, return_exceptions=True)
+        for outcome in died:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ReplicaDied):
+                raise outcome
+
+    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        places = range(self._num_places)
+        return {
+            "sync": self._sync(),
+            **{f"replica {n}": self._keep(n, self._initial.get(n)) for n in places},
+        }
+
+    async def wait_for_one(self) -> None:
+        await self._admitted.until(lambda: bool(self._serving))
+
+    def publish(self, manifest: WeightManifest) -> None:
+        """New weights are there."""
+        self._newest = self._published = manifest
+        self._weights_published.notify()
+
+    def rolled_back(self) -> None:
+        """The weights that the replicas have belong to steps that are lost; others will come."""
+        self._history += 1
+        self._newest = self._published = None
+        self._versions = dict.fromkeys(self._versions, NOTHING_LOADED)
+
+    async def submit(self, batches: Sequence[Batch], *, keep_only: Mapping[int, Any]) -> None:
+        """Each batch to the replica that has the least to do; `keep_only`: groups of which more
+        requests may come."""
+        self._router.keep_only(keep_only)
+        by_replica: dict[str, tuple[Replica, list[GenerationRequest]]] = {}
+        for batch in batches:
+            if not self._serving:
+                self._homeless.append(batch)
+                continue
+            name = self._router.route(
+                ids(batch.requests),
+                affinity=batch.group_id,
+                num_tokens=batch.num_tokens,
+            )
+            if batch.group_id in self._state.groups:
+                self._state.groups[batch.group_id].replica = name
+            by_replica.setdefault(name, (self._serving[name], []))[1].extend(batch.requests)
+        await asyncio.gather(*(self._send(*item) for item in by_replica.values()))
+
+    async def tell_progress(self) -> None:
+        """All that running requests have sampled is told before this returns."""
+        for replica in list(self._serving.values()):
+            with contextlib.suppress(ReplicaDied):
+                self._on_collected(Collected(finished=[], parts=await replica.progress()))
+
+    async def abort(self, name: str | None, request_ids: Sequence[str]) -> None:
+        wanted = set(request_ids)
+        self._homeless = [
+            batch for batch in self._homeless if wanted.isdisjoint(ids(batch.requests))
+        ]
+        if (replica := self._serving.get(name or "")) is not None:
+            with contextlib.suppress(ReplicaDied):  # whoever collects from it notices
+                await replica.abort(request_ids)
+
+    def describe(self) -> str:
+        if not self._serving:
+            return "no replica is there"
+        loads = {name: self._router.load(name) for name in self._serving}
+        return f"outstanding tokens by replica: {loads}"
+
+    async def _keep(self, number: int, replica: Replica | None) -> None:
+        """Keeps one place filled: waits for a replica's death, then hires its successor. Gives the
+        place up after MAX_FRUITLESS_LIVES, and raises the last death if it was the last place."""
+        num_fruitless = 0
+        while True:
+            try:
+                if replica is None:
+                    replica = await self._fleet.hire(number)
+                    self._state.progress.notify()
+                if replica.name not in self._serving:
+                    await self._admit(replica)
+                await self._collect(replica)
+            except ReplicaDied as death:
+                name = f"rollout-{number}" if replica is None else replica.name
+                num_fruitless = 0 if name in self._fruitful else num_fruitless + 1
+                await self._bury(name, replica, death)
+                if num_fruitless == MAX_FRUITLESS_LIVES:
+                    self._num_places -= 1
+                    if self._num_places == 0:
+                        raise
+                    return
+            replica = None
+            if num_fruitless:
+                await asyncio.sleep(BACKOFF_S * 2 ** (num_fruitless - 1))
+
+    async def _admit(self, replica: Replica) -> None:
+        """Load the newest weights, and take part from then on."""
+        loaded: WeightManifest | None = None
+        while (newest := self._newest) is not loaded:
+            assert newest is not None
+            try:
+                await replica.update_weights(newest, delayed=False)
+                loaded = newest
+            except WeightsGone:
+                while self._newest is newest:
+                    await self._weights_published.next()
+        # No wait from here on: whatever is published next finds it among those that serve.
+        version = loaded.version if loaded is not None else self._state.gate.version
+        self._router.add(replica.name)
+        self._serving[replica.name] = replica
+        self._versions[replica.name] = version
+        self._state.observer.replica_joined(replica.name, version=version)
+        self._admitted.notify()
+        self._open_gate()
+
+    async def _collect(self, replica: Replica) -> NoReturn:
+        """Consumes rollouts of one replica as they end; a long poll, answered when one has."""
+        homeless, self._homeless = self._homeless, []
+        await self.submit(homeless, keep_only=self._state.groups)
+        while True:
+            collected = await replica.collect()
+            for rollout in collected.finished:
+                self._router.finished(replica.name, rollout.request_id)
+            if collected.finished:
+                self._fruitful.add(replica.name)
+            self._on_collected(collected)
+            if collected.finished or collected.has_sampled:
+                self._state.progress.notify()
+
+    async def _bury(self, name: str, replica: Replica | None, death: ReplicaDied) -> None:
+        """Its requests go on elsewhere, with what had been sampled of them."""
+        request_ids: list[str] = []
+        if self._serving.pop(name, None) is not None:
+            del self._versions[name]
+            request_ids = self._router.remove(name)
+        self._state.observer.replica_died(name, str(death), num_requests=len(request_ids))
+        self._open_gate()
+        await self.submit(self._on_death(request_ids), keep_only=self._state.groups)
+        if replica is not None:
+            await replica.bury(self._state.store.live_rows)
+
+    async def _send(self, replica: Replica, requests: Sequence[GenerationRequest]) -> None:
+        priors = {
+            request.request_id: [part.cell for part in parts]
+            for request in requests
+            if (parts := self._partials.of(request.request_id))
+        }
+        # Whoever collects from a dead replica sends on what it had.
+        with contextlib.suppress(ReplicaDied):
+            await replica.submit(requests, priors)
+
+    async def _sync(self) -> None:
+        """Consumes published weights. Waits for a new version; loads the newest into all replicas,
+        and opens the gate when the last has it."""
+        state = self._state
+        while True:
+            with state.waiting("sync", "weights"):
+                await self._weights_published.until(lambda: self._published is not None)
+            manifest, self._published = self._published, None
+            assert manifest is not None
+            start = state.clock()
+            if pauses := await self._load(manifest):
+                state.observer.weights_loaded(
+                    manifest, sync_s=state.clock() - start, pauses_s=pauses
+                )
+            self._open_gate()
+            state.progress.notify()
+
+    async def _load(self, manifest: WeightManifest) -> list[float]:
+        """Into every replica that lacks it, all at once or one after the other; the pause of each,
+        in seconds."""
+        delayed = self._state.config.asynchrony.weight_update == "delayed"
+        pauses: list[float] = []
+        history = self._history
+
+        async def load(name: str, replica: Replica) -> None:
+            if self._versions.get(name) == manifest.version:
+                return  # published again by a trainer that was restarted
+            # A dead one is noticed by whoever collects from it; weights that are gone are
+            # followed by others.
+            with contextlib.suppress(ReplicaDied, WeightsGone):
+                pauses.append(await replica.update_weights(manifest, delayed=delayed))
+                if name in self._versions and history == self._history:
+                    self._versions[name] = manifest.version
+
+        alive = list(self._serving.items())
+        if delayed:
+            for item in alive:
+                await load(*item)
+        else:
+            await asyncio.gather(*(load(*item) for item in alive))
+        return pauses
+
+    def _open_gate(self) -> None:
+        """The gate follows the replica with the oldest weights."""
+        gate = self._state.gate
+        oldest = min(self._versions.values(), default=NOTHING_LOADED)
+        if oldest >= gate.version:
+            gate.samplers_at(oldest)
+            self._state.gate_moved.notify()
+
+
+def ids(requests: Sequence[GenerationRequest]) -> list[str]:
+    return [request.request_id for request in requests]

@@ -1,0 +1,130 @@
+"""Names on the Hugging Face hub, and whether the hub can be reached at all.
+
+Without a network the hub's own libraries try again for 25 seconds, model and dataset one after the
+other. Here one short try decides; where it fails, they are told to look into their caches only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rlsys.config import require
+
+# A connection takes tens of milliseconds; a name server that is out of reach is silent for longer.
+PROBE_S = 2.0
+
+OFFLINE = "HF_HUB_OFFLINE"
+
+
+def unreadable() -> tuple[type[Exception], ...]:
+    """What transformers raises for a model directory that it can make nothing of: it reads files
+    before it checks them."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    return (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        RuntimeError,
+        StrictDataclassError,
+        SafetensorError,
+    )
+
+
+def in_short(error: Exception) -> str:
+    """The first line of its message, with its type where there is none or it is a mere name."""
+    first, *_ = [*str(error).strip().splitlines(), ""]
+    return first if " " in first else f"{type(error).__name__}: {first}".rstrip(": ")
+
+
+def check_model_path(path: str) -> None:
+    """Raise ValueError where `path` is neither a directory nor the name of a model that is in the
+    hub's cache, or on a hub that is not known to be out of reach."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(path).is_dir():
+        return
+    require(
+        not Path(path).exists(),
+        f"model.path={path!r} is a file; give the directory that holds it, with config.json.",
+    )
+    try:
+        is_cached = isinstance(try_to_load_from_cache(path, "config.json"), str)
+    except HFValidationError:
+        is_cached = False
+        is_name = False
+    else:
+        is_name = not path.startswith((".", "~"))
+    require(
+        is_name,
+        f"model.path={path!r} is no directory (looked in {Path.cwd()}), and no hub name either; "
+        "give a Hugging Face model directory or hub name.",
+    )
+    require(
+        is_cached or not constants.is_offline_mode(),
+        f"model.path={path!r} holds no causal language model: it is no directory (looked in "
+        f"{Path.cwd()}), it is not in the hub's cache, and the hub cannot be reached "
+        f"({constants.ENDPOINT}, {OFFLINE}); give a directory, or mend the network.",
+    )
+
+
+@contextlib.contextmanager
+def offline_where_unreachable(*names: str) -> Iterator[None]:
+    """A block in which the hub's libraries, in this process and in those that it starts, do without
+    the network if the hub does not answer. `names` are those that are looked up there; local
+    directories and files among them are none, and without any the hub is not asked."""
+    if not any(name and not Path(name).exists() for name in names):
+        yield
+        return
+    import datasets
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode() or _answers(_first_hop(constants.ENDPOINT)):
+        yield
+        return
+    before = os.environ.get(OFFLINE), datasets.config.HF_HUB_OFFLINE
+    os.environ[OFFLINE] = "1"
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = False, before[1]
+        if before[0] is None:
+            os.environ.pop(OFFLINE, None)
+        else:
+            os.environ[OFFLINE] = before[0]
+
+
+def _first_hop(endpoint: str) -> tuple[str, int]:
+    """Host and port that a request to `endpoint` goes to first: a proxy's, where there is one."""
+    address = urlsplit(endpoint)
+    proxy = urllib.request.getproxies().get(address.scheme)
+    if proxy and not urllib.request.proxy_bypass(address.hostname or ""):
+        address = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    return address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
+
+
+def _answers(address: tuple[str, int]) -> bool:
+    """Whether somebody listens there. In a thread: looking up a name knows no time limit."""
+    found = threading.Event()
+
+    def connect() -> None:
+        with contextlib.suppress(OSError), socket.create_connection(address, PROBE_S):
+            found.set()
+
+    prober = threading.Thread(target=connect, daemon=True)
+    prober.start()
+    prober.join(PROBE_S)
+    return found.is_set()

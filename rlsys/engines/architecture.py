@@ -1,0 +1,156 @@
+"""Does a model's architecture compute under our attention, head and packing what transformers does?
+
+    model ─► miniature of its class and configuration, random float32 weights
+                 ├─ transformers' eager attention: each row alone ──► expected
+                 ├─ the same, later tokens changed ────────────────── causal?
+                 ├─ our attention and head: rows alone, padded ────── equal?
+                 └─ our attention and head: rows packed into one ──── equal? else rows are padded
+
+Trainer and torch engine ask it once, when they have loaded a model; the torch engine goes on with
+the miniature to check decoding (backbone.py). The model's own weights play no part: in their own
+precision, right and wrong can look alike.
+
+Shape legend: T tokens of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlsys.engines.causal_lm import Head, backbone, use_engine_layers
+from rlsys.engines.context import context_length
+from rlsys.engines.miniature import VOCABULARY, WINDOW, build_miniature
+from rlsys.engines.packing import Packing
+
+# Nats, between log-probabilities. Float32 rounds to 1e-5; the smallest fault met was 0.3.
+TOLERANCE = 1e-3
+
+# One longer than every window and limit of a miniature, short ones, one at a window's edge.
+ROW_LENGTHS = (3, 29, 1, WINDOW + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What was found, and the miniature with our attention for further checks."""
+
+    packs: bool
+    """Whether rows may stand one after another in one row; otherwise they must be padded."""
+    miniature: Any
+    rows: Sequence[torch.Tensor]  # of token ids [T]
+    expected: Sequence[torch.Tensor]  # of log-probabilities [T, V], by transformers alone
+
+
+def check_architecture(model: Any) -> Architecture:
+    """Raises ValueError, in one sentence, for a model that trainer and torch engine would get
+    wrong."""
+    kind = type(model)
+    small = build_miniature(kind, model.config)
+    small.to(next(model.parameters()).device)
+    rows = test_rows(small.config, small.device)
+    with torch.no_grad():
+        expected = [_plain_logprobs(small, row) for row in rows]
+        _require_causality(small, rows, expected)
+        use_engine_layers(small)
+        _require_equality(small, rows, expected)
+        return Architecture(
+            packs=_packs(small, rows, expected), miniature=small, rows=rows, expected=expected
+        )
+
+
+def test_rows(config: Any, device: torch.device | str) -> list[torch.Tensor]:
+    """Rows of random tokens, as long as the configuration's context allows."""
+    text = config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+    longest = context_length(config)
+    return [
+        torch.randint(
+            min(text.vocab_size, VOCABULARY), (min(length, longest),), generator=generator
+        ).to(device)
+        for length in ROW_LENGTHS
+    ]
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest, in nats; infinite where either is not a number."""
+    gap = (found - expected).abs().nan_to_num(nan=torch.inf)
+    return float(gap.max())
+
+
+def _plain_logprobs(model: Any, row: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=row[None], use_cache=False).logits[0]
+    logprobs: torch.Tensor = logits.float().log_softmax(-1)  # [T, V]
+    return logprobs
+
+
+def _logprobs(model: Any, token_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """[B, T, V] of token ids [B, T] as both engines compute them."""
+    hidden = backbone(model)(input_ids=token_ids, use_cache=False, **options).last_hidden_state
+    logits = Head(model)(hidden.flatten(0, 1)).float().unflatten(0, token_ids.shape)
+    logprobs: torch.Tensor = logits.log_softmax(-1)
+    return logprobs
+
+
+def _require_causality(
+    small: Any, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> None:
+    longest = max(range(len(rows)), key=lambda index: len(rows[index]))
+    half = len(rows[longest]) // 2
+    changed = rows[longest].clone()
+    changed[half:] = (changed[half:] + 1) % min(
+        small.config.get_text_config().vocab_size, VOCABULARY
+    )
+    gap = difference(_plain_logprobs(small, changed)[:half], expected[longest][:half])
+    if gap > TOLERANCE:
+        raise ValueError(
+            f"{type(small).__name__} lets tokens see later ones (changing those moves "
+            f"log-probabilities by {gap:.1g} nats), so it cannot be sampled token by token; use a "
+            "causal language model, or set is_decoder in its configuration where it has that."
+        )
+
+
+def _require_equality(
+    small: Any, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> None:
+    name = type(small).__name__
+    padded = rows[0].new_zeros(len(rows), max(map(len, rows)))
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    try:
+        found = _logprobs(small, padded)
+        alone = [_logprobs(small, row[None])[0] for row in rows]
+    except Exception as error:  # whatever a class of transformers dies of
+        raise ValueError(
+            f"{name} cannot run with the attention of rlsys ({type(error).__name__}: {error}); use "
+            "an architecture that docs/models.md calls equal."
+        ) from error
+    gap = max(difference(*pair) for pair in zip(alone, expected, strict=True))
+    if gap > TOLERANCE:
+        raise ValueError(
+            f"{name} computes its attention or its logits in a way that rlsys does not know "
+            f"(log-probabilities differ by {gap:.1g} nats); use an architecture that "
+            "docs/models.md calls equal."
+        )
+    pairs = zip(found, expected, strict=True)
+    gap = max(difference(padded_row[: len(row)], row) for padded_row, row in pairs)
+    if gap > TOLERANCE:
+        raise ValueError(
+            f"{name} gives a row other log-probabilities beside longer rows than alone (they "
+            f"differ by {gap:.1g} nats); use an architecture that docs/models.md calls equal."
+        )
+
+
+def _packs(small: Any, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Not where tokens see others by other means than attention (a convolution, a recurrent state)
+    or know their position by other means than position_ids."""
+    packing = Packing(np.array([len(row) for row in rows]), rows[0].device)
+    options = {"packing": packing, "position_ids": packing.position_ids}
+    try:
+        found = _logprobs(small, torch.cat(list(rows))[None], **options)[0]
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return False  # it takes no positions, or no row of this length
+    return difference(found, torch.cat(list(expected))) <= TOLERANCE

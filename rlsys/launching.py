@@ -1,0 +1,157 @@
+"""Starting a run, from a script, a notebook or a thread; and what comes of it.
+
+    launch(config, flow) ─► RunResult, or ValueError for a mistake, RunFailed for a failure
+
+The work is done by the Ray actors' package, found when it is first needed: `actors` in a checkout,
+`rlsys_actors` where rlsys was installed from a wheel. Importing rlsys does not import Ray.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
+
+from rlsys.config import RunConfig, require
+from rlsys.errors import RunFailed
+from rlsys.pipes import let_go_of_stdout
+from rlsys.run_directory import RunFiles
+from rlsys.tiny_models import OwnModel
+
+if TYPE_CHECKING:
+    from rlsys.dataflow.graph import Dataflow
+
+# Exit codes of a recipe, beside 0 and, for a wrong option, 2.
+FAILED, INTERRUPTED, NOBODY_READS = 1, 130, 141
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """Supervised steps before reinforcement learning starts."""
+
+    num_steps: int
+    batches: Iterator[list[tuple[str, str]]]  # prompts and the completions to learn
+    learning_rate: float  # peak, reached linearly over the first tenth of the steps
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_steps >= 0,
+            f"WarmStart.num_steps={self.num_steps} is negative; use 0 for none.",
+        )
+        require(
+            0 < self.learning_rate <= 1,
+            f"WarmStart.learning_rate={self.learning_rate} lies outside (0, 1]; use a rate such as "
+            "1e-3.",
+        )
+
+    def rate(self, step: int) -> float:
+        """Learning rate of the step; steps count from 1."""
+        return self.learning_rate * min(1.0, step / max(1, self.num_steps // 10))
+
+    def batch(self, step: int) -> list[tuple[str, str]]:
+        """The examples of the step. Raises ValueError where there are none."""
+        examples = next(self.batches, None)
+        require(
+            examples is not None,
+            f"WarmStart.batches ended before step {step} of {self.num_steps}; give as many batches "
+            "as steps, or fewer steps.",
+        )
+        require(
+            bool(examples),
+            f"WarmStart.batches gave no example for step {step}; give at least one a batch.",
+        )
+        assert examples is not None
+        return examples
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run came to."""
+
+    outcome: Literal["finished", "dry run"]
+    files: RunFiles
+    """Paths of all that it left: files.rollouts, files.ledger, files.checkpoints, ..."""
+    metrics: tuple[Mapping[str, float], ...]
+    """A line per optimizer step, earlier parts of a resumed run included; names as in
+    metrics.jsonl, such as "reward/mean"."""
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory."""
+        return self.files.path
+
+    @property
+    def model(self) -> Path:
+        """The trained model, as AutoModelForCausalLM.from_pretrained loads it."""
+        return self.files.hf
+
+
+def launch(
+    config: RunConfig,
+    flow: Dataflow,
+    *,
+    own_model: OwnModel | None = None,
+    warm_start: WarmStart | None = None,
+    dry_run: bool = False,
+) -> RunResult:
+    """Run to the last optimizer step, and return what came of it.
+
+    `own_model` is trained where config.model.path is empty. With `dry_run` nothing is started and
+    nothing written: the configuration, the graph, the placement, the memory and one prompt are
+    printed. Works in any thread, in a notebook too.
+
+    Raises ValueError for a mistake in the configuration, the model, the data or the rewards, before
+    Ray starts where it can be told by then; RunFailed for a run that could not go on; and
+    KeyboardInterrupt, in the main thread, for Ctrl-C and SIGTERM. Every process that was started is
+    ended by then.
+    """
+    result: RunResult = _actors_package("launch").launch(
+        config, flow, own_model=own_model, warm_start=warm_start, dry_run=dry_run
+    )
+    return result
+
+
+def main(function: Callable[[], object]) -> Callable[[], None]:
+    """Decorates a recipe's main function: an error becomes one message and an exit code.
+
+    Code 1 after a message on stderr for ValueError, OSError and RunFailed; 130 for Ctrl-C; 141 for
+    `recipe | head`, whose reader has gone. Other exceptions are bugs and keep their trace.
+    """
+
+    @functools.wraps(function)
+    def run() -> None:
+        try:
+            function()
+            sys.stdout.flush()
+        except BrokenPipeError:
+            let_go_of_stdout()
+            raise SystemExit(NOBODY_READS) from None
+        except (ValueError, OSError, RunFailed) as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(FAILED) from None
+        except KeyboardInterrupt:
+            raise SystemExit(INTERRUPTED) from None
+
+    return run
+
+
+def _actors_package(module: str) -> ModuleType:
+    """A module of the actors' package that belongs to this rlsys."""
+    is_installed = (Path(__file__).parent.parent / "rlsys_actors").is_dir()
+    first, second = ("rlsys_actors", "actors") if is_installed else ("actors", "rlsys_actors")
+    for package in (first, second):
+        try:
+            return importlib.import_module(f"{package}.{module}")
+        except ModuleNotFoundError as error:  # a package that is missing inside keeps its trace
+            if error.name not in (package, f"{package}.{module}"):
+                raise
+    raise ImportError(
+        f"neither {first!r} nor {second!r} of rlsys was found (sys.path begins with "
+        f"{sys.path[0]!r}); install rlsys with pip install, or put its checkout on PYTHONPATH, and "
+        "rename a folder or module of your own that is called actors."
+    )

@@ -1,0 +1,68 @@
+"""How much memory processes can still take here: the machine's, or their container's if less.
+
+Memory that is promised and is not there ends in the kernel's OOM killer, minutes later and without
+a message. So whoever takes much asks first.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+# Left for whatever else runs: Ray's processes, the interpreters, the kernel.
+MARGIN_BYTES = 256 * 2**20
+
+
+def require_memory(num_bytes: int, *, purpose: str, root: Path = Path("/")) -> None:
+    """Raise OSError, which says how much is missing, unless so many bytes can be taken."""
+    missing = num_bytes + MARGIN_BYTES - available_bytes(root)
+    if missing > 0:
+        raise OSError(
+            errno.ENOMEM,
+            f"{purpose} needs {num_bytes / 2**30:.2f} GiB of memory, of which "
+            f"{missing / 2**30:.2f} GiB are missing ({MARGIN_BYTES / 2**30:g} GiB are left to "
+            "others); end other programs, or use a larger machine or container.",
+        )
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Of the machine, without swap, and of each control group around this process."""
+    return min([_of_machine(root), *_of_control_groups(root)])
+
+
+def _of_machine(root: Path) -> int:
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _of_control_groups(root: Path) -> Iterator[int]:
+    """What each group still allows: its limit less its usage; caches of files give way."""
+    # Lines such as "4:memory:/some/group" (version 1) and "0::/some/group" (version 2). In a
+    # container the path may be that of the host: then only the root of what is mounted is there.
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            mount, names = root / "sys/fs/cgroup/memory", _VERSION_1
+        elif not controllers:
+            mount, names = root / "sys/fs/cgroup", _VERSION_2
+        else:
+            continue
+        for group in (mount / path.strip("/"), *(mount / path.strip("/")).parents):
+            if group.is_relative_to(mount):
+                yield from _left_in(group, *names)
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _left_in(group: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
+    try:
+        allowed = (group / limit).read_text().strip()
+        if allowed == "max":
+            return
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        yield int(allowed) - int((group / usage).read_text()) + int(statistics.get(cache, 0))
+    except FileNotFoundError:  # a group of the host, or the root, which has no limit
+        return

@@ -1,0 +1,88 @@
+"""Memory that processes of one node and one user share, and that the kernel takes back by itself.
+
+    SharedMemory(name, bytes, purpose) ──► path ──► open_shared(path, name): a file descriptor
+
+It is a file in no directory (memfd): others reach it through its owner's entry in /proc while the
+owner holds it, and keep what they have opened or mapped, whatever becomes of the owner. The last
+process that lets go of it frees it, also by dying: nothing is ever left to clean up, and the size
+of /dev/shm plays no part. Linux only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from rlsys.layout.transport.available_memory import require_memory
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class MemoryGone(FileNotFoundError):
+    """The owner has closed this memory, or is dead."""
+
+
+class SharedMemory:
+    """Bytes, zero at first, whose pages are there: a write to them can no longer fail.
+
+    `name` tells those that open it later whether it is still the same. Raises OSError, which names
+    the purpose and what is missing, where memory is short.
+    """
+
+    def __init__(self, name: str, num_bytes: int, *, purpose: str) -> None:
+        require_memory(num_bytes, purpose=purpose)
+        self.name = name
+        self._descriptor = os.memfd_create(name)
+        try:
+            os.posix_fallocate(self._descriptor, 0, num_bytes)
+        except OSError as error:
+            self.close()
+            raise OSError(
+                error.errno, f"cannot take {num_bytes} bytes for {purpose}: {error.strerror}."
+            ) from error
+
+    @property
+    def path(self) -> str:
+        """For the processes of this node and user."""
+        return path_of(self._descriptor)
+
+    def map(self, flags: int = 0) -> Bytes:
+        """All bytes; they stay when this object is closed."""
+        return map_shared(self._descriptor, flags)
+
+    def close(self) -> None:
+        """Nobody can open it any more; who has opened or mapped it keeps it."""
+        os.close(self._descriptor)
+
+
+def path_of(descriptor: int) -> str:
+    """Of a descriptor of this process, for others; as long as it is open."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def open_shared(path: str, name: str, *, writable: bool) -> int:
+    """A descriptor of the memory at this path, which may be an ordinary file's too.
+
+    Raises MemoryGone unless the memory of this name is still there.
+    """
+    try:
+        descriptor = os.open(path, os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY))
+    except FileNotFoundError:
+        raise MemoryGone(f"{name} is gone: {path} is closed, or its owner is dead.") from None
+    # The kernel gives numbers of processes and descriptors out again.
+    found = os.readlink(f"/proc/self/fd/{descriptor}")
+    if path.startswith("/proc/") and found != f"/memfd:{name} (deleted)":
+        os.close(descriptor)
+        raise MemoryGone(f"{name} is gone: {path} now leads to {found}.")
+    return descriptor
+
+
+def map_shared(descriptor: int, flags: int = 0) -> Bytes:
+    """The bytes of a descriptor, writable and shared with everyone who maps it."""
+    num_bytes = os.fstat(descriptor).st_size
+    return np.frombuffer(
+        mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | flags), dtype=np.uint8
+    )

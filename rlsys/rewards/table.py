@@ -1,0 +1,86 @@
+"""Which reward calls run right now, in memory that a process of reward functions shares with the
+one that supervises it.
+
+The process writes, a few stores a call and no system call; the supervisor reads, also when the
+process hangs or has died.
+
+    row 0:   the async call whose step the event loop carries out (0: none), -, the loop's thread
+    row 1..: number of the call (0: the row is free), when it began, its thread
+
+A thread is named by its kernel id, a time is the monotonic clock's, which both processes share.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+CELL_BYTES = 8
+ROW_CELLS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A call that has begun and not ended."""
+
+    number: int
+    began_s: float
+    thread: int
+
+
+class CallTable:
+    def __init__(self, fd: int, num_rows: int) -> None:
+        """`fd`: a file of at least `num_bytes(num_rows)` bytes, which may be closed afterwards."""
+        self._num_rows = num_rows
+        memory = memoryview(mmap.mmap(fd, num_bytes(num_rows)))
+        self._numbers = memory.cast("q")
+        self._times = memory.cast("d")
+
+    def begin(self, row: int, number: int, time_s: float, thread: int) -> None:
+        cell = ROW_CELLS * row
+        self._times[cell + 1] = time_s
+        self._numbers[cell + 2] = thread
+        self._numbers[cell] = number  # last: a row with a number is whole
+
+    def follow(self, row: int, number: int, time_s: float) -> None:
+        """Another call begins in the row, in the same thread."""
+        cell = ROW_CELLS * row
+        self._numbers[cell] = 0
+        self._times[cell + 1] = time_s
+        self._numbers[cell] = number
+
+    def set_thread(self, row: int, thread: int) -> None:
+        self._numbers[ROW_CELLS * row + 2] = thread
+
+    def end(self, row: int) -> None:
+        self._numbers[ROW_CELLS * row] = 0
+
+    @property
+    def step(self) -> int:
+        return self._numbers[0]
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._numbers[0] = number
+
+    @property
+    def loop_thread(self) -> int:
+        return self._numbers[2]
+
+    @loop_thread.setter
+    def loop_thread(self, thread: int) -> None:
+        self._numbers[2] = thread
+
+    def running(self) -> list[Running]:
+        found: list[Running] = []
+        for row in range(1, self._num_rows + 1):
+            cell = ROW_CELLS * row
+            if number := self._numbers[cell]:
+                began_s, thread = self._times[cell + 1], self._numbers[cell + 2]
+                if self._numbers[cell] == number:  # else another call has begun meanwhile
+                    found.append(Running(number, began_s, thread))
+        return found
+
+
+def num_bytes(num_rows: int) -> int:
+    return CELL_BYTES * ROW_CELLS * (num_rows + 1)

@@ -1,0 +1,150 @@
+"""What reward functions that misbehave cost a run, and what calls of cheap ones cost.
+
+    python scripts/bench/rewards.py [--num-steps 40] [--pairs 1]
+
+Runs of the quickstart's model and sizes, in turn with a well-behaved reward and with one of which
+one call in a hundred hangs (limit 2 s), one in a hundred raises, and over the run one each
+allocates 8 GiB, forks, calls os._exit, and backtracks in `re` for minutes. Prints one line of JSON
+last: milliseconds of batches of cheap rewards, the median step time of both kinds of runs, their
+ratio, and how many rollouts failed, by reason.
+
+With `--order issued` a step waits for each hung call of its groups, until the limit: two seconds
+are several steps of this model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import rlsys
+from actors.launch import launch
+from recipes.grpo import grpo
+from recipes.quickstart import CHARACTERS, QuickstartConfig, problem
+from rlsys.config import AsyncConfig, ObserveConfig, RewardConfig
+from rlsys.observe import metrics
+from rlsys.rewards import RewardRunner, exact_match, pack_rewards
+from rlsys.tiny_models import OwnModel
+
+LIMIT_S = 2.0
+WARM_UP_STEPS = 3
+
+# Groups whose first rollout does the worst.
+ALLOCATES, FORKS, EXITS, BACKTRACKS = 9, 19, 29, 39
+
+
+def well(rollout: rlsys.Rollout) -> float:
+    return float(rollout.completion_text == rollout.metadata["answer"])
+
+
+def ill(rollout: rlsys.Rollout) -> float:
+    number = rollout.group_id * 8 + rollout.index
+    if number % 100 == 33:
+        time.sleep(3600)
+    if number % 100 == 66:
+        raise ValueError("one in a hundred")
+    if rollout.index == 0 and rollout.group_id == ALLOCATES:
+        np.ones(8 * 2**30, np.uint8)
+    if rollout.index == 0 and rollout.group_id == FORKS and os.fork() == 0:
+        time.sleep(3600)
+    if rollout.index == 0 and rollout.group_id == EXITS:
+        os._exit(1)
+    if rollout.index == 0 and rollout.group_id == BACKTRACKS:
+        re.fullmatch(r"(a|aa)+b", "a" * 60)
+    return float(rollout.completion_text == rollout.metadata["answer"])
+
+
+def run(args: argparse.Namespace, reward: Any) -> tuple[list[float], Counter[str]]:
+    """Step times after a warm-up, and failures by reason."""
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as runs_dir:
+        config = QuickstartConfig(
+            name="rewards",
+            runs_dir=runs_dir,
+            num_steps=args.num_steps,
+            prompts_per_step=args.prompts_per_step,
+            reward=RewardConfig(timeout_s=LIMIT_S),
+            asynchrony=AsyncConfig(max_staleness=1, order=args.order),
+            observe=ObserveConfig(print_samples=0, record_groups=0, trace=False),
+        )
+        rows = [problem(rng) for _ in range(4096)]
+        launch(
+            config,
+            grpo(config, [reward], rows=rows),
+            own_model=OwnModel(name="addition", characters=CHARACTERS),
+        )
+        lines = metrics.read_metrics(Path(runs_dir) / "rewards" / "metrics.jsonl")
+    assert len(lines) == args.num_steps
+    failed: Counter[str] = Counter()
+    for line in lines:
+        failed.update(
+            {kind: int(n) for kind, n in metrics.by_reason(line, metrics.REWARDS_FAILED).items()}
+        )
+    return [line[metrics.TIME_STEP_S] for line in lines[WARM_UP_STEPS:]], failed
+
+
+async def cheap_ms(size: int) -> float:
+    """Median over batches of `size` calls of exact_match."""
+    runner = RewardRunner(
+        pack_rewards([exact_match()]),
+        concurrency=16,
+        timeout_s=30.0,
+        memory_gib=4.0,
+        start_timeout_s=300.0,
+    )
+    await runner.start()
+    batch = [
+        rlsys.example_rollout(str(i), metadata={"answer": "7"}, token_ids=range(16))
+        for i in range(size)
+    ]
+    times: list[float] = []
+    for _ in range(50):
+        started = time.perf_counter()
+        await runner.score(batch)
+        times.append(time.perf_counter() - started)
+    await runner.close()
+    return round(1000 * statistics.median(times), 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--num-steps", type=int, default=40)
+    parser.add_argument("--prompts-per-step", type=int, default=64)
+    parser.add_argument("--order", choices=("issued", "complete"), default="complete")
+    parser.add_argument("--pairs", type=int, default=1, help="of runs, one of each kind")
+    args = parser.parse_args()
+    cheap = {f"cheap_{size}_ms": asyncio.run(cheap_ms(size)) for size in (256, 1000)}
+    well_s: list[float] = []
+    ill_s: list[float] = []
+    failed: Counter[str] = Counter()
+    for _ in range(args.pairs):
+        times, none = run(args, well)
+        assert not none.total(), none
+        well_s += times
+        times, failures = run(args, ill)
+        ill_s += times
+        failed += failures
+    report = {
+        **cheap,
+        "step_s": round(statistics.median(well_s), 4),
+        "step_s_ill": round(statistics.median(ill_s), 4),
+        "ratio": round(statistics.median(ill_s) / statistics.median(well_s), 3),
+        "failed": dict(failed),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,422 @@
+"""Which models run, and run right: trainer and torch engine against transformers' eager attention.
+
+    python scripts/check_models.py                 # every class for causal language modelling that
+                                                   # transformers maps; writes docs/models.md
+    python scripts/check_models.py llama gpt_oss   # some of them
+
+Each model is made here, small and random, from its class's default configuration and the changes in
+configurations() below, so that its rows go beyond every window, chunk and limit. Rows of mixed
+lengths go through the trainer, packed where it packs; the torch engine samples completions that
+share its batch and says their log-probabilities. Both are compared with those of each row alone.
+
+The last line is JSON: how many are `equal` in both engines, `refused` by one or both with a
+sentence, `wrong`, and of the refused `trainer_only`: equal in the trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlsys.algorithms.aggregation import token_mean
+from rlsys.algorithms.losses import clipped_surrogate
+from rlsys.config import ModelConfig, TrainerConfig
+from rlsys.engines.causal_lm import hide_progress_bars, load_causal_lm
+from rlsys.engines.context import context_length, row_limit
+from rlsys.engines.generation.continuous_batch import ContinuousBatch
+from rlsys.engines.miniature import Widths, miniature_config, random_model
+from rlsys.engines.rms_norm import use_fast_norms
+from rlsys.engines.training.collate import collate
+from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.engines.training.token_policy import TokenPolicy
+from rlsys.types import GenerationRequest, MicroBatch, SamplingParams, TrainRow
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+
+TOLERANCE = 1e-4  # nats, and share of the largest gradient
+
+# (prompt, completion): one beyond every window and limit, short ones beside it.
+ROWS = ((4, 26), (1, 3), (9, 1), (5, 8))
+LONGEST = max(map(sum, ROWS))
+
+# What classes need beside their defaults to be built at all, or to do what makes them special.
+CHANGES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {"moe_k": 2},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.05,
+        "logits_scaling": 4.0,
+    },
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": [2] * 32},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16, "full_attn_idxs": None},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 30},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "qwen2": {
+        "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention"] * 16,
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 64,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "ngram_vocab_size_base": 64,
+    },
+    "xlstm": {"hidden_size": 256, "embedding_dim": 256, "num_heads": 4, "mode": "train"},
+    "xmod": {"default_language": "en_XX"},
+}
+CHANGES["granitemoe"] = CHANGES["granitemoeshared"] = CHANGES["granitemoehybrid"] = CHANGES[
+    "granite"
+]
+
+# Families under another configuration, in which something else can go wrong.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, dynamic NTK": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "llama, Llama 3 rotary": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "max_position_embeddings": 65536,
+        },
+    ),
+    "llama, yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 2.0,
+                "original_max_position_embeddings": 16,
+            },
+            "max_position_embeddings": 32,
+        },
+    ),
+    "llama, vocabulary of 5": ("llama", {"vocab_size": 5, "bos_token_id": 1, "eos_token_id": 2}),
+    "llama4_text, no temperature": ("llama4_text", {"attn_temperature_tuning": False}),
+    "phi3, longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 4096,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 4096,
+                "short_factor": [1.0 + 0.02 * i for i in range(48)],
+                "long_factor": [1.0 + 0.6 * i for i in range(48)],
+            },
+        },
+    ),
+    "falcon, ALiBi": ("falcon", {"alibi": True}),
+    "gemma4_text, shared keys": ("gemma4_text", {"num_kv_shared_layers": 12}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Of one engine over one model."""
+
+    result: str  # equal, refused, wrong
+    remark: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of both engines over one model."""
+
+    name: str
+    kind: str  # the class
+    trainer: Verdict
+    engine: Verdict
+
+    @property
+    def result(self) -> str:
+        results = {self.trainer.result, self.engine.result}
+        return next(one for one in ("wrong", "refused", "equal") if one in results)
+
+
+def names() -> list[str]:
+    """Of all models of the table."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
+
+
+def check(name: str) -> Outcome:
+    """Build the model and run it through both engines."""
+    try:
+        model = build(name)
+    except Exception as error:  # noqa: BLE001 - reported: transformers itself cannot build or run it
+        unbuilt = Verdict(result="refused", remark=f"transformers builds none: {_sentence(error)}")
+        return Outcome(name=name, kind="", trainer=unbuilt, engine=unbuilt)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "model"
+        kind = type(model).__name__
+        try:
+            model.save_pretrained(path)
+        except Exception as error:  # noqa: BLE001 - as above
+            unsaved = Verdict(
+                result="refused", remark=f"transformers saves none: {_sentence(error)}"
+            )
+            return Outcome(name=name, kind=kind, trainer=unsaved, engine=unsaved)
+        return Outcome(
+            name=name,
+            kind=kind,
+            trainer=_verdict(lambda: _check_trainer(path, model)),
+            engine=_verdict(lambda: _check_engine(path, model)),
+        )
+
+
+def build(name: str) -> Any:
+    """A small random model with transformers' eager attention, in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, changes = VARIANTS.get(name, (name, {}))
+    config = AutoConfig.for_model(family, **(CHANGES.get(family, {}) | changes))
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    if kind.config_class == config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    failure: Exception | None = None
+    for widths in Widths:
+        try:
+            model = random_model(kind, miniature_config(config, widths), seed=1)
+            _plain_logprobs(model, torch.zeros(3, dtype=torch.long))
+            return model
+        except Exception as error:  # noqa: BLE001 - raised below if nothing else is left
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _verdict(compare: Any) -> Verdict:
+    """`compare` returns what is said of an equal model, or raises."""
+    try:
+        return Verdict(result="equal", remark=compare())
+    except ValueError as error:
+        return Verdict(result="refused", remark=_sentence(error))
+    except Exception as error:  # noqa: BLE001 - reported as wrong
+        return Verdict(result="wrong", remark=f"{type(error).__name__}: {_sentence(error)}")
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
+
+
+def _check_trainer(path: Path, model: Any) -> str:
+    limit = row_limit(model.config)
+    rows = _rows(model, limit or LONGEST)
+    engine = FSDPEngine(
+        model_path=path,
+        trainer=TrainerConfig(),
+        model=ModelConfig(),
+        loss=clipped_surrogate(0.2, 0.28),
+        aggregation=token_mean,
+        temperature=1.0,
+        num_total_steps=1,
+        seed=0,
+        weights_dir=path.parent,
+        weights_prefix="weights",
+    )
+    try:
+        found = engine.logprobs(MicroBatch(rows=rows))
+        for row, logprobs in zip(rows, found, strict=True):
+            _compare(torch.from_numpy(logprobs), _expected(model, row), "log-probabilities")
+        remark = _check_gradients(path, model, rows)
+        if limit is None:
+            return remark
+        try:
+            engine.logprobs(MicroBatch(rows=_rows(model, limit + 2)))  # the last is no input
+        except ValueError:
+            return f"{remark}; rows beyond {limit} tokens are refused"
+        raise AssertionError(f"rows of more than {limit} tokens are not refused")
+    finally:
+        engine.close()
+
+
+def _check_gradients(path: Path, model: Any, rows: Sequence[TrainRow]) -> str:
+    ours = load_causal_lm(path, dtype="float32")
+    use_fast_norms(ours)
+    policy = TokenPolicy(ours)
+    logprobs, _ = policy(collate(rows, packed=policy.packs), 1.0)
+    logprobs.sum().backward()
+    model.zero_grad()
+    torch.stack([_expected(model, row).sum() for row in rows]).sum().backward()
+    scale = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+    theirs = dict(model.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if parameter.grad is not None:
+            _compare(parameter.grad / scale, theirs[name].grad / scale, f"the gradient of {name}")
+    return "packed" if policy.packs else "padded"
+
+
+def _check_engine(path: Path, model: Any) -> str:
+    ours = load_causal_lm(path, dtype="float32")
+    batch = ContinuousBatch(
+        ours, max_running=8, kv_cache_gib=0.05, stop_token_ids=(), decode_text=lambda _: ""
+    )
+    context = context_length(model.config)
+    rows = _rows(model, min(context, LONGEST))
+    requests = [
+        GenerationRequest(
+            request_id=str(number),
+            prompt_token_ids=tuple(row.prompt_token_ids.tolist()),
+            sampling=SamplingParams(max_tokens=len(row.token_ids)),
+            seed=number,
+            num_prior_tokens=0,
+        )
+        # Two samples of each prompt share its pass.
+        for number, row in enumerate(itertools.chain(rows, rows))
+    ]
+    for request in requests:
+        batch.check(request)
+    batch.submit(requests)
+    prompts = {request.request_id: request.prompt_token_ids for request in requests}
+    ended = []
+    while batch.has_work:
+        ended += batch.step()
+    for one in ended:
+        prompt = np.array(prompts[one.request_id], np.int32)
+        row = _row(prompt, np.asarray(one.token_ids))
+        _compare(torch.from_numpy(one.sampler_logprobs), _expected(model, row), "log-probabilities")
+    return ""
+
+
+def _rows(model: Any, longest: int) -> list[TrainRow]:
+    """Of random tokens; the longest row has `longest` tokens."""
+    rng = np.random.default_rng(0)
+    vocabulary = min(model.config.get_text_config().vocab_size, 64)
+    rows = []
+    for num_prompt, num_tokens in ROWS:
+        num_tokens = longest - num_prompt if num_prompt + num_tokens == LONGEST else num_tokens
+        tokens = rng.integers(0, vocabulary, num_prompt + num_tokens).astype(np.int32)
+        rows.append(_row(tokens[:num_prompt], tokens[num_prompt:]))
+    return rows
+
+
+def _row(prompt: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any]) -> TrainRow:
+    count = len(tokens)
+    return TrainRow(
+        prompt_token_ids=prompt.astype(np.int32),
+        token_ids=tokens.astype(np.int32),
+        sampler_logprobs=np.zeros(count, np.float32),
+        policy_versions=np.zeros(count, np.int32),
+        advantages=np.ones(count, np.float32),
+        loss_mask=np.ones(count, np.bool_),
+        group_id=0,
+        group_size=1,
+        group_num_tokens=count,
+    )
+
+
+def _plain_logprobs(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=token_ids[None], use_cache=False).logits[0]
+    logprobs: torch.Tensor = logits.float().log_softmax(-1)  # [T, V]
+    return logprobs
+
+
+def _expected(model: Any, row: TrainRow) -> torch.Tensor:
+    """Log-probabilities of the completion's tokens, the row alone."""
+    tokens = torch.from_numpy(np.concatenate((row.prompt_token_ids, row.token_ids))).long()
+    first = len(row.prompt_token_ids)
+    logprobs = _plain_logprobs(model, tokens[:-1])[first - 1 :]
+    return logprobs.gather(1, tokens[first:, None])[:, 0]
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    gap = float((found - expected).detach().abs().nan_to_num(nan=torch.inf).max())
+    assert gap <= TOLERANCE, f"{what} differ by {gap:.1g}"
+
+
+def table(outcomes: Iterable[Outcome]) -> Iterator[str]:
+    """Lines of Markdown."""
+    yield "| Model type | Class | Trainer | Torch engine | |"
+    yield "|---|---|---|---|---|"
+    for one in outcomes:
+        verdicts = (one.trainer, one.engine)
+        cells = [one.name, one.kind]
+        cells += [
+            f"{v.result}, {v.remark}" if v.result == "equal" and v.remark else v.result
+            for v in verdicts
+        ]
+        why = [v.remark.replace("|", "\\|") for v in verdicts if v.result != "equal"]
+        yield "".join(f"| {cell} " for cell in [*cells, *why[:1]]) + ("|" if why else "| |")
+
+
+def write_page(outcomes: Sequence[Outcome], page: Path = PAGE) -> None:
+    """Replace everything from the table's first line on."""
+    head = page.read_text().partition("| Model type |")[0]
+    page.write_text(head + "\n".join(table(outcomes)) + "\n")
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Counts; equal, refused and wrong add up to all."""
+    results = Counter(one.result for one in outcomes)
+    return {
+        "equal": results["equal"],
+        "refused": results["refused"],
+        "wrong": results["wrong"],
+        "trainer_only": sum(
+            one.result == "refused" and one.trainer.result == "equal" for one in outcomes
+        ),
+        "models": len(outcomes),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 1 where something is wrong."""
+    from transformers import logging
+
+    parser = argparse.ArgumentParser(description="Check models against transformers.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="model types; all without")
+    chosen = parser.parse_args(arguments).names
+    if unknown := set(chosen) - set(names()):
+        parser.error(f"{sorted(unknown)} are no model types; use some of {', '.join(names())}")
+    logging.set_verbosity_error()
+    hide_progress_bars()
+    outcomes = []
+    for name in chosen or names():
+        outcomes.append(check(name))
+        print(*list(table(outcomes[-1:]))[2:], flush=True)
+    if not chosen:
+        write_page(outcomes)
+    counts = summary(outcomes)
+    print(json.dumps(counts))
+    return int(counts["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

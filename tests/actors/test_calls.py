@@ -1,0 +1,230 @@
+"""Calls to an actor that works, hangs, stops or dies: over a fake handle, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from actors.calls import CLOSE_TIMEOUT_S, Worker, WorkerDied, end_all
+from rlsys.simulation.virtual_time import run_in_virtual_time
+
+NEVER = 1e9
+
+RAY_SAYS = """The actor died unexpectedly before finishing this task.
+\tclass_name: RolloutActor
+\tpid: 12
+Its process has died. Exit detail: End of file. Some common causes include: (1) ..."""
+
+
+class FakeActor:
+    """A handle whose methods take the seconds that they are given, `close` the seconds `close_s`;
+    one after the other if it is `ordered`. It answers nothing once it is `stopped`, and fails
+    everything once it is `dead`."""
+
+    def __init__(
+        self, *, ordered: bool = False, starts_at: float = 0.0, close_s: float = 0.0
+    ) -> None:
+        self.dead = asyncio.Event()
+        self.stopped = False
+        self.called: list[str] = []
+        self._starts_at = starts_at
+        self._close_s = close_s
+        self._turn = asyncio.Semaphore(1 if ordered else 1000)
+
+    def __getattr__(self, method: str) -> Any:
+        return _Remote(lambda seconds=self._close_s: self._answer(method, seconds))
+
+    async def _answer(self, method: str, seconds: float) -> str:
+        self.called.append(method)
+        await asyncio.sleep(max(0.0, self._starts_at - now()))
+        if method in ("beat", "beside"):
+            await self._work(seconds)
+        else:
+            async with self._turn:
+                await self._work(seconds)
+        return method
+
+    async def _work(self, seconds: float) -> None:
+        work = asyncio.ensure_future(asyncio.sleep(seconds))
+        death = asyncio.ensure_future(self.dead.wait())
+        await asyncio.wait([work, death], return_when=asyncio.FIRST_COMPLETED)
+        if self.dead.is_set():
+            raise RayActorError(error_msg=RAY_SAYS)
+        if self.stopped:
+            await asyncio.sleep(NEVER)
+
+
+class _Remote:
+    def __init__(self, remote: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = remote
+
+
+class FakeWorker(Worker):
+    ended_at: float | None = None
+
+    def _end_process(self) -> None:
+        self.ended_at = now()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def fake_worker(actor: Any, **options: Any) -> FakeWorker:
+    return FakeWorker("rollout-0", actor, **{"timeout_s": NEVER, **options})
+
+
+async def death_of(call: Awaitable[Any]) -> str:
+    with pytest.raises(WorkerDied) as death:
+        await call
+    return str(death.value)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    run_in_virtual_time(main)
+
+
+def test_a_call_past_its_limit_ends_the_worker_and_all_of_its_calls() -> None:
+    async def main() -> None:
+        actor = FakeActor()
+        worker = fake_worker(actor, timeout_s=600)
+        waiting = asyncio.create_task(worker.call("collect", NEVER, timeout_s=NEVER))
+        assert await worker.call("place", 599) == "place"
+        late = "update_weights did not answer within 600 s"
+        message = await death_of(worker.call("update_weights", 601))
+        assert message.startswith(f"rollout-0 died during update_weights: {late}; ")
+        assert worker.ended_at == now() == 599 + 600
+        assert late in await death_of(waiting)
+        assert f"died during submit: {late}" in await death_of(worker.call("submit", 0))
+        assert "submit" not in actor.called  # nothing more is sent
+
+    run(main())
+
+
+def test_a_limit_runs_from_the_answer_to_the_call_before() -> None:
+    async def main() -> None:
+        worker = fake_worker(FakeActor(ordered=True), timeout_s=10, ordered=True)
+        calls = [worker.begin("accumulate", 9) for _ in range(5)]
+        assert await asyncio.gather(*calls) == ["accumulate"] * 5
+        assert now() == 45
+        # The third hangs: it is named, and the two behind it die with it.
+        calls = [worker.begin(name, s) for name, s in [("a", 9), ("b", 9), ("c", NEVER), ("d", 1)]]
+        messages = await asyncio.gather(*calls, return_exceptions=True)
+        assert messages[:2] == ["a", "b"]
+        assert "died during d: c did not answer within 10 s" in str(messages[3])
+        assert worker.ended_at == 45 + 9 + 9 + 10
+
+    run(main())
+
+
+def test_a_call_beside_the_others_shortens_nobodys_limit() -> None:
+    async def main() -> None:
+        worker = fake_worker(FakeActor(ordered=True), timeout_s=10, ordered=True)
+        calls = [worker.begin(name, s) for name, s in [("a", 9), ("beside", 1), ("b", 9)]]
+        assert await asyncio.gather(*calls) == ["a", "beside", "b"]
+        assert now() == 18
+
+    run(main())
+
+
+def test_a_stopped_process_is_noticed_while_a_call_waits() -> None:
+    async def main() -> None:
+        actor = FakeActor()
+        worker = fake_worker(actor, heartbeat_timeout_s=30)
+        waiting = asyncio.create_task(worker.call("collect", NEVER))
+        await asyncio.sleep(1000)
+        assert worker.ended_at is None
+        actor.stopped = True
+        message = await death_of(waiting)
+        assert "died during collect: its process has shown no sign of life for 30 s" in message
+        assert worker.ended_at == now() <= 1030
+
+    run(main())
+
+
+def test_a_start_may_take_longer_than_a_heartbeat() -> None:
+    async def main() -> None:
+        worker = fake_worker(FakeActor(starts_at=200), heartbeat_timeout_s=30)
+        assert await worker.call("start", 1, timeout_s=300) == "start"
+
+    run(main())
+
+
+def test_no_heartbeats_while_no_call_waits() -> None:
+    async def main() -> None:
+        actor = FakeActor()
+        worker = fake_worker(actor, heartbeat_timeout_s=30)
+        await worker.call("start", 1)
+        await asyncio.sleep(100)
+        num_calls = len(actor.called)
+        await asyncio.sleep(1000)
+        assert len(actor.called) == num_calls
+        actor.stopped = True  # noticed by the next call
+        assert "no sign of life for 30 s" in await death_of(worker.call("score", 0))
+
+    run(main())
+
+
+def test_a_watched_worker_is_missed_at_once() -> None:
+    async def main() -> None:
+        actor = FakeActor()
+        worker = fake_worker(actor, heartbeat_timeout_s=30)
+        watching = asyncio.create_task(worker.watch())
+        await asyncio.sleep(100.5)
+        actor.dead.set()
+        assert await death_of(watching) == (
+            "rollout-0 died during watch: Its process has died. Exit detail: End of file"
+        )
+        assert now() == 100.5
+
+    run(main())
+
+
+def test_no_time_passes_while_this_process_stands_still() -> None:
+    """The clock jumps over an hour, as after a machine's sleep, and then the answer comes."""
+
+    async def main() -> None:
+        worker = fake_worker(FakeActor(), timeout_s=600)
+        loop = asyncio.get_running_loop()
+        clock, slept_s = loop.time, 0.0
+        loop.time = lambda: clock() + slept_s  # type: ignore[method-assign]
+        waiting = asyncio.create_task(worker.call("score", 3700))
+        await asyncio.sleep(50)
+        slept_s = 3600
+        assert await waiting == "score"
+
+    run(main())
+
+
+def test_ending_all_waits_for_those_that_work_and_for_nobody_for_ever() -> None:
+    async def main() -> None:
+        dead, quick, hanging = FakeActor(), FakeActor(close_s=2), FakeActor(close_s=NEVER)
+        busy = FakeActor(ordered=True)  # with a call that never ends
+        workers = [fake_worker(actor) for actor in (dead, quick)]
+        workers[0].end("killed")
+        await end_all(workers)
+        assert [worker.ended_at for worker in workers] == [0, 2]
+
+        hung = [fake_worker(hanging), fake_worker(busy, ordered=True)]
+        calling = asyncio.create_task(hung[1].call("accumulate", NEVER))
+        await asyncio.sleep(1)
+        await end_all(hung)
+        assert [worker.ended_at for worker in hung] == [3 + CLOSE_TIMEOUT_S] * 2
+        assert "it was ended" in await death_of(calling)
+
+    run(main())
+
+
+def test_a_killed_worker_says_so() -> None:
+    async def main() -> None:
+        worker = fake_worker(FakeActor())
+        waiting = asyncio.create_task(worker.call("collect", NEVER))
+        await asyncio.sleep(1)
+        worker.kill()
+        assert await death_of(waiting) == "rollout-0 died during collect: it was ended"
+
+    run(main())

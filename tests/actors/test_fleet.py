@@ -1,0 +1,367 @@
+"""Replicas on real Ray nodes of this machine: hired, stopped, failing, joining and leaving.
+
+Their engine is a script: what a request's prompt holds, happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from actors.calls import Worker, end_all
+from actors.fleet import RayFleet
+from actors.placement import ClusterTooSmall, Need, Place, reserved
+from actors.rollout import RayReplica, RolloutActor
+from actors.store import ShardAddress
+from actors.store_shards import StoreShards
+from rlsys.dataflow.arena import PAGE_BYTES
+from rlsys.engines.generation.protocol import EngineError, EngineStats
+from rlsys.observe.trace import Tracer
+from rlsys.types import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    SamplingParams,
+    WeightManifest,
+)
+from rlsys.workers import ReplicaDied
+from tests.clusters import NODE_OPTIONS, cluster_of_one
+
+REPOSITORY = Path(__file__).parents[2]
+LIMIT_S = 120.0  # of whatever must happen, on a busy machine
+CALL_TIMEOUT_S = 5.0
+HEARTBEAT_TIMEOUT_S = 5.0
+
+ECHO, DIE = 1, 2  # prompts
+
+
+class ScriptedEngine:
+    def __init__(self) -> None:
+        self._ended: asyncio.Queue[Generation | None] = asyncio.Queue()
+
+    async def start(self) -> None:
+        if self._is_to_hang("start"):
+            await asyncio.sleep(LIMIT_S)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            ids = np.asarray(request.prompt_token_ids, np.int32)
+            self._ended.put_nowait(
+                Generation(
+                    request_id=request.request_id,
+                    token_ids=ids,
+                    sampler_logprobs=ids.astype(np.float32),
+                    policy_versions=ids,
+                    finish_reason=FinishReason.STOP,
+                )
+                if request.prompt_token_ids[0] == ECHO
+                else None
+            )
+
+    async def collect(self) -> list[Generation]:
+        if (ended := await self._ended.get()) is None:
+            raise EngineError("its loop broke")
+        return [ended]
+
+    async def progress(self) -> list[Generation]:
+        return []
+
+    async def abort(self, request_ids: Collection[str]) -> None: ...
+
+    async def pause(self) -> None:
+        await asyncio.sleep(LIMIT_S)  # hangs, and the call with it
+
+    async def load(self, manifest: WeightManifest) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_waiting=0, num_running=0, num_generated_tokens=0, policy_version=0)
+
+    async def close(self) -> None: ...
+
+    def _is_to_hang(self, what: str) -> bool:
+        return Path(os.environ["RLSYS_TEST_HANGS"], what).exists()
+
+
+class Learner:
+    """Weights are never read: the engine hangs before."""
+
+    node_id = "elsewhere"
+
+    def weights_content(self, manifest: WeightManifest) -> Any:
+        return np.zeros(1, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def hangs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What of the engine is to hang: files of these names."""
+    return tmp_path_factory.mktemp("hangs")
+
+
+@pytest.fixture(scope="module")
+def cluster(hangs: Path) -> Iterator[Any]:
+    """A head with room for one replica."""
+    environment = {
+        "PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}",
+        "RLSYS_TEST_HANGS": str(hangs),
+    }
+    with cluster_of_one(num_cpus=1) as cluster:
+        try:
+            ray.init(
+                address=cluster.address,
+                logging_level="ERROR",
+                log_to_driver=False,
+                runtime_env={"env_vars": environment},
+            )
+            yield cluster
+        finally:
+            ray.shutdown()
+
+
+@dataclass(kw_only=True)
+class Hiring:
+    fleet: RayFleet
+    shards: StoreShards
+    lost: asyncio.Queue[ShardAddress]
+    created: asyncio.Queue[Worker]
+
+
+@asynccontextmanager
+async def hiring(num_replicas: int) -> AsyncIterator[Hiring]:
+    """With one replica that has room from the beginning."""
+    needs = [
+        Need(name=f"rollout-{number}", num_cpus=1, num_gpus=0, fix="")
+        for number in range(num_replicas)
+    ]
+    lost: asyncio.Queue[ShardAddress] = asyncio.Queue()
+    created: asyncio.Queue[Worker] = asyncio.Queue()
+    shards = StoreShards(
+        capacity_bytes=16 * PAGE_BYTES,
+        timeout_s=LIMIT_S,
+        heartbeat_timeout_s=LIMIT_S,
+        on_lost=lost.put_nowait,
+    )
+    running = asyncio.create_task(shards.run())
+
+    def start_actor(name: str, number: int, place: Place) -> Worker:
+        actor: Any = RolloutActor
+        handle = actor.options(**place.options).remote(ScriptedEngine, shards.address, Tracer(name))
+        worker = Worker(
+            name,
+            handle,
+            timeout_s=CALL_TIMEOUT_S,
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+        )
+        created.put_nowait(worker)
+        return worker
+
+    learner: Any = Learner()
+    async with reserved([needs[0]], needs[1:], min_replicas=0, timeout_s=LIMIT_S) as places:
+        fleet = RayFleet(
+            [*places.ranks, *places.replicas],
+            start_actor,
+            learner,
+            shards,
+            start_timeout_s=LIMIT_S,
+        )
+        try:
+            yield Hiring(fleet=fleet, shards=shards, lost=lost, created=created)
+        finally:
+            await end_all([replica.worker for replica in fleet.replicas])
+            await shards.close()
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+
+async def hire(team: Hiring, number: int = 0) -> RayReplica:
+    return await asyncio.wait_for(team.fleet.hire(number), LIMIT_S)
+
+
+async def echo(replica: RayReplica) -> None:
+    """It samples, and its rollouts reach the store."""
+    await replica.submit([request(ECHO)], {})
+    while not (finished := (await replica.collect()).finished):
+        pass
+    assert [rollout.request_id for rollout in finished] == ["0.0.0"]
+
+
+def request(prompt: int) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="0.0.0", prompt_token_ids=(prompt,), sampling=SamplingParams(), seed=0
+    )
+
+
+async def pid_of(worker: Worker) -> int:
+    pid: int = await worker.handle.__ray_call__.remote(lambda _: os.getpid())
+    return pid
+
+
+async def until_gone(pid: int) -> None:
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    gone = asyncio.Event()
+    asyncio.get_running_loop().add_reader(process, gone.set)
+    await asyncio.wait_for(gone.wait(), LIMIT_S)
+    asyncio.get_running_loop().remove_reader(process)
+    os.close(process)
+
+
+async def collect_until_death(replica: RayReplica) -> str:
+    try:
+        while True:
+            await replica.collect()
+    except ReplicaDied as death:
+        return str(death)
+
+
+def test_a_replica_that_stops_fails_or_hangs_has_a_successor_in_its_place(cluster: Any) -> None:
+    async def run() -> None:
+        async with hiring(1) as team:
+            stopped = await hire(team)
+            await echo(stopped)
+            pid = await pid_of(stopped.worker)
+            os.kill(pid, signal.SIGSTOP)
+            assert (await collect_until_death(stopped)).startswith(
+                "rollout-0 died during collect: its process has shown no sign of life for 5 s"
+            )
+            await until_gone(pid)  # it cannot come back
+
+            failing = await hire(team)
+            await echo(failing)
+            pid = await pid_of(failing.worker)
+            await failing.submit([request(DIE)], {})
+            assert await collect_until_death(failing) == (
+                "rollout-0.1 died during collect: its loop broke"
+            )
+            await until_gone(pid)
+
+            hanging = await hire(team)
+            collecting = asyncio.create_task(collect_until_death(hanging))
+            manifest = WeightManifest(version=1, path="", num_bytes=1, entries={}, checksum=0)
+            with pytest.raises(ReplicaDied, match=r"rollout-0\.2 .* did not answer within 5 s"):
+                await hanging.update_weights(manifest, delayed=False)
+            assert "update_weights did not answer" in await collecting
+            assert team.fleet.replicas == []
+            await echo(await hire(team))
+
+    asyncio.run(run())
+
+
+def test_a_hire_that_is_cancelled_leaves_nothing(cluster: Any, hangs: Path) -> None:
+    async def run() -> None:
+        async with hiring(2) as team:
+            (hangs / "start").touch()
+            starting = asyncio.create_task(hire(team, 0))
+            waiting = asyncio.create_task(hire(team, 1))
+            pid = await pid_of(await asyncio.wait_for(team.created.get(), LIMIT_S))
+            for task in (starting, waiting):
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await until_gone(pid)
+            (hangs / "start").unlink()
+            await echo(await hire(team, 0))
+
+    asyncio.run(run())
+
+
+def test_a_run_that_finds_no_room_says_what_it_lacks(cluster: Any) -> None:
+    async def run(num_cpus: float, min_replicas: int) -> None:
+        ranks = [Need(name="trainer-0", num_cpus=num_cpus, num_gpus=0, fix="trainer.num_cpus")]
+        replicas = [Need(name="rollout-0", num_cpus=1, num_gpus=0, fix="rollout.num_replicas")]
+        async with reserved(ranks, replicas, min_replicas=min_replicas, timeout_s=1):
+            await run(1, 0)  # a second run, while the first holds the room
+
+    with pytest.raises(ClusterTooSmall, match=r"trainer-0 finds no place\. Lower trainer"):
+        asyncio.run(run(2, 0))
+    with pytest.raises(ClusterTooSmall, match=r"rollout-0 finds no place\. Lower rollout"):
+        asyncio.run(run(1, 1))
+    with pytest.raises(ClusterTooSmall, match="but others have held it for 1 s"):
+        asyncio.run(run(1, 0))
+
+
+DRIVER = """
+import asyncio, os, sys, ray
+from actors.calls import HEARTBEAT_GROUP, Heartbeat, Worker
+
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
+class Busy(Heartbeat):
+    def pid(self):
+        return os.getpid()
+
+    def work(self):
+        while True:
+            pass
+
+async def main():
+    worker = Worker("busy", Busy.remote(), timeout_s=3600, heartbeat_timeout_s=3600)
+    print(await worker.call("pid"), flush=True)
+    await worker.call("work")
+
+ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+asyncio.run(main())
+"""
+
+
+def test_the_actors_of_a_dead_driver_end(cluster: Any) -> None:
+    """However busy they are, with a call and with heartbeats that take ten minutes."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, cluster.address],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert driver.stdout is not None
+    pid = int(driver.stdout.readline())
+    driver.kill()
+    driver.wait()
+    asyncio.run(until_gone(pid))
+
+
+def test_a_replica_joins_with_its_node_and_leaves_with_it(cluster: Any) -> None:
+    """The last test of this module: it leaves a second node."""
+
+    async def run() -> None:
+        async with hiring(2) as team:
+            await echo(await hire(team, 0))
+            joining = asyncio.create_task(hire(team, 1))
+            await echo(team.fleet.replicas[0])  # nobody waits for the one that has no place
+            assert not joining.done()
+
+            node = cluster.add_node(num_cpus=1, **NODE_OPTIONS)
+            joined = await joining
+            assert joined.node_id == node.node_id
+            await echo(joined)
+            assert node.node_id in {shard.node_id for shard in team.shards.address.shards}
+
+            cluster.remove_node(node, allow_graceful=False)
+            assert "rollout-1 died during collect" in await collect_until_death(joined)
+            await asyncio.wait_for(joined.bury(lambda shard: {}), LIMIT_S)
+            lost = await asyncio.wait_for(team.lost.get(), LIMIT_S)
+            assert lost.node_id == node.node_id
+            assert node.node_id not in {shard.node_id for shard in team.shards.address.shards}
+
+            rejoining = asyncio.create_task(hire(team, 1))
+            await echo(team.fleet.replicas[0])
+            other = cluster.add_node(num_cpus=1, **NODE_OPTIONS)
+            rejoined = await rejoining
+            assert rejoined.name.startswith("rollout-1.")
+            assert rejoined.node_id == other.node_id
+            await echo(rejoined)
+
+    asyncio.run(run())

@@ -1,0 +1,454 @@
+"""Ranks as real processes that are killed, stopped and started anew, with an engine that counts.
+
+The engine is a fake without torch's optimizer: a row of numbers that says how each step came about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from actors.calls import Worker, WorkerError
+from actors.learner import RayLearner
+from actors.snapshots import SnapshotKeepers
+from actors.store import StoreAddress
+from actors.trainer import TrainerActor
+from rlsys.checkpoint import Checkpoint
+from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
+from rlsys.observe.trace import Tracer
+from rlsys.types import MicroBatch, StepResult
+from rlsys.workers import LearnerDied
+from tests.clusters import cluster_of_one
+
+REPOSITORY = Path(__file__).parents[2]
+TIMEOUT_S = 120.0
+
+
+class CountingEngine:
+    """The state is the number of parts in each step so far; `marks` tells the test of each call.
+    Told to, one rank dies at its start, or its next call hangs, as in a collective that another
+    rank has left, or fails."""
+
+    def __init__(self, rank: int, marks: Path) -> None:
+        self._rank = rank
+        self._marks = marks
+        self._state = {"parts": torch.zeros(16)}
+        self._num_parts = 0
+        self.policy_version = 0
+        self._mark("pid", str(os.getpid()))
+        if self._is_told("die") is not None:
+            os._exit(1)
+
+    def accumulate(self, micro_batch: MicroBatch) -> None:
+        self._mark("accumulate")
+        self._hang_if_told()
+        if error := self._is_told("raise"):
+            errors = {"nan": FloatingPointError, "bug": KeyError, "gloo": RuntimeError}
+            raise errors[error](f"gloo of rank {self._rank}")
+        self._num_parts += 1
+
+    def optimizer_step(self) -> StepResult:
+        self._mark("optimizer_step")
+        self._state["parts"][self.policy_version] = self._num_parts
+        self._num_parts = 0
+        self.policy_version += 1
+        parts = [int(count) for count in self._state["parts"][: self.policy_version]]
+        metrics = {f"parts/{step}": float(count) for step, count in enumerate(parts)}
+        return StepResult(policy_version=self.policy_version, metrics=metrics, num_tokens=0)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return snapshot_bytes(self._state)
+
+    def open_snapshots(self, path: str, name: str) -> Any:
+        return SnapshotFile(path, name, self._state)
+
+    def snapshot(self, file: Any) -> None:
+        self._mark("snapshot")
+        file.write(self.policy_version, self._state)
+
+    def restore(self, file: Any, step: int) -> None:
+        file.read(step, self._state)
+        self.policy_version = step
+
+    def sft_step(self, *_: Any, learning_rate: float) -> float:
+        self._state["parts"][15] += 1
+        return 0.0
+
+    def reset_optimizer(self) -> None:
+        pass
+
+    def save(self, directory: Path) -> None:
+        self._mark("save")
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{self._rank}").write_text(" ".join(map(str, self._state["parts"].tolist())))
+        self._hang_if_told()
+
+    def load(self, directory: Path) -> None:
+        parts = [float(part) for part in (directory / f"{self._rank}").read_text().split()]
+        self._state["parts"].copy_(torch.tensor(parts))
+        name = directory.parent.name  # of a checkpoint, by its step
+        self.policy_version = int(name) if name.isdigit() else 0
+
+    def export(self, directory: Path) -> None:
+        self._mark("export")
+        self._hang_if_told()
+        directory.write_text(str(self.policy_version))
+
+    def close(self) -> None:
+        pass
+
+    def _hang_if_told(self) -> None:
+        if self._is_told("hang") is not None:
+            time.sleep(10 * TIMEOUT_S)
+
+    def _is_told(self, what: str) -> str | None:
+        """Once: None the next time."""
+        path = self._marks / f"{what}-{self._rank}"
+        if not path.exists():
+            return None
+        text = path.read_text()
+        path.unlink()
+        return text
+
+    def _mark(self, name: str, text: str = "") -> None:
+        with (self._marks / f"{name}-{self._rank}").open("a") as file:
+            file.write(text + "\n")
+
+
+@dataclass(frozen=True)
+class EngineFactory:
+    marks: Path
+
+    def __call__(self, rank: int, host: str, port: int) -> Any:
+        return CountingEngine(rank, self.marks)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For what other processes do."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@dataclass
+class World:
+    """A learner, and the marks that its engines leave."""
+
+    num_ranks: int
+    marks: Path
+    learner: RayLearner
+    keepers: SnapshotKeepers
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+
+    async def step(self, num_parts: int) -> list[int]:
+        """One optimizer step of so many parts, asked for as the controller does: all at once.
+        Returns the parts of all steps so far."""
+        parts = [self.learner.accumulate([[]] * self.num_ranks) for _ in range(num_parts)]
+        accumulated = [asyncio.create_task(part) for part in parts]
+        stepped = asyncio.create_task(self.learner.optimizer_step())
+        await asyncio.gather(*accumulated, stepped)
+        result = stepped.result()
+        assert result.policy_version == len(result.metrics)
+        return [int(count) for count in result.metrics.values()]
+
+    async def lessons_learned(self) -> int:
+        directory = self.marks / f"saved-{time.monotonic_ns()}"
+        await self.learner.save(directory)
+        return int(float((directory / "0").read_text().split()[15]))
+
+    def pid(self, rank: int) -> int:
+        return int((self.marks / f"pid-{rank}").read_text().split()[-1])
+
+    def count(self, name: str) -> int:
+        path = self.marks / name
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    async def until(self, name: str, count: int) -> None:
+        """Until a rank has begun this call so many times."""
+        await asyncio.to_thread(wait_until, lambda: self.count(name) >= count)
+
+    def tell(self, name: str, text: str = "") -> None:
+        (self.marks / name).write_text(text)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with cluster_of_one(num_cpus=2) as cluster:
+        try:
+            environment = {"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}"}}
+            ray.init(
+                address=cluster.address,
+                logging_level="ERROR",
+                log_to_driver=False,
+                runtime_env=environment,
+            )
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    marks: Path,
+    *,
+    num_ranks: int = 1,
+    snapshot_every: int = 1,
+    heartbeat_s: float = TIMEOUT_S,
+) -> AsyncIterator[World]:
+    def hire(rank: int) -> Worker:
+        actor: Any = TrainerActor
+        handle = actor.options(num_cpus=0).remote(
+            rank,
+            EngineFactory(marks),
+            snapshot_every,
+            StoreAddress(shards=(), timeout_s=TIMEOUT_S),
+            Tracer(f"trainer-{rank}", max_pending=0),
+        )
+        return Worker(
+            f"trainer-{rank}",
+            handle,
+            timeout_s=TIMEOUT_S,
+            heartbeat_timeout_s=heartbeat_s,
+            ordered=True,
+        )
+
+    keepers = SnapshotKeepers(timeout_s=TIMEOUT_S, heartbeat_timeout_s=TIMEOUT_S)
+    checkpoints: list[Checkpoint] = []
+    learner = RayLearner(
+        hire,
+        keepers,
+        num_ranks=num_ranks,
+        keeps_snapshots=snapshot_every > 0,
+        start_timeout_s=TIMEOUT_S,
+        newest_checkpoint=lambda: checkpoints[-1] if checkpoints else None,
+        warm_start_dir=marks / "warm_start",
+    )
+    await learner.start()
+    try:
+        yield World(num_ranks, marks, learner, keepers, checkpoints)
+    finally:
+        learner.close()
+        for rank in learner.ranks:
+            rank.kill()
+
+
+def test_a_rank_killed_between_steps_goes_on_from_the_last_one(
+    cluster: None, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path, num_ranks=2) as world:
+            assert await world.step(1) == [1]
+            assert await world.step(2) == [1, 2]
+            os.kill(world.pid(1), signal.SIGKILL)
+            with pytest.raises(LearnerDied, match=r"trainer-1 died"):
+                await world.step(1)
+            with pytest.raises(LearnerDied, match=r"trainer-1 died"):
+                await world.learner.publish()
+            assert await world.learner.restart(2) == 2
+            assert await world.step(3) == [1, 2, 3]
+            # And once more, from snapshots that the second life has written.
+            os.kill(world.pid(0), signal.SIGKILL)
+            with pytest.raises(LearnerDied, match=r"trainer-0 died"):
+                await world.step(1)
+            assert await world.learner.restart(3) == 3
+            assert await world.step(1) == [1, 2, 3, 1]
+
+    asyncio.run(run())
+
+
+def test_a_rank_killed_in_a_step_takes_the_others_with_it(cluster: None, tmp_path: Path) -> None:
+    """What had been accumulated is forgotten."""
+
+    async def run() -> None:
+        async with running(tmp_path, num_ranks=2) as world:
+            await world.step(1)
+            world.tell("hang-0")
+            world.tell("hang-1")
+            step = asyncio.create_task(world.step(2))
+            await world.until("accumulate-0", 2)
+            await world.until("accumulate-1", 2)
+            os.kill(world.pid(0), signal.SIGKILL)
+            with pytest.raises(LearnerDied, match=r"trainer-0 died"):
+                await step
+            assert await world.learner.restart(1) == 1
+            assert await world.step(4) == [1, 4]
+
+    asyncio.run(run())
+
+
+def test_a_stopped_rank_has_died(cluster: None, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running(tmp_path, heartbeat_s=10.0) as world:
+            await world.step(1)
+            stopped = world.pid(0)
+            os.kill(stopped, signal.SIGSTOP)
+            with pytest.raises(LearnerDied, match=r"trainer-0 died .* no sign of life"):
+                await world.step(1)
+            assert await world.learner.restart(1) == 1
+            assert await world.step(2) == [1, 2]
+            # Ray ends it in the background.
+            await asyncio.to_thread(wait_until, lambda: not Path(f"/proc/{stopped}").exists())
+
+    asyncio.run(run())
+
+
+def test_a_keeper_that_dies_is_replaced(cluster: None, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running(tmp_path) as world:
+            await world.step(1)
+            pid = int(world.keepers.rooms[0].path.split("/")[2])
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.wait_for(world.keepers.lost.next(), TIMEOUT_S)
+            assert await world.step(2) == [1, 2]  # the ranks do not notice
+            # One at the start, one a step; the fourth is the new keeper's.
+            await world.until("snapshot-0", 4)
+            os.kill(world.pid(0), signal.SIGKILL)
+            with pytest.raises(LearnerDied):
+                await world.step(1)
+            assert await world.learner.restart(2) == 2
+            assert await world.step(3) == [1, 2, 3]
+
+    asyncio.run(run())
+
+
+def test_without_snapshots_the_newest_checkpoint_or_the_beginning_is_used(
+    cluster: None, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path, snapshot_every=0) as world:
+            await world.step(1)
+            await die(world)
+            assert await world.learner.restart(0) == 0
+            await world.step(2)
+            await world.learner.save(tmp_path / "1" / "trainer")
+            world.checkpoints.append(Checkpoint(1, tmp_path / "1"))
+            await world.step(3)
+            await die(world)
+            assert await world.learner.restart(1) == 1
+            assert await world.step(4) == [2, 4]
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_newer_than_the_snapshot_is_used(cluster: None, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running(tmp_path, snapshot_every=2) as world:
+            for num_parts in (1, 2, 3):
+                await world.step(num_parts)
+            await die(world)
+            assert await world.learner.restart(2) == 2
+            assert await world.step(4) == [1, 2, 4]
+            await world.learner.save(tmp_path / "3" / "trainer")
+            world.checkpoints.append(Checkpoint(3, tmp_path / "3"))
+            await die(world)
+            assert await world.learner.restart(3) == 3
+            # Of the history that was given up nothing is left: the next snapshot is that of step 4.
+            assert await world.step(5) == [1, 2, 4, 5]
+            await die(world)
+            assert await world.learner.restart(4) == 4
+            assert await world.step(6) == [1, 2, 4, 5, 6]
+
+    asyncio.run(run())
+
+
+def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running(tmp_path) as world:
+            await world.step(1)
+            world.tell("hang-0")
+            saving = asyncio.create_task(world.learner.save(tmp_path / "1" / "trainer"))
+            await world.until("save-0", 1)
+            os.kill(world.pid(0), signal.SIGKILL)
+            with pytest.raises(LearnerDied, match=r"trainer-0 died during save"):
+                await saving
+            assert await world.learner.restart(1) == 1
+
+    asyncio.run(run())
+
+
+def test_what_a_warm_start_taught_is_the_beginning(cluster: None, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running(tmp_path) as world:
+            lives = 0
+
+            async def lessons() -> None:
+                nonlocal lives
+                lives += 1
+                for number in range(3):
+                    await world.learner.sft_step([[1]], [1], 0.1)
+                    if lives == 1 and number == 1:
+                        os.kill(world.pid(0), signal.SIGKILL)
+
+            await world.learner.warm_start(lessons)
+            assert lives == 2  # and the second began afresh
+            assert await world.lessons_learned() == 3
+            await die(world)
+            assert await world.learner.restart(0) == 0
+            assert await world.lessons_learned() == 3
+            # All nodes that had snapshots are gone.
+            world.keepers.close()
+            await world.step(1)
+            await die(world)
+            assert await world.learner.restart(1) == 0
+            assert await world.lessons_learned() == 3
+            assert await world.step(2) == [2]
+
+    asyncio.run(run())
+
+
+def test_deaths_during_the_start_and_the_export_are_outlived(cluster: None, tmp_path: Path) -> None:
+    async def run() -> None:
+        (tmp_path / "die-0").touch()
+        async with running(tmp_path) as world:
+            await world.step(1)
+            world.tell("hang-0")
+            exporting = asyncio.create_task(world.learner.export(tmp_path / "hf"))
+            await world.until("export-0", 1)
+            os.kill(world.pid(0), signal.SIGKILL)
+            await exporting
+            assert world.count("export-0") == 2
+            assert (tmp_path / "hf").read_text() == "1"
+
+    asyncio.run(run())
+
+
+def test_an_error_of_the_mathematics_stays_what_it_is(cluster: None, tmp_path: Path) -> None:
+    """Nothing that was asked for behind it is carried out: the step would lack a part."""
+    errors: list[tuple[str, type[Exception], str]] = [
+        ("nan", FloatingPointError, "gloo of rank 1"),
+        ("bug", WorkerError, r"trainer-1.accumulate failed: KeyError"),
+        ("gloo", LearnerDied, "trainer-1 lost another rank: gloo of rank 1"),
+    ]
+
+    async def run() -> None:
+        async with running(tmp_path, num_ranks=2) as world:
+            for told, error, message in errors:
+                world.tell("raise-1", told)
+                with pytest.raises(error, match=message):
+                    await world.step(3)
+                with pytest.raises(error, match=message):
+                    await world.learner.publish()
+                assert world.count("optimizer_step-1") == 0
+                assert await world.learner.restart(0) == 0
+            assert await world.step(1) == [1]
+
+    asyncio.run(run())
+
+
+async def die(world: World) -> None:
+    os.kill(world.pid(0), signal.SIGKILL)
+    with pytest.raises(LearnerDied):
+        await world.step(1)

@@ -1,0 +1,112 @@
+"""What a replica's failures become, over a fake worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from actors.calls import InputLost, Worker, WorkerDied, WorkerError
+from actors.rollout import RayReplica
+from rlsys.engines.generation.protocol import EngineError
+from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.types import WeightManifest
+from rlsys.workers import ReplicaDied, RowsLost, WeightsGone
+
+MANIFEST = WeightManifest(version=7, path="", num_bytes=0, entries={}, checksum=0)
+
+
+class FakeWorker(Worker):
+    def __init__(self, answer: Callable[[str], Any]) -> None:
+        super().__init__("rollout-0.1", None, timeout_s=600)
+        self.answer = answer
+        self.ended = 0
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        assert not self.is_dead
+        answer = self.answer(method)
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(answer, float):
+            limit_s = self.timeout_s if timeout_s is None else timeout_s
+            assert answer <= limit_s, f"{method} takes {answer} s of {limit_s} s"
+            await asyncio.sleep(answer)
+        return answer
+
+    def _end_process(self) -> None:
+        self.ended += 1
+
+
+class Learner:
+    node_id = "here"
+
+
+def replica(answer: Callable[[str], Any]) -> RayReplica:
+    learner: Any = Learner()
+    shards: Any = None
+    made = RayReplica(FakeWorker(answer), learner, shards)
+    made.node_id = "here"
+    return made
+
+
+def update(of: RayReplica, *, delayed: bool = False) -> float:
+    return run_in_virtual_time(of.update_weights(MANIFEST, delayed=delayed))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (WorkerDied("rollout-0.1 died during collect: killed"), "collect: killed"),
+        (WorkerError("rollout-0.1.collect failed: KeyError: 3"), "collect failed: KeyError: 3"),
+        (EngineError("its loop broke"), "rollout-0.1 died during collect: its loop broke"),
+        (RowsLost("no shard is left"), "rollout-0.1 died during collect: no shard is left"),
+        (OSError("disk full"), "rollout-0.1 died during collect: disk full"),
+    ],
+)
+def test_what_ends_a_replica(error: Exception, message: str) -> None:
+    dying = replica(lambda method: error)
+    with pytest.raises(ReplicaDied, match=message):
+        asyncio.run(dying.collect())
+    assert isinstance(dying.worker, FakeWorker)
+    assert dying.worker.ended == 1
+
+
+def test_a_mistake_of_the_user_is_told_as_it_is() -> None:
+    living = replica(lambda method: ValueError("the prompt is too long"))
+    with pytest.raises(ValueError, match="too long"):
+        asyncio.run(living.submit([], {}))
+    assert not living.worker.is_dead
+
+
+def test_weights_that_have_changed_on_their_way_end_a_replica() -> None:
+    dying = replica(lambda method: ValueError("the checksum differs"))
+    with pytest.raises(ReplicaDied, match="died during update_weights: the checksum differs"):
+        update(dying)
+    assert dying.worker.is_dead
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("gone"), InputLost("trainer-0 died")])
+def test_a_replica_outlives_weights_that_are_gone(error: Exception) -> None:
+    living = replica(lambda method: error)
+    with pytest.raises(WeightsGone, match=r"rollout-0\.1 came too late to version 7: "):
+        update(living)
+    assert not living.worker.is_dead
+
+
+def test_a_delayed_update_waits_longer_than_any_call_may_take() -> None:
+    drains = iter([False] * 1000 + [True])
+    calls = []
+
+    def answer(method: str) -> Any:
+        calls.append(method)
+        return next(drains) if method == "drain" else 0.25
+
+    assert update(replica(answer), delayed=True) == 0.25
+    assert calls == ["drain"] * 1001 + ["update_weights"]
+
+
+def test_a_poll_may_take_what_it_waits_beside_its_limit() -> None:
+    waiting = replica(lambda method: 604.0)
+    assert run_in_virtual_time(waiting.collect()) == 604.0  # type: ignore[comparison-overlap]

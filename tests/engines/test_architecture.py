@@ -1,0 +1,206 @@
+"""The check that every model passes before it is trained or sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlsys.engines.architecture import check_architecture
+from rlsys.engines.causal_lm import load_causal_lm, use_engine_layers
+from rlsys.engines.context import UNBOUNDED, context_length, row_limit
+from rlsys.engines.generation.backbone import Backbone
+from rlsys.engines.miniature import build_miniature, miniature_config
+from rlsys.engines.training.collate import collate
+from rlsys.engines.training.token_policy import TokenPolicy
+from tests.engines.torch_engine_harness import build_model
+from tests.engines.training_harness import make_rows
+
+
+def loaded(model_type: str, **settings: Any) -> Any:
+    """A small model of that type as load_causal_lm gives it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model_type, **settings)
+    model = build_miniature(AutoModelForCausalLM._model_mapping[type(config)], config)
+    use_engine_layers(model)
+    return model
+
+
+def phi3_config() -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        "phi3",
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 4096,
+            "short_factor": [1.0] * 48,
+            "long_factor": [1.0 + i for i in range(48)],
+        },
+    )
+
+
+def test_attention_sinks_run_in_both_engines() -> None:
+    model = loaded("gpt_oss")
+    assert check_architecture(model).packs
+    Backbone(model)
+
+
+def test_multipliers_run_in_both_engines_and_are_not_fused_away() -> None:
+    model = loaded(
+        "granite",
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.05,
+        logits_scaling=8.0,
+    )
+    assert check_architecture(model).packs
+    assert not Backbone(model).is_fused
+
+
+@pytest.mark.parametrize("model_type", ["cohere", "phimoe"])
+def test_logit_scales_and_windows_that_are_masks_only_run_in_both_engines(model_type: str) -> None:
+    model = loaded(model_type)
+    assert check_architecture(model).packs
+    Backbone(model)
+
+
+def test_chunks_run_in_both_engines() -> None:
+    """Llama 4's; without its temperature, which knows a token's place by other means."""
+    model = loaded("llama4_text", attn_temperature_tuning=False)
+    assert check_architecture(model).packs
+    Backbone(model)
+
+
+def test_what_only_packing_cannot_do_is_padded() -> None:
+    assert not check_architecture(loaded("llama4_text")).packs
+
+
+def test_attention_that_cannot_be_replaced_trains_on_padded_rows_and_is_not_sampled() -> None:
+    """Bloom, which once lost its mask."""
+    model = loaded("bloom")
+    assert not check_architecture(model).packs
+    with pytest.raises(ValueError, match=r"BloomForCausalLM .*no layer gives its keys.*vllm"):
+        Backbone(model)
+
+
+def test_a_recurrent_state_is_not_sampled() -> None:
+    model = loaded("mamba")
+    assert not check_architecture(model).packs
+    with pytest.raises(ValueError, match=r'MambaForCausalLM .*use rollout.engine="vllm"'):
+        Backbone(model)
+
+
+def test_a_model_that_sees_the_future_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"XLNetLMHeadModel lets tokens see later ones"):
+        check_architecture(loaded("xlnet", n_layer=2, d_model=64, n_head=2, d_inner=64))
+
+
+def test_a_mask_of_a_models_own_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"DogeForCausalLM cannot run with the attention of rlsys"):
+        check_architecture(loaded("doge"))
+
+
+def test_a_head_that_is_not_linear_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded("llama")
+    plain = type(model).forward
+
+    def doubled(self: Any, *args: Any, **inputs: Any) -> Any:
+        output = plain(self, *args, **inputs)
+        output.logits *= 2
+        return output
+
+    monkeypatch.setattr(type(model), "forward", doubled)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM computes its attention or its logits"):
+        check_architecture(model)
+
+
+def test_weights_play_no_part(tmp_path: Path) -> None:
+    """These round to other tokens in bfloat16, as those of real models do for rare tokens."""
+    path = build_model(tmp_path, "llama")
+    model = load_causal_lm(path, dtype="float32")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(30)
+    model.save_pretrained(path)
+    Backbone(load_causal_lm(path, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5])
+def test_the_smallest_vocabularies_are_checked_too(vocabulary: int) -> None:
+    model = loaded("llama", vocab_size=vocabulary, bos_token_id=0, eos_token_id=0)
+    Backbone(model)
+    assert TokenPolicy(model).packs
+
+
+def test_the_generator_of_torch_stays_as_it_was() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    loaded("llama")
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_miniature_has_every_kind_of_layer() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=12)
+    small = miniature_config(config)
+    assert sorted(small.layer_types) == ["full_attention", "sliding_attention"]
+    assert small.sliding_window == 5
+    assert small.query_pre_attn_scalar == config.query_pre_attn_scalar
+
+    config = AutoConfig.for_model("deepseek_v3")
+    small = miniature_config(config)
+    assert (small.num_hidden_layers, small.first_k_dense_replace) == (2, 1)
+
+    config = AutoConfig.for_model("qwen3_next")
+    assert sorted(miniature_config(config).layer_types) == ["full_attention", "linear_attention"]
+
+
+def test_a_miniature_hides_nothing_behind_zeros_and_ones() -> None:
+    for model in (loaded("gpt_oss"), loaded("deepseek_v3")):
+        state = model.state_dict()
+        assert any("sinks" in name or "correction_bias" in name for name in state)
+        for name, tensor in state.items():
+            assert 0 not in tensor, name
+            assert 1 not in tensor, name
+
+
+def test_contexts() -> None:
+    from transformers import AutoConfig
+
+    assert context_length(AutoConfig.for_model("llama", max_position_embeddings=77)) == 77
+    assert context_length(AutoConfig.for_model("bloom")) == UNBOUNDED
+    assert context_length(AutoConfig.for_model("mpt", max_seq_len=99)) == 99
+    assert row_limit(AutoConfig.for_model("llama")) is None
+    assert context_length(phi3_config()) == row_limit(phi3_config()) == 4096
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = AutoConfig.for_model("llama", max_position_embeddings=50, rope_parameters=dynamic)
+    assert row_limit(config) == 50
+
+
+def test_rows_whose_length_would_turn_all_their_tokens_are_refused() -> None:
+    """Beyond 16 tokens, in the miniature."""
+    config = phi3_config()
+    model = build_miniature(_phi3_class(), config)
+    use_engine_layers(model)
+    Backbone(model)
+    policy = TokenPolicy(model)
+    short, long = make_rows(2, seed=1), make_rows(12)
+    assert policy.packs
+    policy(collate([row for row in short if len(row.token_ids) < 8]), 1.0)
+    with pytest.raises(ValueError, match=r"a row has \d+ tokens, .* more than 16 by other angles"):
+        policy(collate(long), 1.0)
+
+
+def _phi3_class() -> Any:
+    from transformers import Phi3ForCausalLM
+
+    return Phi3ForCausalLM

@@ -1,0 +1,191 @@
+"""A rank's state in memory: what another rank reads there goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
+from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory
+from rlsys.types import MicroBatch, StepResult, TrainRow
+from tests.engines.training_harness import (
+    Weights,
+    accumulate,
+    make_engine,
+    make_rows,
+    run_ranks,
+    tiny_model,
+    weights,
+)
+
+
+def memory(path: Path, num_bytes: int) -> str:
+    path.write_bytes(bytes(num_bytes))
+    return str(path)
+
+
+def state(number: float) -> dict[str, torch.Tensor]:
+    return {
+        "weights": torch.full((3, 5), number),
+        "none": torch.empty(0, 4),
+        "counter": torch.tensor(number),
+        "bytes": torch.arange(7, dtype=torch.uint8) + int(number),
+    }
+
+
+def open_file(path: Path) -> SnapshotFile:
+    if not path.exists():
+        memory(path, snapshot_bytes(state(0)))
+    return SnapshotFile(str(path), path.name, state(0))
+
+
+def read(file: SnapshotFile, step: int) -> float:
+    """The number of the state after this step, if the snapshot is all of one state."""
+    found = state(-1)
+    file.read(step, found)
+    number = float(found["counter"])
+    assert all(torch.equal(found[name], tensor) for name, tensor in state(number).items())
+    return number
+
+
+def test_the_newest_two_snapshots_stay(tmp_path: Path) -> None:
+    file = open_file(tmp_path / "file")
+    assert file.steps == set()
+    for step in (0, 1, 4):
+        file.write(step, state(step + 10))
+    successor = open_file(tmp_path / "file")
+    assert successor.steps == {1, 4}
+    assert read(successor, 4) == 14
+    assert read(successor, 1) == 11
+
+
+def test_a_writer_killed_in_the_middle_leaves_the_older_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = open_file(tmp_path / "file")
+    for step in (1, 2):
+        file.write(step, state(step))
+
+    def killed(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        copies[0].copy_(tensors[0])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", killed)
+        with pytest.raises(KeyboardInterrupt):
+            file.write(3, state(3))
+    successor = open_file(tmp_path / "file")
+    assert successor.steps == {2}
+    assert read(successor, 2) == 2
+
+
+def test_going_back_forgets_what_came_after(tmp_path: Path) -> None:
+    """Else the step that is trained again would be taken for kept already."""
+    file = open_file(tmp_path / "file")
+    file.write(5, state(5))
+    file.write(6, state(6))
+    assert read(file, 5) == 5
+    assert file.steps == {5}
+    file.write(6, state(60))
+    assert read(file, 6) == 60
+    file.clear()
+    assert file.steps == set()
+
+
+def test_a_file_of_another_layout_is_refused(tmp_path: Path) -> None:
+    file = open_file(tmp_path / "file")
+    file.write(1, state(1))
+    other = state(0) | {"weights": torch.zeros(5, 3)}  # as many bytes
+    with pytest.raises(ValueError, match="another model or layout"):
+        SnapshotFile(str(tmp_path / "file"), "file", other)
+
+
+def test_what_a_dead_owner_held_is_gone() -> None:
+    """Even where the kernel has given its numbers to somebody else."""
+    owner = SharedMemory("rlsys-snapshots-a", snapshot_bytes(state(0)), purpose="a test")
+    file = SnapshotFile(owner.path, owner.name, state(0))
+    file.write(1, state(1))
+    with pytest.raises(MemoryGone, match="rlsys-snapshots-b is gone"):
+        SnapshotFile(owner.path, "rlsys-snapshots-b", state(0))
+    owner.close()
+    with pytest.raises(MemoryGone, match="is gone"):
+        SnapshotFile(owner.path, owner.name, state(0))
+    file.write(2, state(2))  # whoever has it mapped goes on
+    assert file.steps == {1, 2}
+
+
+def train_on(engine: FSDPEngine, rows: list[TrainRow]) -> tuple[StepResult, Weights]:
+    engine.accumulate(MicroBatch(rows=rows))
+    result = engine.optimizer_step()
+    return result, weights(engine)
+
+
+def interrupted(rank: int, world_size: int, directory: Path, **options: Any) -> list[Any]:
+    """Third steps: of an undisturbed engine, and of one that took its place after the second."""
+    options = {"rank": rank, "world_size": world_size, "warmup_steps": 4} | options
+    first = make_engine(directory / "model", **options)
+    path = memory(directory / f"rank-{rank}", first.snapshot_bytes)
+    file = first.open_snapshots(path, "snapshots")
+    batches = [make_rows(8, seed=seed)[rank::world_size] for seed in range(3)]
+    for rows in batches[:2]:
+        train_on(first, rows)
+        first.snapshot(file)
+        torch.rand(3)  # the RNG's state is part of it
+    random = torch.get_rng_state()
+    undisturbed = train_on(first, batches[2])
+
+    second = make_engine(directory / "model", **options)
+    accumulate(second, [batches[0]])  # is forgotten
+    again = second.open_snapshots(path, "snapshots")
+    assert again.steps == {1, 2}
+    second.restore(again, 2)
+    assert second.policy_version == 2
+    drawn = torch.rand(3), torch.get_rng_state()
+    assert torch.equal(drawn[1], random)
+    recovered = train_on(second, batches[2])
+    first.close()
+    second.close()
+    return [undisturbed, recovered]
+
+
+def assert_bitwise_equal(found: list[Any]) -> None:
+    (result, expected), (other, same) = found
+    assert result == other
+    assert expected.keys() == same.keys()
+    assert all(torch.equal(tensor, same[name]) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_next_step_is_the_same_to_the_last_bit(tmp_path: Path, dtype: str) -> None:
+    torch.set_num_threads(1)
+    tiny_model(tmp_path / "model")
+    found = interrupted(0, 1, tmp_path, dtype=dtype)
+    assert found[0][1]
+    assert_bitwise_equal(found)
+
+
+def test_two_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model")
+    for found in run_ranks(2, interrupted, tmp_path):
+        assert_bitwise_equal(found)
+
+
+def test_a_fresh_optimizer_is_restored_too(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    engine = make_engine(tiny_model(tmp_path / "model"))
+    path = memory(tmp_path / "file", engine.snapshot_bytes)
+    rows = make_rows(4)
+    engine.snapshot(engine.open_snapshots(path, "snapshots"))
+    undisturbed = train_on(engine, rows)
+
+    other = make_engine(tmp_path / "model", seed=1)
+    train_on(other, make_rows(4, seed=1))
+    other.restore(other.open_snapshots(path, "snapshots"), 0)
+    assert_bitwise_equal([undisturbed, train_on(other, rows)])
+    for each in (engine, other):
+        each.close()

@@ -1,0 +1,494 @@
+"""Starting a run, up to the point where Ray would start."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlsys
+from recipes.quickstart import QuickstartConfig
+from rlsys.blocking import run_to_end
+from rlsys.tiny_models import OwnModel, is_whole
+
+ROOT = Path(__file__).parents[1]
+
+
+def started(script: str, *arguments: str) -> subprocess.Popen[str]:
+    """A process that runs `script`, which may wait for its standard input to be closed."""
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+BUILD = """
+import sys
+import rlsys.tiny_models
+{patch}
+sys.stdin.read()
+path = rlsys.tiny_models.OwnModel(name="own", characters="0123").ensure(sys.argv[1], seed=0)
+for _ in range(20):
+    {read}
+print(path.stat().st_ino)
+"""
+
+# A model in name only, so that no process has to import torch.
+QUICK = BUILD.format(
+    patch="""
+def build(path, **options):
+    for number in range(20):
+        (path / f"file-{number}").write_text("x" * 10_000)
+    return path
+rlsys.tiny_models.build_tiny_model = build
+""",
+    read="assert rlsys.tiny_models.is_whole(path)",
+)
+WHOLE = BUILD.format(
+    patch="""
+from rlsys.data.prompts import load_tokenizer
+from rlsys.engines.causal_lm import load_causal_lm
+""",
+    read="load_causal_lm(path, dtype='float32'), load_tokenizer(str(path))",
+)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(QUICK, id="quick"),
+        pytest.param(WHOLE, id="whole", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_eight_starts_at_once_build_one_model_and_disturb_none(tmp_path: Path, script: str) -> None:
+    starts = [started(script, str(tmp_path)) for _ in range(8)]
+    for process in starts:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.stdin = None
+    answers = [process.communicate(timeout=1000) for process in starts]
+    assert [process.returncode for process in starts] == [0] * 8, answers
+    assert len({out for out, _ in answers}) == 1  # all of them saw one and the same directory
+    assert [path.name for path in (tmp_path / ".models").iterdir()] == [
+        OwnModel(name="own", characters="0123").path(tmp_path, seed=0).name
+    ]
+
+
+def test_a_model_that_is_there_and_whole_is_never_written_again(tmp_path: Path) -> None:
+    own = OwnModel(name="own", characters="0123")
+    path = own.ensure(tmp_path, seed=0)
+    before = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
+    assert own.ensure(tmp_path, seed=0) == path
+    assert {file.name: file.stat().st_mtime_ns for file in path.iterdir()} == before
+    others = {own.ensure(tmp_path, seed=1), OwnModel(name="own").ensure(tmp_path, seed=0)}
+    assert len(others | {path}) == 3
+    (tmp_path / "probe").touch()
+    mode = stat.S_IMODE((tmp_path / "probe").stat().st_mode)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {mode}
+
+
+@pytest.mark.parametrize("damage", ["cut", "removed", "changed"])
+def test_a_damaged_model_is_built_again(tmp_path: Path, damage: str) -> None:
+    own = OwnModel(name="own", characters="0123")
+    weights = own.ensure(tmp_path, seed=0) / "model.safetensors"
+    whole = weights.read_bytes()
+    if damage == "removed":
+        weights.unlink()
+    else:
+        weights.write_bytes(
+            whole[:1000] if damage == "cut" else whole[:-1] + bytes([whole[-1] ^ 1])
+        )
+    assert not is_whole(weights.parent)
+    own.ensure(tmp_path, seed=0)
+    assert weights.read_bytes() == whole
+    assert len(list((tmp_path / ".models").iterdir())) == 1
+
+
+def test_what_a_killed_start_left_is_swept(tmp_path: Path) -> None:
+    old, young = (tmp_path / ".models" / f".own.{name}.partial" for name in ("old", "young"))
+    for leftover in (old, young):
+        leftover.mkdir(parents=True)
+    an_hour_ago = time.time() - 4000
+    os.utime(old, (an_hour_ago, an_hour_ago))
+    OwnModel(name="own", characters="0123").ensure(tmp_path, seed=0)
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+FULL_DISK = """
+import resource, sys
+from rlsys.tiny_models import OwnModel
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+OwnModel(name="own").ensure(sys.argv[1], seed=0)
+"""
+
+
+def test_a_full_disk_is_told_with_the_field(tmp_path: Path) -> None:
+    process = started(FULL_DISK, str(tmp_path))
+    _, err = process.communicate(timeout=120)
+    last = err.strip().splitlines()[-1]
+    assert last.startswith(f"ValueError: runs_dir='{tmp_path}': the recipe's model cannot be writ")
+    assert list((tmp_path / ".models").iterdir()) == []
+
+
+# A minimal recipe, for mistakes that are found before Ray starts.
+
+
+@rlsys.reward(required_columns=("answer",))
+def right(rollout: rlsys.Rollout) -> float:
+    return 1.0
+
+
+def launch(tmp_path: Path, rows: Any = None, **fields: Any) -> rlsys.RunResult:
+    sizes: dict[str, Any] = {"prompts_per_step": 4, "group_size": 2, "runs_dir": f"{tmp_path}/runs"}
+    own = fields.pop("own_model", OwnModel(name="own"))
+    config = rlsys.RunConfig(**(sizes | fields))
+    flow = rlsys.Dataflow()
+    rollouts = flow.generate("policy", rlsys.Prompts(config=config.data, rows=rows), group_size=2)
+    advantage = flow.per_group(rlsys.algorithms.grpo_advantage, flow.score(rollouts, [right]))
+    flow.train(
+        "policy",
+        rollouts,
+        advantage,
+        loss=rlsys.algorithms.clipped_surrogate(0.2, 0.2),
+        aggregation=rlsys.algorithms.token_mean,
+    )
+    return rlsys.launch(config, flow, own_model=own, dry_run=True)
+
+
+ROWS = [{"prompt": f"{n}=", "answer": str(n)} for n in range(8)]
+
+
+def without_answer(number: int, value: Any) -> list[dict[str, Any]]:
+    return [{**row, "answer": value} if n == number else row for n, row in enumerate(ROWS)]
+
+
+def test_a_dry_run_writes_nothing_and_prints_a_file_that_config_accepts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{n}\x1b[2J\n=", "answer": str(n)} for n in range(8)]
+    result = launch(tmp_path, rows, seed=3, name="dry")
+    assert (result.outcome, result.metrics) == ("dry run", ())
+    assert result.directory == tmp_path / "runs" / "dry"
+    assert list(tmp_path.iterdir()) == []
+    printed = capsys.readouterr().out
+    assert "8 prompts, each with answer beside it; the first one has 7 tokens:" in printed
+    assert "\x1b" not in printed
+    (tmp_path / "run.toml").write_text(printed)
+    parsed = rlsys.parse(rlsys.RunConfig, ["--config", str(tmp_path / "run.toml")])
+    assert parsed.config.seed == 3
+    assert parsed.config.runs_dir == str(tmp_path / "runs")
+    assert parsed.config.model.path == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"the recipe's data has no rows; give data"),
+        (ROWS[:3], r"prompts_per_step=4, but the recipe's data has only 3 prompts"),
+        (without_answer(5, None), r"column 'answer', .* 1 of 8 rows .* first in row 5"),
+        (without_answer(5, math.nan), r"column 'answer', .* 1 of 8 rows .* first in row 5"),
+        ([{"prompt": "1="} for _ in range(8)], r"reward 'right' reads column 'answer', which"),
+        ([{"prompt": None, "answer": "1"}] * 8, r"'prompt' in row 0 .*=None is no text"),
+        ([{"prompt": "\ud800", "answer": "1"}] * 8, r"'prompt' in row 0 .* half a character"),
+    ],
+)
+def test_data_that_cannot_train_is_refused(tmp_path: Path, rows: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        launch(tmp_path, rows)
+
+
+def test_a_latin_1_dataset_is_refused_by_line(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": "1=", "answer": "1"}), '{"prompt": "für", "answer": "1"}']
+    path = tmp_path / "data.jsonl"
+    path.write_bytes("\n".join(lines * 4).encode("latin-1"))
+    with pytest.raises(ValueError, match=r"data.source='.*' is no UTF-8 text \(line 2: .*iconv"):
+        launch(tmp_path, data=rlsys.DataConfig(source=str(path)))
+
+
+def damaged(tmp_path: Path, damage: Callable[[Path], object]) -> rlsys.ModelConfig:
+    path = OwnModel(name="own", characters="0123456789=").build(tmp_path / "model", seed=0)
+    damage(path)
+    return rlsys.ModelConfig(path=str(path))
+
+
+def remove_tokenizer(path: Path) -> None:
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove_tokenizer, r"model.path='.*' holds no tokenizer, or an empty one; save one beside"),
+        (lambda p: (p / "tokenizer.json").write_text("{"), r"holds no tokenizer \("),
+        (lambda p: (p / "config.json").unlink(), r"model.path='.*' holds no causal language mo"),
+        (lambda p: (p / "config.json").write_text("{"), r"holds no causal language model \("),
+        (lambda p: (p / "config.json").write_text("[]"), r"holds no causal language model \("),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        launch(tmp_path, ROWS, model=damaged(tmp_path, damage))
+
+
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from rlsys.engines.causal_lm import load_causal_lm
+
+    path = OwnModel(name="own", characters="0123").build(tmp_path / "model", seed=0)
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 of 128 weights of model.norm.weight are NaN"):
+        load_causal_lm(path, dtype="float32")
+    with (path / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ValueError, match=r"model.path='.*' holds no causal language model \("):
+        load_causal_lm(path, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no/such/place", r"'no/such/place' is no directory .* and no hub name either"),
+        ("~/model", r"'~/model' is no directory .* and no hub name either"),
+        ("./model", r"is no directory .* and no hub name either"),
+        (__file__, r"is a file; give the directory that holds it"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path, path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"model.path={path!r}".replace(".", r"\.")) as refused:
+        launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=path))
+    assert refused.match(message)
+
+
+def test_without_a_model_nothing_can_be_trained(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.path is empty; give a Hugging Face model"):
+        launch(tmp_path, ROWS, own_model=None)
+
+
+@pytest.mark.parametrize("make", ["file", "parent is a file"])
+def test_a_runs_dir_that_cannot_be_made_is_refused(tmp_path: Path, make: str) -> None:
+    (tmp_path / "file").touch()
+    runs_dir = tmp_path / "file" / ("runs" if make == "parent is a file" else "")
+    with pytest.raises(ValueError, match=r"runs_dir='.*file.*' cannot be written"):
+        rlsys.launch(
+            QuickstartConfig(runs_dir=str(runs_dir)), rlsys.Dataflow(), own_model=OwnModel(name="a")
+        )
+
+
+# Warm starts.
+
+
+def warm_start(*batches: list[tuple[str, str]]) -> rlsys.WarmStart:
+    return rlsys.WarmStart(num_steps=2, batches=iter(batches), learning_rate=1e-3)
+
+
+def test_a_warm_start_needs_examples_for_each_step() -> None:
+    lessons = warm_start([("1+1=", "2")], [])
+    assert lessons.batch(1) == [("1+1=", "2")]
+    with pytest.raises(ValueError, match=r"WarmStart.batches gave no example for step 2"):
+        lessons.batch(2)
+    with pytest.raises(ValueError, match=r"WarmStart.batches ended before step 3 of 2"):
+        lessons.batch(3)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "rate", "message"),
+    [
+        (-1, 1e-3, "num_steps=-1"),
+        (1, math.nan, "learning_rate=nan"),
+        (1, math.inf, "learning_rate=inf"),
+        (1, 0.0, "learning_rate=0.0"),
+    ],
+)
+def test_a_warm_start_that_cannot_be_is_refused(num_steps: int, rate: float, message: str) -> None:
+    with pytest.raises(ValueError, match=f"WarmStart.{message}"):
+        rlsys.WarmStart(num_steps=num_steps, batches=iter([]), learning_rate=rate)
+
+
+def test_an_empty_lesson_is_refused_at_construction() -> None:
+    with pytest.raises(ValueError, match="warm_start_batch=0 teaches nothing"):
+        QuickstartConfig(warm_start_batch=0)
+
+
+# Where a run is started from.
+
+
+async def name_of_the_thread() -> str:
+    await asyncio.sleep(0)
+    return threading.current_thread().name
+
+
+async def fails() -> None:
+    raise ValueError("told")
+
+
+def test_work_runs_in_this_thread_where_no_loop_does() -> None:
+    assert run_to_end(name_of_the_thread) == threading.current_thread().name
+    with pytest.raises(ValueError, match="told"):
+        run_to_end(fails)
+
+
+def test_work_runs_beside_the_loop_of_a_notebook() -> None:
+    async def notebook() -> str:
+        with pytest.raises(ValueError, match="told"):
+            run_to_end(fails)
+        return run_to_end(name_of_the_thread)
+
+    assert asyncio.run(notebook()) != threading.current_thread().name
+
+
+def test_interrupting_a_notebooks_cell_ends_the_work_in_good_order() -> None:
+    ended = []
+
+    async def long() -> None:
+        signal.raise_signal(signal.SIGINT)  # as Ctrl-C: it reaches the main thread, which waits
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("in good order")
+
+    async def notebook() -> None:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            run_to_end(long)
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        asyncio.run(notebook())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == ["in good order"]
+
+
+def test_a_dry_run_works_in_a_thread_and_beside_a_loop(tmp_path: Path) -> None:
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(launch(tmp_path, ROWS).outcome))
+    thread.start()
+    thread.join(120)
+
+    async def notebook() -> None:
+        found.append(launch(tmp_path, ROWS).outcome)
+
+    asyncio.run(notebook())
+    assert found == ["dry run", "dry run"]
+
+
+# What a recipe's main makes of it.
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ValueError("told"), 1, "error: told\n"),
+        (rlsys.RunFailed("told"), 1, "error: told\n"),
+        (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_a_recipes_main_turns_errors_into_codes(
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @rlsys.main
+    def main() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert capsys.readouterr().err == message
+
+
+def test_a_bug_keeps_its_trace() -> None:
+    @rlsys.main
+    def main() -> None:
+        raise AssertionError("a bug")
+
+    with pytest.raises(AssertionError):
+        main()
+
+
+TALKS = """
+import rlsys
+from rlsys.observe.console import RunConsole
+
+@rlsys.main
+def main():
+    console = RunConsole(num_steps=1, max_staleness=1, print_every=1, print_samples=0)
+    for number in range(100_000):
+        console.note(f"line {number}")
+main()
+"""
+
+
+def test_a_reader_that_goes_away_ends_the_recipe_quietly() -> None:
+    process = started(TALKS)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "line 0\n"
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141
+
+
+# A hub that cannot be reached.
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub at a port where nobody listens."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("http_proxy", "HTTP_PROXY", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert constants.HF_HUB_OFFLINE is False
+    assert "HF_HUB_OFFLINE" not in os.environ
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("name", ["nobody/has-this-model", "nobody-has-this-model"])
+def test_a_hub_name_without_a_network_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    importlib.import_module("transformers.models.auto.modeling_auto")  # before the clock starts
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=rf"model.path='{name}' .* the hub cannot be reached"):
+        launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=name))
+    assert time.monotonic() - start < 10  # 25 s where the hub's own library tries again and again
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_hub_dataset_without_a_network_is_refused_at_once(tmp_path: Path) -> None:
+    import datasets
+
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"data.source='nobody/data' cannot be loaded"):
+        launch(tmp_path, data=rlsys.DataConfig(source="nobody/data"))
+    assert time.monotonic() - start < 15
+    assert datasets.config.HF_HUB_OFFLINE is False
