@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algorithms.kl import k1, k2, k3, unbiased_k3
@@ -58,7 +58,6 @@ def test_k3_is_cut_at_10() -> None:
     assert found.tolist() == pytest.approx([math.exp(2) - 3, 10.0, 10.0])
 
 
-@settings(deadline=None)
 @given(x=st.floats(-5, 5), y=st.floats(-5, 5))
 def test_k3_is_never_negative(x: float, y: float) -> None:
     p, q = torch.tensor([x], dtype=torch.float64), torch.tensor([y], dtype=torch.float64)

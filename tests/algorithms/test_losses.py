@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algorithms.composed import (
@@ -188,7 +188,6 @@ def test_no_advantage_no_gradient(loss: LossFn) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@settings(deadline=None)
 @given(log_ratios=st.lists(st.floats(-90, 90), min_size=2, max_size=6))
 def test_losses_and_gradients_stay_finite(loss: LossFn, log_ratios: list[float]) -> None:
     num_tokens = len(log_ratios)
