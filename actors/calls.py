@@ -11,6 +11,7 @@ or comes later raises WorkerDied with the cause.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.workers import LearnerDied, RowsLost
+
+from .local_ray import while_intact
 
 # Exceptions whose message says it all; others keep the actor's trace.
 SELF_EXPLAINING = (ValueError, OSError, FloatingPointError, EngineError, LearnerDied, RowsLost)
@@ -192,17 +195,17 @@ async def end_all(workers: Iterable[Worker]) -> None:
     workers = list(workers)
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            answers = await asyncio.gather(
-                *(worker.call("close") for worker in workers), return_exceptions=True
-            )
+            await while_intact(asyncio.gather(*(_close(worker) for worker in workers)))
     except TimeoutError:  # whoever hangs is killed
         return
     finally:
         for worker in workers:
             worker.kill()
-    for answer in answers:
-        if isinstance(answer, BaseException) and not isinstance(answer, WorkerError | EngineError):
-            raise answer
+
+
+async def _close(worker: Worker) -> None:
+    with contextlib.suppress(WorkerError, EngineError):  # it is gone, or will be killed
+        await worker.call("close")
 
 
 def _future(reference: Any) -> asyncio.Future[Any]:

@@ -89,9 +89,10 @@ class SamplingConfig:
     temperature: float = 1.0
     """Of the sampling distribution; the trainer computes log-probabilities at the same one."""
     top_p: float = 1.0
-    """Nucleus: smallest set of tokens with at least this probability; 1 is off."""
+    """Nucleus: smallest set of tokens with at least this probability; 1 is off.
+    Below 1 the trainer's ratios, over all tokens, are too large: see the warning."""
     top_k: int = 0
-    """Sample among this many most likely tokens; 0 is off."""
+    """Sample among this many most likely tokens; 0 is off. Ratios are as with top_p."""
     max_tokens: int = 256
     """Longest completion, in tokens."""
     stop: tuple[str, ...] = ()

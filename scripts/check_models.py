@@ -248,8 +248,6 @@ def _check_trainer(path: Path, model: Any) -> str:
         temperature=1.0,
         num_total_steps=1,
         seed=0,
-        weights_dir=path.parent,
-        weights_prefix="weights",
     )
     try:
         found = engine.logprobs(MicroBatch(rows=rows))

@@ -101,6 +101,7 @@ def watch(owner: int, directory: str) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             started.update(process.children(recursive=True))
     files |= shared_files(started)
+    started.discard(psutil.Process())  # a child of the owner's for its first moments
     for process in started:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
