@@ -11,6 +11,7 @@ or comes later raises WorkerDied with the cause.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.workers import LearnerDied, RowsLost
+
+from .local_ray import while_intact
 
 # Exceptions whose message says it all; others keep the actor's trace.
 SELF_EXPLAINING = (ValueError, OSError, FloatingPointError, EngineError, LearnerDied, RowsLost)
@@ -124,7 +127,7 @@ class Worker:
 
     def kill(self) -> None:
         """Its work is done: end the process at once; no error if it is gone."""
-        self.end("it was ended.")
+        self.end("it was ended")
 
     def _end_process(self) -> None:
         ray.kill(self.handle, no_restart=True)  # a stopped one too, within seconds
@@ -153,7 +156,7 @@ class Worker:
             self.end(
                 f"{method} did not answer within {limit_s:g} s; the process may hang (see its "
                 "log), or the limit is too short (cluster.call_timeout_s; for a start "
-                "cluster.start_timeout_s)."
+                "cluster.start_timeout_s)"
             )
         if not answer.done():
             raise self._death(method)
@@ -178,7 +181,7 @@ class Worker:
                 if not await _any_within(limit_s if self._has_begun else None, answer):
                     self.end(
                         f"its process has shown no sign of life for {limit_s:g} s "
-                        "(cluster.heartbeat_timeout_s)."
+                        "(cluster.heartbeat_timeout_s)"
                     )
                 elif error := answer.exception():
                     self.end(_reason(error))
@@ -192,17 +195,17 @@ async def end_all(workers: Iterable[Worker]) -> None:
     workers = list(workers)
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            answers = await asyncio.gather(
-                *(worker.call("close") for worker in workers), return_exceptions=True
-            )
+            await while_intact(asyncio.gather(*(_close(worker) for worker in workers)))
     except TimeoutError:  # whoever hangs is killed
         return
     finally:
         for worker in workers:
             worker.kill()
-    for answer in answers:
-        if isinstance(answer, BaseException) and not isinstance(answer, WorkerError | EngineError):
-            raise answer
+
+
+async def _close(worker: Worker) -> None:
+    with contextlib.suppress(WorkerError, EngineError):  # it is gone, or will be killed
+        await worker.call("close")
 
 
 def _future(reference: Any) -> asyncio.Future[Any]:
@@ -243,4 +246,4 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, RayActorError) and not error.actor_init_failed:
         lines = lines[1:] or lines  # after "The actor died unexpectedly ..."
     told = " ".join(line.strip() for line in lines[-3:]).partition(" Some common causes")[0]
-    return told or "no reason given"
+    return told.rstrip(".") or "no reason given"

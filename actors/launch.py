@@ -312,7 +312,8 @@ class _Job:
                     self._checkpoints,
                 )
             )
-            first = await self._start(team, warm_start)
+            # The store is empty: a shard that dies by now is replaced, and nothing is lost.
+            first = await team.keep_store_while(self._start(team, warm_start))
             await self._train(team, first, began_warm=warm_start is not None)
             with self._console.phase("Exporting the model"):
                 await team.learner.export(self._directory.hf)

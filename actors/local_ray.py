@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -41,6 +41,8 @@ MAX_ROOT_LENGTH = 22
 # For Ray to end in good order, where its processes are well, and where some of them are dead: then
 # it waits for them in vain.
 SHUTDOWN_TIMEOUT_S, DEAD_SHUTDOWN_TIMEOUT_S = 15.0, 1.0
+
+LOOK_EVERY_S = 0.2  # whether Ray's processes still live
 
 NUM_ATTEMPTS = 2
 
@@ -78,6 +80,18 @@ def within(limit_s: float, call: Callable[[], object]) -> bool:
     thread.start()
     thread.join(limit_s)
     return not thread.is_alive()
+
+
+async def while_intact(work: Awaitable[object]) -> None:
+    """Wait for it, but no longer than Ray's processes live: without them no call is answered."""
+    task = asyncio.ensure_future(work)
+    while not task.done() and is_intact():
+        await asyncio.wait([task], timeout=LOOK_EVERY_S)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()
 
 
 def is_intact() -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -32,6 +32,8 @@ from .store import ShardAddress
 from .store_shards import StoreShards
 from .tracing import TraceCollector
 from .trainer import TrainerActor
+
+T = TypeVar("T")
 
 
 @contextlib.asynccontextmanager
@@ -123,24 +125,37 @@ class Team:
         traces = TraceCollector(
             self.trace_file, lambda: self.workers, tracer=self.tracer, on_report=on_report
         )
-        services = [
+
+        async def traced() -> None:
+            await work
+            await traces.collect()
+
+        await self.keep_store_while(traced(), traces.run(stepped), on_shard_lost=on_shard_lost)
+
+    async def keep_store_while(
+        self,
+        work: Coroutine[Any, Any, T],
+        *services: Coroutine[Any, Any, None],
+        on_shard_lost: Callable[[str], None] = lambda shard: None,
+    ) -> T:
+        """The result of `work`, with these services and those of the store beside it."""
+        main = asyncio.create_task(work)
+        beside = [
             asyncio.create_task(service)
-            for service in (self.shards.run(), self._repair(on_shard_lost), traces.run(stepped))
+            for service in (self.shards.run(), self._repair(on_shard_lost), *services)
         ]
-        main = asyncio.ensure_future(work)
         try:
-            await asyncio.wait([main, *services], return_when=asyncio.FIRST_COMPLETED)
-            for task in (main, *services):
+            await asyncio.wait([main, *beside], return_when=asyncio.FIRST_COMPLETED)
+            for task in (main, *beside):
                 if task.done():
                     task.result()
-            await main
-            await traces.collect()
+            return await main
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         finally:
-            for task in (main, *services):
+            for task in (main, *beside):
                 task.cancel()
-            await asyncio.gather(main, *services, return_exceptions=True)
+            await asyncio.gather(main, *beside, return_exceptions=True)
 
     @property
     def workers(self) -> list[Worker]:
@@ -163,7 +178,7 @@ class Team:
         except (WorkerError, OSError):  # the node died with it; else its replicas die of this
             return
         for replica in self.fleet.replicas:
-            if replica.node_id == lost.node_id:
+            if replica.node_id in ("", lost.node_id):  # or it is not known yet
                 with contextlib.suppress(WorkerError):  # whoever collects from it notices
                     await replica.worker.call("use_store", self.shards.address)
 

@@ -85,6 +85,20 @@ from rlsys.types import SamplingParams
             {"prompts_per_step": 3, "trainer": TrainerConfig(num_ranks=2)},
             "prompts_per_step=3 does not divide over trainer.num_ranks=2",
         ),
+        (
+            RunConfig,
+            {
+                "rollout": RolloutConfig(engine="vllm"),
+                "sampling": SamplingConfig(temperature=0.005),
+            },
+            "sampling.temperature=0.005 lies outside [0.01, 2.0], where vLLM samples; change it, "
+            'or use rollout.engine="torch"',
+        ),
+        (
+            RunConfig,
+            {"rollout": RolloutConfig(engine="vllm"), "sampling": SamplingConfig(temperature=2.1)},
+            "sampling.temperature=2.1 lies outside [0.01, 2.0]",
+        ),
         (RunConfig, {"checkpoint_every": -1}, "checkpoint_every=-1"),
         (RunConfig, {"keep_checkpoints": 0}, "keep_checkpoints=0"),
         (RunConfig, {"name": "a" * 201}, "has 201 characters"),
@@ -161,6 +175,8 @@ def test_values_at_the_edge_are_admitted() -> None:
     SamplingConfig(top_p=1.0, top_k=0, max_tokens=1)
     RolloutConfig(engine="vllm", tensor_parallel=2, gpu_memory_frac=1.0, num_cpus=0.5)
     TrainerConfig(final_lr_frac=0.0, adam_beta1=0.0, num_gpus=1)
+    RunConfig(sampling=SamplingConfig(temperature=0.005))
+    RunConfig(rollout=RolloutConfig(engine="vllm"), sampling=SamplingConfig(temperature=0.01))
     RunConfig(name="a.b_c-1", prompts_per_step=4, trainer=TrainerConfig(num_ranks=2))
 
 

@@ -83,6 +83,7 @@ class World:
     checkpoints: list[int] = field(default_factory=list)
     store_bytes: int = 1 << 20
     freed: list[Any] = field(default_factory=list)
+    dataflow: Dataflow | None = None
     fleet: SimulatedFleet = field(default_factory=SimulatedFleet)
     carried: OpenWork = field(default_factory=OpenWork)
     first_step: int = 0
@@ -94,7 +95,7 @@ class World:
             self.checkpoints.append(step)
             self.saved.append(work)
 
-        dataflow = flow(self.config.group_size)
+        dataflow = self.dataflow or flow(self.config.group_size)
         self.store = dataflow.open_store(
             max_bytes=self.store_bytes, max_row_bytes=1 << 10, on_free=self.freed.append
         )
@@ -302,11 +303,18 @@ class LateReplica(SimulatedReplica):
 
     learner: SimulatedLearner
     num_late: int = 0
+    late_at: float | None = None
+    waited_s: list[float] = field(default_factory=list)  # for newer weights
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        now = asyncio.get_running_loop().time()
         if self.learner.version >= manifest.version + 2:
             self.num_late += 1
+            self.late_at = now
             raise WeightsGone(f"version {manifest.version} is gone")
+        if self.late_at is not None:
+            self.waited_s.append(now - self.late_at)
+            self.late_at = None
         return await SimulatedReplica.update_weights(self, manifest, delayed=delayed)
 
 
@@ -314,7 +322,7 @@ class LateReplica(SimulatedReplica):
 def test_a_version_that_is_given_up_before_it_is_loaded_gives_way_to_a_newer_one(
     weight_update: Literal["in_flight", "delayed"],
 ) -> None:
-    w = world(asynchrony=AsyncConfig(max_staleness=8, weight_update=weight_update), num_steps=12)
+    w = world(asynchrony=AsyncConfig(max_staleness=8, weight_update=weight_update), num_steps=40)
     w.learner = SimulatedLearner(row_s=0.05)
     late = [
         LateReplica(name=f"rollout-{i}", latency_s=lambda: 0.1, load_s=load_s, learner=w.learner)
@@ -323,9 +331,10 @@ def test_a_version_that_is_given_up_before_it_is_loaded_gives_way_to_a_newer_one
     w.replicas = [*late]
     w.config = dataclasses.replace(w.config, rollout=RolloutConfig(num_replicas=2))
     run_in_virtual_time(w.run())
-    assert len(w.observer.steps) == 12
+    assert len(w.observer.steps) == 40
     assert max(w.observer.staleness) <= 8
     assert (late[1].num_late > 0) == (weight_update == "delayed")
+    assert max(late[1].waited_s, default=0.0) < 1  # not until the slow one has loaded again
 
 
 def test_the_trainer_waits_for_no_answer() -> None:
@@ -367,6 +376,13 @@ def test_a_step_that_the_store_cannot_hold_is_refused() -> None:
     w = world(prompts_per_step=4, group_size=2)
     w.store_bytes = 3 * 2 << 10  # three groups
     with pytest.raises(ValueError, match=r"prompts_per_step=4 groups would wait for ever"):
+        run_in_virtual_time(w.run())
+
+
+def test_a_dataflow_with_other_groups_than_the_configuration_is_refused() -> None:
+    w = world(group_size=2)
+    w.dataflow = flow(3)
+    with pytest.raises(ValueError, match=r"group_size=3 \(flow.generate\).*says group_size=2"):
         run_in_virtual_time(w.run())
 
 

@@ -256,14 +256,21 @@ class ReplicaPool:
         history = self._history
 
         async def load(name: str, replica: Replica) -> None:
-            if self._versions.get(name) == manifest.version:
-                return  # published again by a trainer that was restarted
-            # A dead one is noticed by whoever collects from it; weights that are gone are
-            # followed by others.
-            with contextlib.suppress(ReplicaDied, WeightsGone):
-                pauses.append(await replica.update_weights(manifest, delayed=delayed))
+            wanted = manifest
+            # Else published again by a trainer that was restarted.
+            while self._versions.get(name) != wanted.version:
+                try:
+                    pauses.append(await replica.update_weights(wanted, delayed=delayed))
+                except ReplicaDied:  # noticed by whoever collects from it
+                    return
+                except WeightsGone:  # a replica that has drained for them waits for newer ones
+                    while self._newest is None or self._newest is wanted:
+                        await self._weights_published.next()
+                    wanted = self._newest
+                    continue
                 if name in self._versions and history == self._history:
-                    self._versions[name] = manifest.version
+                    self._versions[name] = wanted.version
+                return
 
         alive = list(self._serving.items())
         if delayed:

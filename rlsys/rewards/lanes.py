@@ -97,7 +97,8 @@ class Lanes:
             if wait_s > 0:
                 return wait_s
             if not self._has_quick_lane():
-                self._begin_next(num_lanes=self._concurrency)
+                # Twice as many each time, since a process that had no processor looks slow too.
+                self._begin_next(num_lanes=max(1, len(self._running)))
             return SPREAD_AFTER_S
 
     def give_up(self, number: int) -> None:
@@ -181,8 +182,9 @@ class Lanes:
         try:
             name, kernel_id = threading.get_ident(), threading.get_native_id()
             while call is not None:
-                call.thread = name
-                self._table.set_thread(call.row, kernel_id)
+                if call.thread == 0:
+                    call.thread = name
+                    self._table.set_thread(call.row, kernel_id)
                 outcome = _evaluate(call)
                 self._leave_copy()
                 call = self._next(call, outcome)
@@ -191,16 +193,27 @@ class Lanes:
 
     def _next(self, call: Call, outcome: Outcome) -> Call | None:
         with self._lock:
-            self._end(call)
             if call.given_up:
+                self._end(call)
                 return None
             self._tell(call.number, outcome)
-            while self._pending and self._has_room():
-                following = self._begin()
-                if not following.reward.is_async:
-                    return following
-                self._loop.call_soon_threadsafe(self._start_task, following)
+            if self._pending and not self._pending[0].reward.is_async:
+                following = self._pending.popleft()
+                self._take_over(call, following)
+                return following
+            self._end(call)
+            self._begin_next(num_lanes=0)  # async ones; a plain one behind them waits for a lane
+            if self._pending and self._has_room():
+                return self._begin()
         return None
+
+    def _take_over(self, call: Call, following: Call) -> None:
+        """The following call runs in the place of one that has ended."""
+        del self._running[call.number]
+        following.row, following.thread = call.row, call.thread
+        following.began_s = time.monotonic()
+        self._running[following.number] = following
+        self._table.follow(following.row, following.number, following.began_s)
 
     def _leave_copy(self) -> None:
         """A function that forked returns twice; what the copy of this process does is nobody's."""

@@ -42,6 +42,13 @@ class CallTable:
         self._numbers[cell + 2] = thread
         self._numbers[cell] = number  # last: a row with a number is whole
 
+    def follow(self, row: int, number: int, time_s: float) -> None:
+        """Another call begins in the row, in the same thread."""
+        cell = ROW_CELLS * row
+        self._numbers[cell] = 0
+        self._times[cell + 1] = time_s
+        self._numbers[cell] = number
+
     def set_thread(self, row: int, thread: int) -> None:
         self._numbers[ROW_CELLS * row + 2] = thread
 

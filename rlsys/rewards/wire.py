@@ -45,7 +45,9 @@ class PackedRollouts:
         ends = self.ends
         start, middle, end = ends[2 * i - 1] if i else 0, ends[2 * i], ends[2 * i + 1]
         tokens = self._all_tokens
-        return Rollout(
+        rollout = Rollout.__new__(Rollout)
+        # Its own constructor takes two microseconds, as long as a cheap reward function.
+        vars(rollout).update(
             group_id=self.group_ids[i],
             index=self.indices[i],
             prompt_text=self.prompt_texts[i],
@@ -55,6 +57,7 @@ class PackedRollouts:
             finish_reason=self.finish_reasons[i],
             metadata=pickle.loads(self.metadata[self.metadata_of[i]]),
         )
+        return rollout
 
     @functools.cached_property
     def _all_tokens(self) -> Int32Array:

@@ -10,12 +10,24 @@ from typing import Any
 
 from rlsys.audit import audit
 from rlsys.history import read_evidence
-from rlsys.observe.metrics import STEP, TIME_UNIX_S, read_metrics, without_times
+from rlsys.observe.metrics import (
+    ROLLOUTS_ISSUED,
+    STEP,
+    TIME_UNIX_S,
+    WEIGHTS_BYTES,
+    read_metrics,
+    without_times,
+)
 from rlsys.observe.step_log import read_lines
 from rlsys.run_directory import RunFiles
 
 # A step that was nearly done when its rank was killed may still be told.
 TOLD_LATE_S = 1.0
+
+
+# Of the process rather than of the run: what it had issued before it was killed, and that weights
+# were sent to replicas in the step, which a resumed one does before its first.
+OF_THE_PROCESS = {ROLLOUTS_ISSUED, WEIGHTS_BYTES}
 
 
 @dataclass(kw_only=True)
@@ -74,21 +86,25 @@ def step_after(files: RunFiles, moment: float, until: float) -> float | None:
 
 
 def tokens_after(files: RunFiles, moment: float, until: float) -> float | None:
-    """Seconds from `moment` (Unix) until a replica samples that was not there before."""
+    """Seconds from `moment` (Unix) until a replica that was not there before tells of what it has
+    sampled: an upper bound for its first token."""
     events = _trace(files.trace)
     origin = next((e["args"]["unix_ns"] / 1e9 for e in events if e["name"] == "origin"), None)
     if origin is None:
         return None
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     first: dict[int, float] = {}  # when each replica was first heard of
-    sampled: dict[int, float] = {}  # when it first had rollouts under way
+    asked: set[int] = set()  # those that have been given rollouts
+    sampled: dict[int, float] = {}  # when such a one first answered
     for event in events:
         if event["ph"] == "M" or not names.get(event["pid"], "").startswith("rollout"):
             continue
         at = origin + event["ts"] / 1e6
         first[event["pid"]] = min(at, first.get(event["pid"], at))
-        if event["name"] == "running" and event["args"]["value"] > 0:
-            sampled[event["pid"]] = min(at, sampled.get(event["pid"], at))
+        if event["name"] == "submit" and event["args"]["rollouts"] > 0:
+            asked.add(event["pid"])
+        if event["name"] == "running" and event["pid"] in asked:
+            sampled.setdefault(event["pid"], at)
     backs = [at - moment for pid, at in sampled.items() if moment < first[pid] and at < until]
     return min(backs, default=None)
 
@@ -107,7 +123,8 @@ def differences(files: RunFiles, reference: RunFiles) -> list[str]:
     pairs = zip(read_metrics(files.metrics), read_metrics(reference.metrics), strict=False)
     for one, other in pairs:
         here, there = without_times(one), without_times(other)
-        names = [n for n in sorted(here.keys() | there.keys()) if here.get(n) != there.get(n)]
+        both = sorted((here.keys() | there.keys()) - OF_THE_PROCESS)
+        names = [name for name in both if here.get(name) != there.get(name)]
         if names:
             shown = ", ".join(f"{n} {here.get(n)} instead of {there.get(n)}" for n in names[:4])
             found.append(f"step {one[STEP]} differs from the undisturbed run: {shown}")

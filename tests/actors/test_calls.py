@@ -17,7 +17,7 @@ NEVER = 1e9
 RAY_SAYS = """The actor died unexpectedly before finishing this task.
 \tclass_name: RolloutActor
 \tpid: 12
-Its process has died. Exit detail: End of file. Common causes include: (1) the process was ..."""
+Its process has died. Exit detail: End of file. Some common causes include: (1) ..."""
 
 
 class FakeActor:
@@ -177,7 +177,7 @@ def test_a_watched_worker_is_missed_at_once() -> None:
         await asyncio.sleep(100.5)
         actor.dead.set()
         assert await death_of(watching) == (
-            "rollout-0 died during watch: Its process has died. Exit detail: End of file."
+            "rollout-0 died during watch: Its process has died. Exit detail: End of file"
         )
         assert now() == 100.5
 
@@ -225,6 +225,6 @@ def test_a_killed_worker_says_so() -> None:
         waiting = asyncio.create_task(worker.call("collect", NEVER))
         await asyncio.sleep(1)
         worker.kill()
-        assert await death_of(waiting) == "rollout-0 died during collect: it was ended."
+        assert await death_of(waiting) == "rollout-0 died during collect: it was ended"
 
     run(main())

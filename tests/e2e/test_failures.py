@@ -146,11 +146,12 @@ def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
     assert (ledger.num_trained, ledger.open_groups) == (60 * 4, [])
 
 
+@pytest.mark.timeout(900)
 def test_a_run_whose_directory_is_deleted_fails(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path)
     try:
-        job.wait_for_output("stale avg/max", timeout_s=240)
+        job.wait_for_output("stale avg/max", timeout_s=500)
         shutil.rmtree(tmp_path / "runs" / "quickstart", ignore_errors=True)
         assert job.wait(timeout_s=120) == 1
         assert "was deleted or moved while the run was writing to it" in job.output
@@ -160,12 +161,13 @@ def test_a_run_whose_directory_is_deleted_fails(tmp_path: Path) -> None:
         job.end()
 
 
+@pytest.mark.timeout(900)
 def test_a_run_that_nobody_reads_ends_quietly_with_its_processes(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
     command = shlex.join([sys.executable, "recipes/quickstart.py", *arguments])
     job = start_command(["bash", "-c", f"{command} | head -n 12"], tmp_path)
     try:
-        assert job.wait(timeout_s=240) == 0
+        assert job.wait(timeout_s=600) == 0
         assert job.left_behind() == {}
         assert "Traceback" not in job.output
         assert "rror" not in job.output

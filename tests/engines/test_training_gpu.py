@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlsys.engines.causal_lm import Head, load_causal_lm
 from rlsys.types import MicroBatch
 from tests.engines.training_harness import (
+    VOCABULARY,
     accumulate,
     assert_same,
     gradients,
@@ -54,3 +56,24 @@ def test_bfloat16_trains_close_to_float32(model_path: Path, tmp_path: Path) -> N
         assert one == pytest.approx(other, abs=1e-6)
     engine.export(tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+def test_a_16_bit_heads_product_and_gradients_are_float32_sums(model_path: Path) -> None:
+    model = load_causal_lm(model_path, dtype="bfloat16", device="cuda")
+    head = Head(model)
+    weight = model.get_output_embeddings().weight
+    with torch.no_grad():
+        weight.mul_(100)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 32, generator=generator).cuda().bfloat16()
+    grad = torch.randn(64, VOCABULARY, generator=generator).cuda().bfloat16().float()
+    expected = hidden.double() @ weight.double().T
+    with torch.no_grad():
+        torch.testing.assert_close(head(hidden).double(), expected, rtol=1e-5, atol=1e-4)
+    chunked = head.for_chunks()
+    logits = torch.cat([chunked(part) for part in hidden.split(2)])
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-4)
+    logits.backward(grad)
+    exact = grad.double().T @ hidden.double()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad.double(), exact, rtol=2**-8, atol=1e-5)

@@ -19,7 +19,9 @@ import torch
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
+from tests.engines.buffered_models import build_buffered
 from tests.engines.vllm_harness import (
+    TIMEOUT_S,
     build_variant,
     collect_all,
     engine_processes,
@@ -36,6 +38,7 @@ from tests.engines.vllm_harness import (
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(2 * TIMEOUT_S),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 
@@ -69,9 +72,12 @@ async def updated_and_fresh(
     return updated, fresh
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "gemma4, with buffers"])
 def test_an_update_equals_a_fresh_start_for(variant: str, tmp_path: Path) -> None:
-    paths = [build_variant(tmp_path / str(seed), seed, **VARIANTS[variant]) for seed in (0, 1)]
+    if variant in VARIANTS:
+        paths = [build_variant(tmp_path / str(seed), seed, **VARIANTS[variant]) for seed in (0, 1)]
+    else:
+        paths = [build_buffered(tmp_path / str(seed), "gemma4_text", seed=seed) for seed in (0, 1)]
     models = [load(path) for path in paths]
     updated, fresh = asyncio.run(updated_and_fresh(paths, tmp_path / "weights"))
     for prompt, a, b in zip(PROMPTS, updated, fresh, strict=True):
@@ -191,6 +197,36 @@ def test_it_lives_in_an_asynchronous_ray_actor(tmp_path: Path) -> None:
         assert gone(processes, within_s=0)
     finally:
         ray.shutdown()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_model_of_experts_is_refused_before_it_computes_with_old_weights(
+    family: str, tmp_path: Path
+) -> None:
+    path = build_buffered(tmp_path, family)
+    with pytest.raises(ValueError, match="cannot be replaced in a running vLLM"):
+        asyncio.run(make_engine(path).start())
+
+
+def test_bfloat16_logits_are_not_rounded(tmp_path: Path) -> None:
+    """Log-probabilities of one distribution differ as its logits do, and those of bfloat16 beyond 4
+    are multiples of 1/32."""
+    path = build_tiny_model(tmp_path, seed=0)
+    model = load(path)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)
+    model.save_pretrained(path)
+    requests = make_requests([[5, 9, 200]] * 64, "logits", temperature=2.0, max_tokens=1)
+
+    async def sample() -> list[Generation]:
+        async with running_engine(path, dtype="bfloat16") as engine:
+            return await generate(engine, requests)
+
+    found = np.concatenate([one.sampler_logprobs for one in asyncio.run(sample())])
+    logits = 2.0 * np.unique(found).astype(np.float64)
+    multiples = 32 * (logits - logits[0])[1:]
+    assert len(multiples) >= 8
+    assert np.mean(np.abs(multiples - np.round(multiples)) < 0.01) < 0.5
 
 
 def test_bfloat16_serves_float32_weights_rounded(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.vllm_engine import VLLMEngine
+from rlsys.engines.model_tensors import model_tensors
 from rlsys.layout.transport.shm import write_weights
 from rlsys.tiny_models import build_tokenizer
 from rlsys.types import (
@@ -24,7 +25,7 @@ from rlsys.types import (
     WeightManifest,
 )
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 900.0  # for a machine that is busy with much else
 
 
 def make_engine(
@@ -47,7 +48,7 @@ async def running_engine(path: Path, **options: Any) -> AsyncIterator[VLLMEngine
 
 def publish(model: Any, version: int, path: Path) -> WeightManifest:
     path.unlink(missing_ok=True)
-    return write_weights(version, model.named_parameters(), path)
+    return write_weights(version, model_tensors(model).items(), path)
 
 
 def make_requests(

@@ -136,9 +136,13 @@ def test_a_rank_is_back_with_the_next_step(tmp_path: Path) -> None:
 def test_a_replica_is_back_when_a_new_one_samples(tmp_path: Path) -> None:
     files = files_of(tmp_path / "run")
 
-    def running(pid: int, second: float, value: int) -> dict[str, Any]:
-        counted = {"value": value}
+    def running(pid: int, second: float) -> dict[str, Any]:
+        counted = {"value": 0}  # what was asked has been answered
         return {"ph": "C", "name": "running", "pid": pid, "ts": second * 1e6, "args": counted}
+
+    def submit(pid: int, second: float) -> dict[str, Any]:
+        given = {"rollouts": 4}
+        return {"ph": "i", "name": "submit", "pid": pid, "ts": second * 1e6, "args": given}
 
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "origin", "pid": 0, "args": {"unix_ns": 100 * 10**9}},
@@ -146,8 +150,9 @@ def test_a_replica_is_back_when_a_new_one_samples(tmp_path: Path) -> None:
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
             for pid, name in ((1, "rollout-0"), (2, "rollout-1"), (3, "rollout-0.1"), (4, "score"))
         ),
-        *(running(1, 1.0, 4), running(2, 1.0, 4), running(2, 9.0, 4), running(4, 6.0, 4)),
-        *(running(3, 7.0, 0), running(3, 8.0, 2), running(3, 9.0, 2)),
+        *(submit(1, 0.5), running(1, 1.0), submit(2, 0.5), running(2, 1.0), running(2, 9.0)),
+        *(submit(4, 5.0), running(4, 6.0)),
+        *(running(3, 7.0), submit(3, 7.5), running(3, 8.0), running(3, 9.0)),
     ]
     files.trace.write_text(json.dumps(events))
     assert tokens_after(files, 105.0, 200.0) == pytest.approx(3.0)
@@ -181,7 +186,7 @@ def test_numbers_that_differ_from_an_undisturbed_run_are_named(tmp_path: Path) -
         rest = {"policy_versions": [0], "reward": 1.0, "advantage": 0.5}
         files = files_of(
             tmp_path / name,
-            metrics=[{"step": 1, "loss": loss, "time/step_s": token}],
+            metrics=[{"step": 1, "loss": loss, "time/step_s": token, "rollouts/issued": len(name)}],
             rollouts=[{**rollout, **rest}],
         )
         files.hf.mkdir()

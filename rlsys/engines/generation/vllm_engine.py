@@ -26,7 +26,9 @@ vLLM's own processes alone import.
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import tempfile
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -34,6 +36,7 @@ from rlsys.config import RolloutConfig
 from rlsys.engines.generation.manifest_check import Shapes, check_manifest, tensor_shapes
 from rlsys.engines.generation.protocol import EngineError, EngineStats
 from rlsys.engines.generation.stopping import DecodeText, end_of_sequence_ids, text_decoder
+from rlsys.engines.generation.vllm_leftovers import Watchman, unlink_shared_files
 from rlsys.engines.generation.vllm_process import end_vllm, start_vllm
 from rlsys.engines.generation.vllm_requests import (
     generation,
@@ -89,18 +92,23 @@ class VLLMEngine:
         """
         self._shapes = await asyncio.to_thread(tensor_shapes, self._path)
         self._stop_token_ids = await asyncio.to_thread(end_of_sequence_ids, self._path)
-        try:
-            await asyncio.to_thread(self._start_vllm)
-        except RuntimeError as error:
-            raise EngineError(
-                f"vLLM did not start: {error} Its messages above have the cause. If memory is "
-                "short, lower rollout.kv_cache_gib (CPU) or rollout.gpu_memory_frac (GPU)."
-            ) from error
-        try:
-            await self._prepare()
-        except BaseException:
-            await self.close()
-            raise
+        with (
+            tempfile.TemporaryDirectory(prefix="rlsys-vllm-") as sockets,
+            Watchman(directory=sockets),
+        ):
+            try:
+                await asyncio.to_thread(self._start_vllm, sockets)
+            except RuntimeError as error:
+                raise EngineError(
+                    f"vLLM did not start: {error} Its messages above have the cause. If memory is "
+                    "short, lower rollout.kv_cache_gib (CPU) or rollout.gpu_memory_frac (GPU)."
+                ) from error
+            try:
+                await self._prepare()
+                await asyncio.to_thread(unlink_shared_files, os.getpid())
+            except BaseException:
+                await self.close()
+                raise
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._check_alive()
@@ -180,12 +188,13 @@ class VLLMEngine:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _start_vllm(self) -> None:
+    def _start_vllm(self, sockets: str) -> None:
         self._llm = start_vllm(
             self._path,
             self._rollout,
             dtype=self._dtype,
             max_context=self._max_context,
+            sockets=sockets,
         )
 
     async def _prepare(self) -> None:

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rlsys.config import RolloutConfig
 
 WORKER = "rlsys.engines.generation.vllm_worker.Worker"
-CLOSE_TIMEOUT_S = 10.0  # for vLLM's processes to end in order; then they are killed
+CLOSE_TIMEOUT_S = 10.0  # for what is killed to be gone
 
 
-def start_vllm(path: str, rollout: RolloutConfig, *, dtype: str, max_context: int | None) -> Any:
-    """An AsyncLLM whose model is loaded; `max_context` as VLLMEngine has it.
+def start_vllm(
+    path: str, rollout: RolloutConfig, *, dtype: str, max_context: int | None, sockets: str
+) -> Any:
+    """An AsyncLLM whose model is loaded; `max_context` as VLLMEngine has it. `sockets` is a
+    directory for the processes to meet in, which is of no more use when the first request has run.
 
     Raises ValueError for a model that vLLM does not serve, RuntimeError if a process of vLLM's
     fails; none is left then.
@@ -35,6 +38,7 @@ def start_vllm(path: str, rollout: RolloutConfig, *, dtype: str, max_context: in
         VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         PYTHONWARNINGS="ignore",
         TORCH_CPP_LOG_LEVEL="ERROR",
+        VLLM_RPC_BASE_PATH=sockets,
         RLSYS_ENGINE_OWNER=str(os.getpid()),
     ):
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -68,21 +72,27 @@ def start_vllm(path: str, rollout: RolloutConfig, *, dtype: str, max_context: in
 
 
 def end_vllm(llm: Any) -> None:
-    """End the processes of an AsyncLLM, also those that hang or have lost their parent."""
+    """Kill the processes of an AsyncLLM, also those that have lost their parent.
+
+    They have nothing to save, and an orderly end would complain about the files whose names
+    unlink_shared_files has taken away.
+    """
     import psutil
 
+    resources = llm.engine_core.resources
+    resources.engine_dead = True  # or vLLM would report the end as an error
     processes = []
-    for core in llm.engine_core.resources.engine_manager.processes:
+    for core in resources.engine_manager.processes:
         try:
             root = psutil.Process(core.pid)
             processes += [root, *root.children(recursive=True)]
         except psutil.NoSuchProcess:
             continue
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=CLOSE_TIMEOUT_S)
     llm.shutdown(timeout=CLOSE_TIMEOUT_S)
-    _, alive = psutil.wait_procs(processes, timeout=CLOSE_TIMEOUT_S)
-    for process in alive:
-        process.kill()
-    psutil.wait_procs(alive, timeout=CLOSE_TIMEOUT_S)
 
 
 @contextmanager

@@ -1,0 +1,70 @@
+"""The text in which stop strings are looked for, and the tokens that end every completion."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from rlsys.engines.generation.slots import Slots
+from rlsys.engines.generation.stopping import end_of_sequence_ids, text_after, text_decoder
+from rlsys.tiny_models import build_tiny_model
+from rlsys.types import FinishReason, GenerationRequest, SamplingParams
+
+
+def decode(token_ids: list[int]) -> str:
+    """As tokenizers of the Llama 2 kind do: a text loses its leading space."""
+    return "".join(map(chr, token_ids)).removeprefix(" ")
+
+
+def ids(text: str) -> list[int]:
+    return list(map(ord, text))
+
+
+def test_text_reads_as_it_stands_after_what_comes_before() -> None:
+    assert decode(ids(" b")) == "b"
+    assert text_after(decode, ids("a"), ids(" b")) == " b"
+    assert text_after(decode, [], ids(" b")) == "b"
+    assert text_after(decode, ids("a long prompt, of which the end is enough:"), ids(" b")) == " b"
+
+
+def test_a_character_that_began_before_does_not_hide_the_rest() -> None:
+    def utf8(token_ids: list[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    umlaut = list("ä".encode())
+    assert text_after(utf8, umlaut[:1], [umlaut[1], ord("b")]).endswith("b")
+
+
+def test_a_stop_string_may_begin_with_the_first_tokens_space() -> None:
+    slots = Slots(context=100, stop_token_ids=(), decode_text=decode)
+    request = GenerationRequest(
+        request_id="spaced",
+        prompt_token_ids=ids("a"),
+        sampling=SamplingParams(stop=(" b",), max_tokens=9),
+        seed=0,
+    )
+    slots.add(request)
+    reasons = []
+    for token in ids(" b"):
+        slots.record(0, np.array([token]), np.zeros(1, np.float32), version=0)
+        reasons.append(slots.ended(0))
+    assert reasons == [{}, {0: FinishReason.STOP}]
+
+
+def test_special_tokens_are_text(tmp_path: Path) -> None:
+    path = build_tiny_model(tmp_path, width=32, num_layers=1, mlp_width=32)
+    assert text_decoder(path)([1, 36, 2]) == "<bos>B<eos>"
+
+
+def test_every_end_of_sequence_counts(tmp_path: Path) -> None:
+    """The generation configuration's, else the configuration's, and always the tokenizer's."""
+    path = build_tiny_model(tmp_path, width=32, num_layers=1, mlp_width=32)
+    generation_config = path / "generation_config.json"
+    generation_config.write_text(json.dumps({"eos_token_id": [7, 11]}))
+    assert end_of_sequence_ids(path) == (2, 7, 11)
+    generation_config.unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
+    assert end_of_sequence_ids(path) == (2, 5)
