@@ -50,7 +50,7 @@ OTHER_HEADS = "linear_num_(key_|value_)?heads|index_n_heads"
 HEAD_GROUPS = "(mamba_)?n_?groups"
 WINDOWS = (
     "(sliding_|attention_|keep_|local_)?window(_size)?|sliding_window_size|local_attention|"
-    "attention_chunk_size|index_topk|index_topk_blocks|index_block_size|indexer_budget|floor_scale"
+    "attention_chunk_size|index_topk|index_topk_blocks|index_block_size|floor_scale"
 )
 CONTEXTS = "max_position_embeddings|max_seq_len|n_positions|n_ctx|max_target_positions"
 VOCABULARIES = "(\\w+_)?vocab_size(_\\w+)?|encoder_hash_byte_group_vocab"
@@ -112,8 +112,9 @@ def random_model(kind: Any, config: Any, *, seed: int = 0) -> Any:
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 else:
                     width = parameter[0].numel() if parameter.ndim == 2 else parameter.shape[-1]
-                    # Wide enough for attention and distributions that are far from uniform.
-                    share = 4.0 if id(parameter) in embeddings else 1.5
+                    # Wide enough for attention and distributions that are far from uniform; wider
+                    # ones would amplify float32's rounding from layer to layer.
+                    share = 4.0 if id(parameter) in embeddings else 1.0
                     parameter.normal_(0, share * width**-0.5)
             for buffer in _persistent_buffers(model):
                 noise = 0.2 * torch.randn_like(buffer)
@@ -160,6 +161,8 @@ def _shrink(settings: Settings, widths: Widths) -> None:
     for names, bound in highest.items():
         for name, value in _counts(settings, names):
             settings[name] = min(value, bound)
+    if settings.get("indexer_budget"):  # tokens, in blocks of which one is chosen
+        settings["indexer_budget"] = settings["indexer_compress_ratio"]
     rotaries = settings.get("rope_parameters") or {}
     for rotary in (rotaries, *rotaries.values()):
         if isinstance(rotary, dict) and rotary.get("original_max_position_embeddings"):

@@ -103,8 +103,13 @@ def test_a_model_that_sees_the_future_is_refused() -> None:
 
 
 def test_a_mask_of_a_models_own_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"DogeForCausalLM cannot run with the attention of rlsys"):
+    with pytest.raises(ValueError, match=r"DogeForCausalLM cannot be trained with the attention"):
         check_architecture(loaded("doge"))
+
+
+def test_a_model_that_cannot_be_differentiated_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ReformerModelWithLMHead cannot be trained"):
+        check_architecture(loaded("reformer", is_decoder=True))
 
 
 def test_a_head_that_is_not_linear_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
