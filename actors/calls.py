@@ -195,12 +195,16 @@ async def end_all(workers: Iterable[Worker]) -> None:
     workers = list(workers)
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await while_intact(asyncio.gather(*(_close(worker) for worker in workers)))
+            await while_intact(_close_all(workers))
     except TimeoutError:  # whoever hangs is killed
         return
     finally:
         for worker in workers:
             worker.kill()
+
+
+async def _close_all(workers: Iterable[Worker]) -> None:
+    await asyncio.gather(*(_close(worker) for worker in workers))
 
 
 async def _close(worker: Worker) -> None:

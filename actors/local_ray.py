@@ -2,7 +2,8 @@
 
 It listens on 127.0.0.1 alone and has a token of its own. Its files (logs, sockets) lie in a
 directory that only this user may enter, and that goes when the run ends. Where the run was killed,
-the kernel ends Ray's processes with it, and the next run removes the directory.
+a janitor ends Ray's processes and removes the directory; where that was killed too, the next run
+does.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ import fcntl
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+from .janitor import janitor, users_of
 
 # Ray's own objects are metadata here; rollouts and weights have shared memory of their own.
 OBJECT_STORE_BYTES = 128 * 2**20
@@ -57,7 +62,7 @@ def local_ray() -> Iterator[None]:
     CancelledError for a SIGTERM meanwhile."""
     root = _root()
     remove_orphans(root)
-    with _own_directory(root) as directory, _own_settings():
+    with _own_directory(root) as directory, janitor(directory), _own_settings():
         _start(directory)
         try:
             yield
@@ -82,16 +87,16 @@ def within(limit_s: float, call: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-async def while_intact(work: Awaitable[object]) -> None:
+async def while_intact(work: Coroutine[Any, Any, None]) -> None:
     """Wait for it, but no longer than Ray's processes live: without them no call is answered."""
-    task = asyncio.ensure_future(work)
+    task = asyncio.create_task(work)
     while not task.done() and is_intact():
         await asyncio.wait([task], timeout=LOOK_EVERY_S)
-    if not task.done():
+    if task.done():
+        task.result()
+    else:
         task.cancel()
         await asyncio.wait([task])
-    if not task.cancelled():
-        task.result()
 
 
 def is_intact() -> bool:
@@ -106,6 +111,8 @@ def remove_orphans(root: Path) -> None:
         # It may be another user's, be locked by a living run, or go at any moment.
         with contextlib.suppress(OSError), (directory / OWNER).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for pid in users_of(directory):
+                os.kill(pid, signal.SIGKILL)
             _remove(directory)
 
 
@@ -199,8 +206,10 @@ def _own_settings() -> Iterator[None]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         # Ray would run actors at a low priority, behind whatever else the machine does.
         "RAY_worker_niceness": "0",
-        # Nobody looks at Ray's own events; a driver whose GCS is dead would wait for them for 5 s.
+        # Nobody looks at Ray's own events and metrics; a driver at its end would wait for seconds
+        # to hand them to processes that are dead.
         "RAY_task_events_report_interval_ms": "0",
+        "RAY_enable_metrics_collection": "0",
     }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)

@@ -16,6 +16,7 @@ import contextlib
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -118,5 +119,7 @@ def _has_ended(pidfd: int) -> bool:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the owner, whose end it waits for
+        signal.signal(number, signal.SIG_IGN)
     if os.fork() == 0:
         watch(int(sys.argv[1]), sys.argv[2])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +26,19 @@ def init_process_group(
     """
     if interface := interface_towards(master_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    host = f"[{master_address}]" if ":" in master_address else master_address
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            master_address,
+            port,
+            world_size,
+            is_master=rank == 0,
+            timeout=timeout,
+            # Else it would listen on every interface.
+            master_listen_fd=_listening(master_address, port) if rank == 0 else None,
+        )
         dist.init_process_group(
-            _backend(device),
-            init_method=f"tcp://{host}:{port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            _backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise TimeoutError(
@@ -40,6 +46,12 @@ def init_process_group(
             f"{master_address}:{port} within {timeout_s:g} s ({error}); see whether every rank "
             "started and reaches that address, or allow more time."
         ) from error
+
+
+def _listening(address: str, port: int) -> int:
+    """The descriptor of a socket that takes connections at this address alone."""
+    family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(where[:2], family=family).detach()
 
 
 def init_single_process_group(device: str) -> None:

@@ -1,0 +1,77 @@
+"""Ends what a local Ray leaves where its run was killed, at once and whatever state it is in.
+
+Ray's own processes end with the run; those that they have started notice it seconds later, and one
+that is stopped never does. A janitor is a process that waits for the death of the run, and then
+kills whoever has a file of its Ray's directory open, which is every one of them, and removes that.
+
+This module is also the janitor's program; it takes no more than the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+NUM_ROUNDS, ROUND_EVERY_S = 100, 0.1
+
+
+@contextlib.contextmanager
+def janitor(directory: Path) -> Iterator[None]:
+    """Have it wait for the death of this process while the block runs."""
+    # In a session of its own, so that it outlives what ends a group of processes.
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(directory)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    ):
+        yield  # whose end closes the janitor's input
+
+
+def clean_up_after(owner: int, directory: Path) -> None:
+    """Wait for the owner's death, or the end of standard input if that comes first."""
+    death, either = select.poll(), select.poll()
+    try:
+        pidfd = os.pidfd_open(owner)
+    except ProcessLookupError:
+        pass
+    else:
+        death.register(pidfd, select.POLLIN)
+        either.register(pidfd, select.POLLIN)
+        either.register(sys.stdin.fileno(), select.POLLHUP)
+        either.poll()
+        if not death.poll(100):  # a dying process closes its files a little before its death
+            return
+    for _ in range(NUM_ROUNDS):
+        found = list(users_of(directory))
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            break
+        time.sleep(ROUND_EVERY_S)  # the dead ones' children may have been born meanwhile
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def users_of(directory: Path) -> Iterator[int]:
+    """Processes that have a file below the directory open."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            # It may be another user's, or end at any moment.
+            with contextlib.suppress(OSError):
+                links = (os.readlink(descriptor) for descriptor in (entry / "fd").iterdir())
+                if any(link.startswith(f"{directory}/") for link in links):
+                    yield int(entry.name)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the owner, whose end it waits for
+        signal.signal(number, signal.SIG_IGN)
+    clean_up_after(int(sys.argv[1]), Path(sys.argv[2]))

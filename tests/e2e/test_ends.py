@@ -1,0 +1,136 @@
+"""How runs end that are ended from outside, and what a run shows of itself to others: no process,
+no port, no file is left, and none is open to anybody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.job import SMALL_QUICKSTART, Job, run, start
+
+ENDLESS = [*SMALL_QUICKSTART, "--num-steps", "100000"]
+TIMEOUT_S = 300.0
+
+
+@pytest.fixture
+def ray_dir() -> Iterator[Path]:
+    """Where local Rays put their files; short, because paths of sockets are limited."""
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def listening(pids: set[int]) -> set[tuple[str, int]]:
+    """(address as in /proc/net, process) of each socket on which one of the processes listens."""
+    owners = {}
+    for pid in pids:
+        try:
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                owners[os.readlink(descriptor)] = pid
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found = set()
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            local, _, state, inode = (line.split()[i] for i in (1, 2, 3, 9))
+            is_open = state == "0A" if table.startswith("tcp") else state == "07"
+            if is_open and f"socket:[{inode}]" in owners:
+                found.add((local.partition(":")[0], owners[f"socket:[{inode}]"]))
+    return found
+
+
+# 127.0.0.1, ::ffff:127.0.0.1 and ::1
+LOOPBACK = {
+    "0100007F",
+    "0000000000000000FFFF00000100007F",
+    "00000000000000000000000001000000",
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
+    number: signal.Signals, tmp_path: Path, ray_dir: Path
+) -> None:
+    """As systemd and terminals send it. Two ranks, so that these have met too."""
+    ranks = ["--trainer.num-ranks", "2", "--trainer.num-cpus", "0.5", "--rollout.num-cpus", "0.5"]
+    arguments = [*ENDLESS, *ranks, "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
+    try:
+        job.wait_for_output("stale avg/max", timeout_s=TIMEOUT_S)
+        processes = job.processes()
+        open_to_others = [
+            (address, processes[pid])
+            for address, pid in listening(set(processes))
+            if address not in LOOPBACK
+        ]
+        assert open_to_others == []
+        (directory,) = ray_dir.iterdir()
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        for pid in processes:
+            os.kill(pid, number)
+        assert job.wait(timeout_s=60) == 130, job.output
+        assert "Interrupted: " in job.output
+        assert "Traceback" not in job.output, job.output
+        assert job.left_behind() == {}
+        assert list(ray_dir.iterdir()) == []
+    finally:
+        job.end()
+
+
+def test_nothing_outlives_a_killed_run(tmp_path: Path, ray_dir: Path) -> None:
+    """One of its processes is stopped, and would never notice."""
+    arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
+    try:
+        job.wait_for_output("stale avg/max", timeout_s=TIMEOUT_S)
+        actor = next(p for p, name in job.processes().items() if name.startswith("ray::Rollout"))
+        os.kill(actor, signal.SIGSTOP)
+        os.kill(job.process.pid, signal.SIGKILL)
+        job.wait(timeout_s=60)
+        assert job.left_behind() == {}
+        assert list(ray_dir.iterdir()) == []
+    finally:
+        job.end()
+
+
+def kill_first(job: Job, title: str) -> None:
+    pid = next(pid for pid, name in job.processes().items() if name.startswith(title))
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_shard_that_dies_during_the_start_is_replaced(tmp_path: Path) -> None:
+    arguments = [*SMALL_QUICKSTART, "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path)
+    try:
+        job.wait_for_output("Starting rollout-0", timeout_s=TIMEOUT_S)
+        kill_first(job, "ray::StoreShard")
+        assert job.wait(timeout_s=TIMEOUT_S) == 0, job.output
+        assert "Traceback" not in job.output, job.output
+        assert job.left_behind() == {}
+    finally:
+        job.end()
+
+
+def test_an_interrupt_at_any_moment_of_the_imports_is_one_line(tmp_path: Path) -> None:
+    """The modules say when they are imported, so that the moments are those of the imports."""
+    script = tmp_path / "recipe.py"
+    for module in ("rlsys.config", "numpy", "torch", "ray"):
+        script.write_text(
+            "import importlib.abc, os, signal, sys\n"
+            "class Finder(importlib.abc.MetaPathFinder):\n"
+            "    def find_spec(self, name, path, target=None):\n"
+            f"        if name == {module!r}:\n"
+            "            os.kill(os.getpid(), signal.SIGINT)\n"
+            "sys.meta_path.insert(0, Finder())\n"
+            "import recipes.quickstart\n"
+            "recipes.quickstart.main()\n"
+        )
+        job = run(str(script), ["--runs-dir", str(tmp_path / "runs")], tmp_path)
+        assert job.returncode == 130, (module, job.output)
+        assert "Traceback" not in job.output, (module, job.output)
+        assert len(job.output.splitlines()) <= 3, (module, job.output)
