@@ -24,6 +24,7 @@ from torch import nn
 WINDOW = 5  # tokens in sliding windows, chunks, and what sparse attention chooses from a row
 CONTEXT = 32  # tokens in a row, for which positions are learned or rotary angles scaled
 ORIGINAL_CONTEXT = 16  # beyond which scaled angles differ from unscaled ones
+CAP = 2.0  # of attention scores and logits, and what else is clipped: random ones exceed it
 VOCABULARY = 64
 EXPERTS = 4
 FEWEST_LAYERS = 2
@@ -56,6 +57,7 @@ CONTEXTS = "max_position_embeddings|max_seq_len|n_positions|n_ctx|max_target_pos
 VOCABULARIES = "(\\w+_)?vocab_size(_\\w+)?|encoder_hash_byte_group_vocab"
 NUM_EXPERTS = "(num_|n_|moe_num_)(local_|routed_)?experts|zero_expert_num"
 CHOSEN_EXPERTS = "num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts"
+CAPS = "(\\w+_)?(soft_?cap|softcapping)|clip_qkv|swiglu_limit"
 # Widths that follow the number of heads; that of a head stays.
 WIDTHS = (
     "hidden_size|d_model|n_embd|emb_dim|d_inner|lru_width|attention_hidden_size|embedding_dim|"
@@ -161,6 +163,9 @@ def _shrink(settings: Settings, widths: Widths) -> None:
     for names, bound in highest.items():
         for name, value in _counts(settings, names):
             settings[name] = min(value, bound)
+    for name, value in settings.items():
+        if _is(name, CAPS) and isinstance(value, (int, float)) and value > 0:
+            settings[name] = min(float(value), CAP)
     if settings.get("indexer_budget"):  # tokens, in blocks of which one is chosen
         settings["indexer_budget"] = settings["indexer_compress_ratio"]
     rotaries = settings.get("rope_parameters") or {}
