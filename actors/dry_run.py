@@ -1,5 +1,5 @@
-"""What --dry-run prints: a file for --config. Its comments are the graph, the placement, the memory
-and a prompt as the model will see it."""
+"""What --dry-run prints: a file for --config. Its comments are the graph, the placement, the
+memory, warnings, and a prompt as the model will see it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.estimate import ModelShape, estimate_memory
 from rlsys.fields import to_toml
+from rlsys.observe.diagnosis import foresee
 
 from .factories import needs
 
@@ -34,6 +35,7 @@ def describe(config: RunConfig, flow: Dataflow, shape: ModelShape, prompts: Prom
         f"data: {len(prompts):,} prompts, each with {', '.join(prompts.metadata_columns) or 'no'} "
         f"beside it; the first one has {len(prompt.token_ids)} tokens:",
         *(f"  {_printable(line)}" for line in prompt.text.splitlines()),
+        *(f"warning: {warning}" for warning in foresee(config.sampling)),
     ]
     return "\n".join(
         ["# configuration", to_toml(config), *(f"# {fact}".rstrip() for fact in facts)]

@@ -15,7 +15,9 @@ from rlsys.rewards import PackedRewards, RewardRunner
 from .placement import Need
 
 if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
-    from rlsys.engines.training.protocol import Aggregation, LossFn, TrainingEngine
+    from rlsys.algorithms.aggregation import Aggregation
+    from rlsys.algorithms.inputs import LossFn
+    from rlsys.engines.training.protocol import TrainingEngine
 
 
 def needs(config: RunConfig) -> tuple[list[Need], list[Need]]:

@@ -38,6 +38,7 @@ from rlsys.fields import to_dict
 from rlsys.history import History, read_history
 from rlsys.launching import RunResult, WarmStart
 from rlsys.observe.console import RunConsole
+from rlsys.observe.diagnosis import foresee
 from rlsys.observe.metrics import MetricsWriter, read_metrics
 from rlsys.observe.recorder import Recorder
 from rlsys.observe.records import RolloutWriter
@@ -163,6 +164,8 @@ async def _run(
                 )
             prompts.check_order(history.state["prompts"])
             directory.write_config(to_dict(config))
+        for warning in foresee(config.sampling):
+            console.warn(warning)
         outcome: Literal["finished", "interrupted", "failed"] = "failed"
         try:
             job = _Job(with_model, flow, directory, history, prompts, tokenizer, console)

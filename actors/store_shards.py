@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -101,7 +102,7 @@ class StoreShards:
         (StreamStore.live_rows). `writer` is the id of its actor."""
         for name, shard in list(self._shards.items()):
             with contextlib.suppress(WorkerDied):  # with the same node; `run` tells of it
-                await shard.reclaim(writer, live_rows(name))
+                await shard.reclaim(writer, functools.partial(live_rows, name))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -148,14 +149,19 @@ class _Shard:
         while True:
             await self._changed.until(lambda: bool(self._freed))
             async with self._turn:
-                await self._send()
+                await self._send(self._take_freed())
 
-    async def reclaim(self, writer: str, live_rows: Mapping[int, int]) -> None:
+    async def reclaim(self, writer: str, live_rows: Callable[[], Mapping[int, int]]) -> None:
         async with self._turn:
-            await self._send()
-            await self.worker.call("reclaim", writer, dict(live_rows))
+            # In one instant: what is freed later is not live any more, and will be told later.
+            freed, live = self._take_freed(), dict(live_rows())
+            await self._send(freed)
+            await self.worker.call("reclaim", writer, live)
 
-    async def _send(self) -> None:
+    def _take_freed(self) -> Mapping[int, int]:
         freed, self._freed = self._freed, Counter()
+        return freed
+
+    async def _send(self, freed: Mapping[int, int]) -> None:
         if freed:
             await self.worker.call("free", dict(freed))

@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlsys import metrics
 from rlsys.data.prompts import epoch_order
 from rlsys.dataflow.ledger import Event, LedgerError, check_fields
-from rlsys.observe import metrics
 
 
 @dataclass(frozen=True, kw_only=True)

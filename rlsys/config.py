@@ -89,9 +89,10 @@ class SamplingConfig:
     temperature: float = 1.0
     """Of the sampling distribution; the trainer computes log-probabilities at the same one."""
     top_p: float = 1.0
-    """Nucleus: smallest set of tokens with at least this probability; 1 is off."""
+    """Nucleus: smallest set of tokens with at least this probability; 1 is off.
+    Below 1 the trainer's ratios, over all tokens, are too large: see the warning."""
     top_k: int = 0
-    """Sample among this many most likely tokens; 0 is off."""
+    """Sample among this many most likely tokens; 0 is off. Ratios are as with top_p."""
     max_tokens: int = 256
     """Longest completion, in tokens."""
     stop: tuple[str, ...] = ()
@@ -432,8 +433,8 @@ class ObserveConfig:
         )
 
 
-# Asked for a lower one above 0, vLLM samples at this one.
-VLLM_MIN_TEMPERATURE = 0.01
+# vLLM samples at the lowest where a lower one is asked for, and refuses what is above the highest.
+VLLM_TEMPERATURES = (0.01, 2.0)
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 MAX_NAME = 200  # file systems take 255 bytes, and files beside it have longer names
@@ -495,10 +496,11 @@ class RunConfig:
         require(
             self.group_size >= 1, f"group_size={self.group_size} samples nothing; use at least 1."
         )
+        lowest, highest = VLLM_TEMPERATURES
         require(
-            self.rollout.engine != "vllm" or self.sampling.temperature >= VLLM_MIN_TEMPERATURE,
-            f"sampling.temperature={self.sampling.temperature} is below {VLLM_MIN_TEMPERATURE}, "
-            'the lowest at which vLLM samples; raise it, or use rollout.engine="torch".',
+            self.rollout.engine != "vllm" or lowest <= self.sampling.temperature <= highest,
+            f"sampling.temperature={self.sampling.temperature} lies outside [{lowest}, {highest}], "
+            'where vLLM samples; change it, or use rollout.engine="torch".',
         )
         require(
             self.prompts_per_step % self.trainer.num_ranks == 0,

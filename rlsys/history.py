@@ -12,17 +12,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rlsys import metrics
 from rlsys.audit import Evidence
 from rlsys.checkpoint import Checkpoint, find_checkpoints, find_strays
 from rlsys.dataflow.ledger import Event, Ledger, LedgerError, read_events
-from rlsys.observe import metrics
 from rlsys.observe.records import RolloutRecord
 from rlsys.observe.step_log import read_lines
 from rlsys.run_directory import RunFiles, read_config
+
+# What every line of rollouts.jsonl has.
+RECORD_NAMES = {f.name for f in fields(RolloutRecord) if f.default_factory is MISSING}
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +111,7 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         prompt_order=steps[max(steps)]["prompts"] if steps else None,
         events=events,
         metrics=list(_lines(files.metrics, {metrics.STEP}, faults)),
-        rollouts=list(_lines(files.rollouts, {f.name for f in fields(RolloutRecord)}, faults)),
+        rollouts=list(_lines(files.rollouts, RECORD_NAMES, faults)),
         checkpoints=sorted(steps),
         exported=(files.hf / "config.json").is_file(),
     )

@@ -91,8 +91,13 @@ from rlsys.types import SamplingParams
                 "rollout": RolloutConfig(engine="vllm"),
                 "sampling": SamplingConfig(temperature=0.005),
             },
-            "sampling.temperature=0.005 is below 0.01, the lowest at which vLLM samples; raise it, "
+            "sampling.temperature=0.005 lies outside [0.01, 2.0], where vLLM samples; change it, "
             'or use rollout.engine="torch"',
+        ),
+        (
+            RunConfig,
+            {"rollout": RolloutConfig(engine="vllm"), "sampling": SamplingConfig(temperature=2.1)},
+            "sampling.temperature=2.1 lies outside [0.01, 2.0]",
         ),
         (RunConfig, {"checkpoint_every": -1}, "checkpoint_every=-1"),
         (RunConfig, {"keep_checkpoints": 0}, "keep_checkpoints=0"),

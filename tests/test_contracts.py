@@ -37,6 +37,58 @@ def test_imports_go_one_way() -> None:
     assert not [path for path, name in imports("actors") if name == "recipes"]
 
 
+# Of rlsys/, from the ground up: folders and files, those of one line beside each other.
+ROOMS = (
+    "algorithms types errors fields metrics interrupts pipes blocking file_modes",
+    "config checkpoint",
+    "run_directory layout",
+    "rewards",
+    "data",
+    "dataflow",
+    "engines",
+    "workers",
+    "controller",
+    "observe",
+    "simulation audit estimate tiny_models",
+    "history launching cli",
+    "__init__",
+)
+FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
+
+
+def test_a_room_imports_nothing_above_or_beside_it() -> None:
+    rooms = {path.stem for path in (ROOT / "rlsys").iterdir() if path.suffix in (".py", "")}
+    assert rooms - {"__pycache__"} == set(FLOORS), "give a new room its floor, or take one away"
+    wrong = []
+    for path, imported in rooms_imported():
+        inside = path.relative_to(ROOT / "rlsys")
+        room = inside.parts[0].removesuffix(".py")
+        if imported != room and FLOORS[imported] >= FLOORS[room]:
+            wrong.append(f"{inside} ({room}) imports {imported}")
+    assert not wrong
+
+
+def rooms_imported() -> Iterator[tuple[Path, str]]:
+    """(file of rlsys, folder or file of rlsys that it imports), for types and in functions too."""
+    for path in sorted((ROOT / "rlsys").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import(names=names):
+                    found = [alias.name for alias in names]
+                case ast.ImportFrom(module="rlsys", names=names):
+                    found = [f"rlsys.{alias.name}" for alias in names]
+                case ast.ImportFrom(module=str(module), level=0):
+                    found = [module]
+                case ast.ImportFrom(level=level) if level > 0:
+                    raise AssertionError(f"{path} imports relatively; name the whole module")
+                case _:
+                    continue
+            for name in found:
+                top, *below = name.split(".")
+                if top == "rlsys":
+                    yield path, below[0] if below else "__init__"
+
+
 def test_the_actors_import_each_other_relatively() -> None:
     """A wheel ships their folder under another name."""
     assert not [path for path, name in imports("actors") if name == "actors"]

@@ -83,6 +83,7 @@ class World:
     checkpoints: list[int] = field(default_factory=list)
     store_bytes: int = 1 << 20
     freed: list[Any] = field(default_factory=list)
+    dataflow: Dataflow | None = None
     fleet: SimulatedFleet = field(default_factory=SimulatedFleet)
     carried: OpenWork = field(default_factory=OpenWork)
     first_step: int = 0
@@ -94,7 +95,7 @@ class World:
             self.checkpoints.append(step)
             self.saved.append(work)
 
-        dataflow = flow(self.config.group_size)
+        dataflow = self.dataflow or flow(self.config.group_size)
         self.store = dataflow.open_store(
             max_bytes=self.store_bytes, max_row_bytes=1 << 10, on_free=self.freed.append
         )
@@ -375,6 +376,13 @@ def test_a_step_that_the_store_cannot_hold_is_refused() -> None:
     w = world(prompts_per_step=4, group_size=2)
     w.store_bytes = 3 * 2 << 10  # three groups
     with pytest.raises(ValueError, match=r"prompts_per_step=4 groups would wait for ever"):
+        run_in_virtual_time(w.run())
+
+
+def test_a_dataflow_with_other_groups_than_the_configuration_is_refused() -> None:
+    w = world(group_size=2)
+    w.dataflow = flow(3)
+    with pytest.raises(ValueError, match=r"group_size=3 \(flow.generate\).*says group_size=2"):
         run_in_virtual_time(w.run())
 
 

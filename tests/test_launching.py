@@ -198,6 +198,16 @@ def test_a_dry_run_writes_nothing_and_prints_a_file_that_config_accepts(
     assert parsed.config.model.path == ""
 
 
+def test_a_dry_run_warns_of_what_a_setting_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch(tmp_path, ROWS, sampling=rlsys.SamplingConfig(top_p=0.8))
+    printed = capsys.readouterr().out
+    assert "# warning: sampling.top_p=0.8: completions come from the cut distribution" in printed
+    launch(tmp_path, ROWS)
+    assert "warning" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

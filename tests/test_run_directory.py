@@ -247,7 +247,7 @@ def test_a_directory_among_the_checkpoints_is_none(tmp_path: Path, name: str) ->
     with RunDirectory.create(tmp_path, "demo", CONFIG) as run:
         (run.checkpoints / name).mkdir()
         assert not run.has_checkpoint
-    with pytest.raises(ValueError, match="another --name, or delete it"):
+    with pytest.raises(ValueError, match=f"holds checkpoints/{name}, which no start of a run"):
         RunDirectory.create(tmp_path, "demo", CONFIG)
     with pytest.raises(ValueError, match="holds no checkpoint"):
         RunDirectory.resume(tmp_path, "demo", CONFIG)

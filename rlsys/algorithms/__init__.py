@@ -11,23 +11,28 @@ from rlsys.algorithms.advantages import (
     scale_rl_advantage,
 )
 from rlsys.algorithms.aggregation import constant_length, prompt_mean, sequence_mean, token_mean
-from rlsys.algorithms.corrections import corrected, icepop, opsm, sequence_tis, tis
+from rlsys.algorithms.composed import (
+    corrected,
+    decoupled_clipped_surrogate,
+    entropy_bonus,
+    interpolate_proximal,
+)
+from rlsys.algorithms.corrections import icepop, opsm, sequence_tis, tis
+from rlsys.algorithms.inputs import LossInputs
 from rlsys.algorithms.kl import k1, k2, k3, unbiased_k3
 from rlsys.algorithms.losses import (
     aipo,
     cispo,
     clipped_surrogate,
     clipped_value_loss,
-    decoupled_clipped_surrogate,
     dppo_mask,
-    entropy_bonus,
     gspo,
-    interpolate_proximal,
     reinforce,
     sapo_soft,
 )
 
 __all__ = [
+    "LossInputs",
     "aipo",
     "cispo",
     "clipped_surrogate",

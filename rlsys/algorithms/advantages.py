@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import torch
 
+from rlsys.algorithms.ratios import log_ratio
+
 
 def grpo_advantage(rewards: torch.Tensor, *, epsilon: float = 1e-4) -> torch.Tensor:
     """(r − mean) / (std + ε): GRPO, 2402.03300. [G] -> [G].
@@ -97,7 +99,7 @@ def distillation_advantage(
 
     Its mean over the student's own rollouts is minus the reverse KL divergence.
     """
-    return (teacher_logprobs - student_logprobs).detach()
+    return log_ratio(teacher_logprobs, student_logprobs).detach()
 
 
 def _centred(rewards: torch.Tensor, algorithm: str) -> torch.Tensor:

@@ -10,7 +10,11 @@ Both sums run over the global batch, so the result does not depend on micro-batc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+# (group_size, group_num_tokens, row_num_tokens) -> (weight of a token, part of the denominator)
+Aggregation = Callable[[int, int, int], tuple[float, float]]
 
 
 def token_mean(group_size: int, group_num_tokens: int, row_num_tokens: int) -> tuple[float, float]:

@@ -1,38 +1,30 @@
 """Corrections for the gap between the policy that sampled (μ) and the trainer's (π_prox, π_θ).
 
 A correction gives each token a weight [N], without gradient, and metrics [N]; `corrected`
-multiplies a loss with it:
-
-    loss = corrected(clipped_surrogate(0.2, 0.28), icepop(0.5, 5.0))
-
-A token with weight 0 drops out of the gradient and stays in the denominator. w = π_prox/μ.
+(composed.py) multiplies a loss with it. One that weighs by w = π_prox/μ goes with losses that leave
+w to it; a mask, of weights 0 and 1, goes with every loss. A token with weight 0 drops out of the
+gradient and stays in the denominator of the aggregation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 
-from rlsys.algorithms.losses import MAX_LOG_RATIO, TokenLoss, ratio
+from rlsys.algorithms.inputs import LossInputs, TokenLoss
+from rlsys.algorithms.ratios import bounded_exp, check_cap, log_ratio, ratio
 from rlsys.algorithms.sequences import mean_over_rollout, sum_over_rollout
-from rlsys.engines.training.protocol import LossFn, LossInputs
-
-Correction = Callable[[LossInputs], TokenLoss]
 
 
-@dataclass(frozen=True)
-class corrected:
-    """`loss` with each token weighted by `correction`; metrics of both."""
-
-    loss: LossFn
-    correction: Correction
+class Correction(Protocol):
+    @property
+    def weighs(self) -> bool:
+        """Whether its weights contain w; else they are a mask."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        loss, metrics = self.loss(inputs)
-        weight, weight_metrics = self.correction(inputs)
-        return weight * loss, metrics | weight_metrics
+        """Weights and metrics of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +32,10 @@ class tis:
     """min(w, cap) of each token: truncated importance sampling. cap is 2 (small models) to 8."""
 
     cap: float
+    weighs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_cap("cap", self.cap)
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         w = ratio(inputs.proximal_logprobs, inputs.sampler_logprobs)
@@ -53,11 +49,15 @@ class sequence_tis:
 
     cap: float
     geometric_mean: bool
+    weighs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_cap("cap", self.cap)
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         over_rollout = mean_over_rollout if self.geometric_mean else sum_over_rollout
-        gap = inputs.proximal_logprobs - inputs.sampler_logprobs
-        w = over_rollout(gap, inputs.row_index).clamp(max=MAX_LOG_RATIO).exp()
+        gap = log_ratio(inputs.proximal_logprobs, inputs.sampler_logprobs)
+        w = bounded_exp(over_rollout(gap, inputs.row_index))
         return w.clamp(max=self.cap), _truncation_metrics(w, self.cap)
 
 
@@ -67,6 +67,14 @@ class icepop:
 
     low: float
     high: float
+    weighs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise ValueError(
+                f"icepop({self.low}, {self.high}) keeps no token; use 0 <= low < high, such as "
+                "0.5 and 5."
+            )
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         w = ratio(inputs.proximal_logprobs, inputs.sampler_logprobs)
@@ -84,9 +92,10 @@ class opsm:
     """
 
     threshold: float
+    weighs: ClassVar[bool] = False
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        gap = inputs.sampler_logprobs - inputs.trainer_logprobs.detach()
+        gap = log_ratio(inputs.sampler_logprobs, inputs.trainer_logprobs.detach())
         far = mean_over_rollout(gap, inputs.row_index) > self.threshold
         dropped = (far & (inputs.advantages < 0)).to(gap.dtype)
         return 1 - dropped, {"correction/opsm_masked_frac": dropped}

@@ -8,6 +8,10 @@ Schulman, "Approximating KL divergence" (2020). With x = log p − log q:
     k2 = x²/2               biased; its gradient is the one of KL(p ‖ q) when p is the policy
     k3 = exp(−x) − 1 + x    unbiased, never negative
 
+A log-probability of −inf counts as −10000, so every estimate is finite. k3 grows like exp(−x), and
+one token in a million could decide the mean of a step: x is cut to ±20 and k3 to 10, as in verl.
+A token beyond either bound adds a constant and has no gradient.
+
 The penalty against a reference policy has p = π_θ and q = π_ref; the gap between sampler and
 trainer has p = μ and q = π_prox.
 """
@@ -16,19 +20,23 @@ from __future__ import annotations
 
 import torch
 
+from rlsys.algorithms.ratios import MAX_LOG_RATIO, log_ratio, ratio
+
+MAX_K3 = 10.0
+
 
 def k1(logprobs_p: torch.Tensor, logprobs_q: torch.Tensor) -> torch.Tensor:
-    return logprobs_p - logprobs_q
+    return log_ratio(logprobs_p, logprobs_q)
 
 
 def k2(logprobs_p: torch.Tensor, logprobs_q: torch.Tensor) -> torch.Tensor:
-    return (logprobs_p - logprobs_q).square() / 2
+    return log_ratio(logprobs_p, logprobs_q).square() / 2
 
 
 def k3(logprobs_p: torch.Tensor, logprobs_q: torch.Tensor) -> torch.Tensor:
-    difference = logprobs_p - logprobs_q
+    x = log_ratio(logprobs_p, logprobs_q).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1, because exp(−x) − 1 loses every digit where the two policies nearly agree.
-    return torch.expm1(-difference) + difference
+    return (torch.expm1(-x) + x).clamp(max=MAX_K3)
 
 
 def unbiased_k3(
@@ -38,5 +46,4 @@ def unbiased_k3(
 
     DeepSeek-V3.2, 2512.02556. The gradient flows through the ratio too.
     """
-    ratio = torch.exp(trainer_logprobs - sampler_logprobs)
-    return ratio * k3(trainer_logprobs, ref_logprobs)
+    return ratio(trainer_logprobs, sampler_logprobs) * k3(trainer_logprobs, ref_logprobs)

@@ -26,7 +26,7 @@ from rlsys.controller.generation import GenerationSide, Prompts
 from rlsys.controller.scoring import RewardsFailed, ScoringSide
 from rlsys.controller.state import NO_WORK, Group, Observer, OpenWork, RunState, TrainedStep
 from rlsys.controller.training import TrainingSide
-from rlsys.dataflow.graph import Dataflow, PerGroupStage
+from rlsys.dataflow.graph import Dataflow, GenerateStage, PerGroupStage
 from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.store import StreamStore
 from rlsys.errors import first_error
@@ -77,6 +77,12 @@ class Controller:
         first_step: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        sampled = flow.stage(GenerateStage).group_size
+        require(
+            sampled == config.group_size,
+            f"the dataflow samples groups of group_size={sampled} (flow.generate), the "
+            f"configuration says group_size={config.group_size}; give both the same.",
+        )
         require(
             store.has_room(config.prompts_per_step),
             f"a step of prompts_per_step={config.prompts_per_step} groups would wait for ever: "

@@ -23,7 +23,8 @@ from rlsys.dataflow.store import StreamStore
 if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
     import torch
 
-    from rlsys.engines.training.protocol import Aggregation, LossFn
+    from rlsys.algorithms.aggregation import Aggregation
+    from rlsys.algorithms.inputs import LossFn
 
 # One tensor [G] per column read -> [G], one value per rollout of the group.
 GroupFn = Callable[..., "torch.Tensor"]

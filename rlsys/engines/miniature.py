@@ -24,6 +24,7 @@ from torch import nn
 WINDOW = 5  # tokens in sliding windows, chunks, and what sparse attention chooses from a row
 CONTEXT = 32  # tokens in a row, for which positions are learned or rotary angles scaled
 ORIGINAL_CONTEXT = 16  # beyond which scaled angles differ from unscaled ones
+CAP = 2.0  # of attention scores and logits, and what else is clipped: random ones exceed it
 VOCABULARY = 64
 EXPERTS = 4
 FEWEST_LAYERS = 2
@@ -50,12 +51,13 @@ OTHER_HEADS = "linear_num_(key_|value_)?heads|index_n_heads"
 HEAD_GROUPS = "(mamba_)?n_?groups"
 WINDOWS = (
     "(sliding_|attention_|keep_|local_)?window(_size)?|sliding_window_size|local_attention|"
-    "attention_chunk_size|index_topk|index_topk_blocks|index_block_size|indexer_budget|floor_scale"
+    "attention_chunk_size|index_topk|index_topk_blocks|index_block_size|floor_scale"
 )
 CONTEXTS = "max_position_embeddings|max_seq_len|n_positions|n_ctx|max_target_positions"
 VOCABULARIES = "(\\w+_)?vocab_size(_\\w+)?|encoder_hash_byte_group_vocab"
 NUM_EXPERTS = "(num_|n_|moe_num_)(local_|routed_)?experts|zero_expert_num"
 CHOSEN_EXPERTS = "num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts"
+CAPS = "(\\w+_)?(soft_?cap|softcapping)|clip_qkv|swiglu_limit"
 # Widths that follow the number of heads; that of a head stays.
 WIDTHS = (
     "hidden_size|d_model|n_embd|emb_dim|d_inner|lru_width|attention_hidden_size|embedding_dim|"
@@ -112,8 +114,9 @@ def random_model(kind: Any, config: Any, *, seed: int = 0) -> Any:
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 else:
                     width = parameter[0].numel() if parameter.ndim == 2 else parameter.shape[-1]
-                    # Wide enough for attention and distributions that are far from uniform.
-                    share = 4.0 if id(parameter) in embeddings else 1.5
+                    # Wide enough for attention and distributions that are far from uniform; wider
+                    # ones would amplify float32's rounding from layer to layer.
+                    share = 4.0 if id(parameter) in embeddings else 1.0
                     parameter.normal_(0, share * width**-0.5)
             for buffer in _persistent_buffers(model):
                 noise = 0.2 * torch.randn_like(buffer)
@@ -160,6 +163,11 @@ def _shrink(settings: Settings, widths: Widths) -> None:
     for names, bound in highest.items():
         for name, value in _counts(settings, names):
             settings[name] = min(value, bound)
+    for name, value in settings.items():
+        if _is(name, CAPS) and isinstance(value, (int, float)) and value > 0:
+            settings[name] = min(float(value), CAP)
+    if settings.get("indexer_budget"):  # tokens, in blocks of which one is chosen
+        settings["indexer_budget"] = settings["indexer_compress_ratio"]
     rotaries = settings.get("rope_parameters") or {}
     for rotary in (rotaries, *rotaries.values()):
         if isinstance(rotary, dict) and rotary.get("original_max_position_embeddings"):

@@ -19,7 +19,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from rlsys.observe import metrics
+from rlsys import metrics
 from rlsys.observe.diagnosis import WINDOW, Finding, diagnose
 from rlsys.observe.phases import Phase, Phases
 from rlsys.observe.records import RolloutRecord

@@ -1,7 +1,7 @@
-"""What is wrong with a run, told from its metrics: pure functions of a few lines of numbers.
+"""What is wrong with a run, told from its metrics, and before it starts from its configuration.
 
-In: the metrics of the last steps. Out: findings, each a sentence with the number, the cause and
-what to do.
+In: the metrics of the last steps, or the settings. Out: findings, each a sentence with the number,
+the cause and what to do.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlsys.observe import metrics
-from rlsys.observe.metrics import recent_mean
+from rlsys import metrics
+from rlsys.config import SamplingConfig
+from rlsys.metrics import recent_mean
 
 Lines = Sequence[Mapping[str, float]]
 
@@ -32,6 +33,29 @@ class Finding:
     kind: str  # the same finding on later steps has the same kind
     message: str
     topic: str = ""  # of kinds that contradict each other, or empty
+
+
+def foresee(sampling: SamplingConfig) -> list[str]:
+    """What the settings will cost in every step, though they are allowed; the launch prints it."""
+    cuts = [f"sampling.top_p={sampling.top_p:g}"] if sampling.top_p < 1 else []
+    cuts += [f"sampling.top_k={sampling.top_k}"] if sampling.top_k > 0 else []
+    if not cuts:
+        return []
+    # Sampled from μ/Z over the tokens kept, which hold Z of the probability; recorded as μ.
+    loss = (
+        "what is cut off is never tried, and importance ratios are too large by 1/Z a token, Z "
+        "being what the kept tokens hold (1.25 where they hold 80%)"
+    )
+    if sampling.top_k == 0:
+        loss = (
+            f"up to {1 - sampling.top_p:.2g} of the probability is never tried, and importance "
+            f"ratios are too large by a factor of up to {1 / sampling.top_p:.3g} a token"
+        )
+    return [
+        f"{' and '.join(cuts)}: completions come from the cut distribution, log-probabilities from "
+        f"the whole one; {loss}, which neither kl/sampler_trainer shows nor a correction mends. "
+        "Gradients are exact with sampling.top_p=1 and sampling.top_k=0."
+    ]
 
 
 def diagnose(lines: Lines, *, max_staleness: int) -> list[Finding]:

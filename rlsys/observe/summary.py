@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlsys.observe import metrics
-from rlsys.observe.metrics import recent_mean
+from rlsys import metrics
+from rlsys.metrics import recent_mean
 
 REWARD_WINDOW = 10
 """Steps over which the reward before and after is averaged; half of the run if that is shorter."""

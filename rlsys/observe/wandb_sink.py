@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from rlsys.observe.metrics import STEP
+from rlsys.metrics import STEP
 
 
 class WandbSink:

@@ -19,6 +19,7 @@ from typing import Any
 
 import rlsys
 from recipes.grpo import GRPOConfig, grpo
+from rlsys import metrics
 from rlsys.config import (
     AsyncConfig,
     ModelConfig,
@@ -27,7 +28,7 @@ from rlsys.config import (
     SamplingConfig,
     TrainerConfig,
 )
-from rlsys.observe import metrics
+from rlsys.observe.metrics import read_metrics
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 32, 8, 16
 
@@ -64,7 +65,7 @@ def measure(args: argparse.Namespace, *, max_staleness: int, stream: bool) -> di
             observe=ObserveConfig(print_samples=0, record_groups=0, trace=False),
         )
         rlsys.launch(config, grpo(config, [exact_match], rows=[problem(rng) for _ in range(4096)]))
-        lines = metrics.read_metrics(Path(runs_dir) / "e2e" / "metrics.jsonl")[args.warm_up :]
+        lines = read_metrics(Path(runs_dir) / "e2e" / "metrics.jsonl")[args.warm_up :]
 
     def median(name: str) -> float:
         return statistics.median(line[name] for line in lines)

@@ -33,8 +33,9 @@ import rlsys
 from actors.launch import launch
 from recipes.grpo import grpo
 from recipes.quickstart import CHARACTERS, QuickstartConfig, problem
+from rlsys import metrics
 from rlsys.config import AsyncConfig, ObserveConfig, RewardConfig
-from rlsys.observe import metrics
+from rlsys.observe.metrics import read_metrics
 from rlsys.rewards import RewardRunner, exact_match, pack_rewards
 from rlsys.tiny_models import OwnModel
 
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace, reward: Any) -> tuple[list[float], Counter[str
             grpo(config, [reward], rows=rows),
             own_model=OwnModel(name="addition", characters=CHARACTERS),
         )
-        lines = metrics.read_metrics(Path(runs_dir) / "rewards" / "metrics.jsonl")
+        lines = read_metrics(Path(runs_dir) / "rewards" / "metrics.jsonl")
     assert len(lines) == args.num_steps
     failed: Counter[str] = Counter()
     for line in lines:

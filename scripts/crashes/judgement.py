@@ -10,12 +10,24 @@ from typing import Any
 
 from rlsys.audit import audit
 from rlsys.history import read_evidence
-from rlsys.observe.metrics import STEP, TIME_UNIX_S, read_metrics, without_times
+from rlsys.metrics import (
+    ROLLOUTS_ISSUED,
+    STEP,
+    TIME_UNIX_S,
+    WEIGHTS_BYTES,
+    without_times,
+)
+from rlsys.observe.metrics import read_metrics
 from rlsys.observe.step_log import read_lines
 from rlsys.run_directory import RunFiles
 
 # A step that was nearly done when its rank was killed may still be told.
 TOLD_LATE_S = 1.0
+
+
+# Of the process rather than of the run: what it had issued before it was killed, and that weights
+# were sent to replicas in the step, which a resumed one does before its first.
+OF_THE_PROCESS = {ROLLOUTS_ISSUED, WEIGHTS_BYTES}
 
 
 @dataclass(kw_only=True)
@@ -111,7 +123,8 @@ def differences(files: RunFiles, reference: RunFiles) -> list[str]:
     pairs = zip(read_metrics(files.metrics), read_metrics(reference.metrics), strict=False)
     for one, other in pairs:
         here, there = without_times(one), without_times(other)
-        names = [n for n in sorted(here.keys() | there.keys()) if here.get(n) != there.get(n)]
+        both = sorted((here.keys() | there.keys()) - OF_THE_PROCESS)
+        names = [name for name in both if here.get(name) != there.get(name)]
         if names:
             shown = ", ".join(f"{n} {here.get(n)} instead of {there.get(n)}" for n in names[:4])
             found.append(f"step {one[STEP]} differs from the undisturbed run: {shown}")

@@ -10,11 +10,9 @@ import random
 import time
 
 import rlsys
-from actors.launch import launch
 from recipes.grpo import grpo
 from recipes.quickstart import CHARACTERS, QuickstartConfig, problem
-from rlsys.cli import parse
-from rlsys.tiny_models import OwnModel
+from rlsys import OwnModel
 
 SCORE_S = 0.05
 NUM_PROBLEMS = 64  # few, so that the audit sees epochs come round
@@ -30,9 +28,9 @@ def close(rollout: rlsys.Rollout) -> float:
 
 
 def main() -> None:
-    parsed = parse(QuickstartConfig)
+    parsed = rlsys.parse(QuickstartConfig)
     rng = random.Random(parsed.config.seed)
-    launch(
+    rlsys.launch(
         parsed.config,
         grpo(parsed.config, [close], rows=[problem(rng) for _ in range(NUM_PROBLEMS)]),
         own_model=OwnModel(name="crashes", characters=CHARACTERS),

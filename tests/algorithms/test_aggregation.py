@@ -3,12 +3,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algorithms.aggregation import (
+    Aggregation,
     constant_length,
     prompt_mean,
     sequence_mean,
     token_mean,
 )
-from rlsys.engines.training.protocol import Aggregation
 
 # Two groups of two rollouts; the token losses of each rollout.
 GROUPS = [[[1.0, 2.0, 3.0], [6.0]], [[4.0], [0.0, 8.0]]]

@@ -1,12 +1,27 @@
 import math
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from rlsys.algorithms.corrections import Correction, corrected, icepop, opsm, sequence_tis, tis
-from rlsys.algorithms.losses import reinforce
-from rlsys.engines.training.protocol import LossInputs
+from rlsys.algorithms.composed import (
+    corrected,
+    decoupled_clipped_surrogate,
+    entropy_bonus,
+    interpolate_proximal,
+)
+from rlsys.algorithms.corrections import Correction, icepop, opsm, sequence_tis, tis
+from rlsys.algorithms.inputs import LossFn, LossInputs, TokenLoss
+from rlsys.algorithms.losses import (
+    aipo,
+    cispo,
+    clipped_surrogate,
+    dppo_mask,
+    gspo,
+    reinforce,
+    sapo_soft,
+)
 
 
 def make_inputs(ratios: list[float]) -> LossInputs:
@@ -61,3 +76,62 @@ def test_a_corrected_loss_is_weighted_and_reports_both() -> None:
 def test_a_hopeless_token_is_zeroed_and_not_infinite() -> None:
     weights, _ = icepop(0.5, 5.0)(make_inputs([1e38, 1.0, 1.0, 1.0]))
     assert weights.tolist() == pytest.approx([0.0, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [tis(2.0), icepop(0.5, 5.0), sequence_tis(2.0, geometric_mean=True)],
+)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        clipped_surrogate(0.2, 0.28),
+        gspo(3e-4, 4e-4),
+        cispo(5.0),
+        aipo(4.0),
+        sapo_soft(1.0, 1.05),
+        dppo_mask(0.2, 0.2),
+        decoupled_clipped_surrogate(0.2, 0.2, 2.0),
+        interpolate_proximal(decoupled_clipped_surrogate(0.2, 0.2, 2.0)),
+        corrected(reinforce(), tis(2.0)),
+        corrected(corrected(reinforce(), tis(2.0)), opsm(0.5)),
+        entropy_bonus(cispo(5.0), 0.01),
+    ],
+)
+def test_a_weight_that_would_count_twice_is_refused(loss: LossFn, correction: Correction) -> None:
+    with pytest.raises(ValueError, match=r"importance weight twice.*use the loss alone"):
+        corrected(loss, correction)
+    corrected(loss, opsm(0.5))  # a mask is no weight
+
+
+def test_the_weight_must_use_the_proximal_policy_of_the_ratio() -> None:
+    clipped = clipped_surrogate(0.2, 0.2, denominator="proximal")
+    with pytest.raises(ValueError, match=r"interpolate_proximal\(corrected\("):
+        corrected(interpolate_proximal(clipped), tis(2.0))
+    interpolate_proximal(corrected(clipped, tis(2.0)))
+
+
+def test_a_loss_of_ones_own_says_by_whom_it_divides() -> None:
+    def own(inputs: LossInputs) -> TokenLoss:
+        return -inputs.advantages * inputs.trainer_logprobs, {}
+
+    with pytest.raises(ValueError, match="does not say by whose policy"):
+        corrected(own, tis(2.0))
+    with pytest.raises(ValueError, match="does not say by whose policy"):
+        corrected(entropy_bonus(own, 0.1), tis(2.0))
+    own.denominator = "none"  # type: ignore[attr-defined]
+    found, _ = corrected(entropy_bonus(own, 0.1), tis(2.0))(make_inputs([1.0] * 4))
+    assert found.shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tis(0.0), r"cap=0\.0"),
+        (lambda: sequence_tis(-1.0, geometric_mean=True), r"cap=-1\.0"),
+        (lambda: icepop(5.0, 0.5), r"icepop\(5\.0, 0\.5\)"),
+    ],
+)
+def test_impossible_bounds_are_refused(make: Callable[[], Correction], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -40,6 +40,24 @@ def test_gradient_of_the_unbiased_penalty_is_that_of_the_divergence() -> None:
     torch.testing.assert_close(torch.autograd.grad(penalty, logits)[0], exact)
 
 
+@pytest.mark.parametrize("p", [-math.inf, -200.0, -1.0, 0.0])
+@pytest.mark.parametrize("q", [-math.inf, -200.0, -1.0, 0.0])
+def test_estimates_of_excluded_tokens_are_finite_and_k3_is_bounded(p: float, q: float) -> None:
+    for estimate in (k1, k2, k3, lambda p, q: unbiased_k3(p, q, q), lambda p, q: k3(q, p)):
+        policy = torch.tensor([p], requires_grad=True)
+        found = estimate(policy, torch.tensor([q]))
+        (gradient,) = torch.autograd.grad(found.sum(), policy)
+        assert found.isfinite().all()
+        assert gradient.isfinite().all()
+    assert 0 <= float(k3(torch.tensor(p), torch.tensor(q))) <= 10
+
+
+def test_k3_is_cut_at_10() -> None:
+    q = torch.zeros(3)
+    found = k3(torch.tensor([-2.0, -3.0, 12.0]), q)  # e² − 1 − 2; e³ − 4 = 16 → 10; 11 → 10
+    assert found.tolist() == pytest.approx([math.exp(2) - 3, 10.0, 10.0])
+
+
 @given(x=st.floats(-5, 5), y=st.floats(-5, 5))
 def test_k3_is_never_negative(x: float, y: float) -> None:
     p, q = torch.tensor([x], dtype=torch.float64), torch.tensor([y], dtype=torch.float64)

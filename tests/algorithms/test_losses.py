@@ -8,20 +8,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.algorithms.composed import (
+    corrected,
+    decoupled_clipped_surrogate,
+    entropy_bonus,
+    interpolate_proximal,
+)
+from rlsys.algorithms.corrections import icepop, opsm, sequence_tis, tis
+from rlsys.algorithms.inputs import LossFn, LossInputs
 from rlsys.algorithms.losses import (
     aipo,
     cispo,
     clipped_surrogate,
     clipped_value_loss,
-    decoupled_clipped_surrogate,
     dppo_mask,
-    entropy_bonus,
     gspo,
-    interpolate_proximal,
     reinforce,
     sapo_soft,
 )
-from rlsys.engines.training.protocol import LossFn, LossInputs
 
 LOSSES: list[LossFn] = [
     reinforce(),
@@ -35,6 +39,12 @@ LOSSES: list[LossFn] = [
     sapo_soft(1.0, 1.05),
     dppo_mask(0.2, 0.2),
     entropy_bonus(reinforce(), 0.01),
+    corrected(clipped_surrogate(0.2, 0.28, denominator="proximal"), tis(2.0)),
+    corrected(gspo(3e-4, 4e-4, denominator="proximal"), sequence_tis(2.0, geometric_mean=True)),
+    corrected(sapo_soft(1.0, 1.05, denominator="proximal"), icepop(0.5, 5.0)),
+    corrected(reinforce(), sequence_tis(2.0, geometric_mean=False)),
+    corrected(reinforce(), icepop(0.5, 5.0)),
+    corrected(cispo(5.0), opsm(0.5)),
 ]
 
 
@@ -147,9 +157,17 @@ def test_soft_gate_by_hand() -> None:
 def test_dppo_drops_by_difference_of_probabilities() -> None:
     frequent = make_inputs(RATIOS, ADVANTAGES, probability=0.5)
     values, gradient = loss_and_gradient(dppo_mask(0.2, 0.2), frequent)
-    assert values == gradient == pytest.approx([0.0, -0.5, 1.5, 0.0])
+    assert gradient == pytest.approx([0.0, -0.5, 1.5, 0.0])
+    assert values == pytest.approx([0, -0.5 * math.log(0.25), 1.5 * math.log(0.75), 0])
     rare = make_inputs([9.0, 0.1], [1.0, -1.0], probability=0.01)
-    assert loss_and_gradient(dppo_mask(0.2, 0.2), rare)[0] == pytest.approx([-9.0, 0.1])
+    assert loss_and_gradient(dppo_mask(0.2, 0.2), rare)[1] == pytest.approx([-9.0, 0.1])
+
+
+def test_dppo_truncates_the_ratio_of_a_rare_token() -> None:
+    rare = make_inputs([1e5, 1e5], [1.0, -1.0], probability=1e-6)  # moved by 0.1 alone: not masked
+    assert loss_and_gradient(dppo_mask(0.2, 0.2), rare)[1] == pytest.approx([-20.0, 20.0])
+    capped = dppo_mask(0.2, 0.2, max_ratio=3.0)
+    assert loss_and_gradient(capped, rare)[1] == pytest.approx([-3.0, 3.0])
 
 
 def test_entropy_bonus_lowers_the_loss() -> None:
@@ -180,6 +198,82 @@ def test_losses_and_gradients_stay_finite(loss: LossFn, log_ratios: list[float])
     inputs = replace(inputs, trainer_logprobs=moved, proximal_logprobs=moved.detach())
     values, gradient = loss_and_gradient(loss, inputs)
     assert all(map(math.isfinite, values + gradient))
+
+
+INF = math.inf
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(
+    "triple",  # log-probabilities of one token by μ, π_prox and π_θ
+    [
+        (-1.0, -INF, -INF),
+        (-INF, -1.0, -1.0),
+        (-INF, -INF, -INF),
+        (-1.0, -1.0, -INF),
+        (-1.0, -INF, -1.0),
+        (-70.0, -1.0, -1.0),  # ratio 1e30
+        (-1.0, -70.0, -70.0),
+        (0.0, 0.0, 0.0),
+    ],
+)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_excluded_tokens_leave_everything_finite(
+    loss: LossFn, triple: tuple[float, float, float], advantage: float
+) -> None:
+    """As the only token of its rollout, and beside an ordinary one that keeps its gradient."""
+    for rows in ([0, 1], [0, 0]):
+        inputs = make_inputs([1.0, 1.0], [advantage, 1.0], rows=rows, staleness=[2, 0])
+        sampler, proximal, trainer = (torch.tensor([x, -0.5]) for x in triple)
+        inputs = replace(
+            inputs,
+            sampler_logprobs=sampler,
+            proximal_logprobs=proximal,
+            trainer_logprobs=trainer.requires_grad_(),
+        )
+        values, gradient = loss_and_gradient(loss, inputs)
+        assert all(map(math.isfinite, values + gradient))
+        assert all(metric.isfinite().all() for metric in loss(inputs)[1].values())
+        if triple[2] == -INF:
+            assert gradient[0] == 0
+        if rows == [0, 1]:
+            assert gradient[1] == pytest.approx(-1.0)
+    alone = LossInputs(**{name: value[:1].detach() for name, value in vars(inputs).items()})
+    alone = replace(alone, trainer_logprobs=alone.trainer_logprobs.requires_grad_())
+    values, gradient = loss_and_gradient(loss, alone)
+    assert all(map(math.isfinite, values + gradient))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_are_those_of_float64(loss: LossFn, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def around(mean: float, spread: float) -> torch.Tensor:
+        return mean + spread * torch.randn(6, generator=generator, dtype=torch.float64)
+
+    sampler = around(-2.0, 0.1)
+    proximal = sampler + around(0.0, 0.3)
+    double = LossInputs(
+        trainer_logprobs=(proximal + around(0.0, 0.3)).requires_grad_(),
+        proximal_logprobs=proximal,
+        sampler_logprobs=sampler,
+        advantages=around(0.0, 1.0),
+        entropy=torch.ones(6, dtype=torch.float64),
+        staleness=torch.tensor([0, 1, 2, 3, 0, 1]),
+        row_index=torch.tensor([0, 0, 0, 1, 2, 2]),
+    )
+    single = LossInputs(
+        **{
+            name: value.detach().float() if value.is_floating_point() else value
+            for name, value in vars(double).items()
+        }
+    )
+    single = replace(single, trainer_logprobs=single.trainer_logprobs.requires_grad_())
+    for found, exact in zip(
+        loss_and_gradient(loss, single), loss_and_gradient(loss, double), strict=True
+    ):
+        assert found == pytest.approx(exact, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -214,12 +308,14 @@ def test_value_loss_takes_the_worse_of_clipped_and_free() -> None:
         (lambda: clipped_surrogate(0.0, 0.2), "clip_low=0.0"),
         (lambda: clipped_surrogate(0.2, -0.2), "clip_high=-0.2"),
         (lambda: clipped_surrogate(0.2, 0.2, dual_clip=0.5), "dual_clip=0.5"),
-        (lambda: decoupled_clipped_surrogate(0.2, 0.2, 0), "max_weight=0"),
+        (lambda: decoupled_clipped_surrogate(0.2, 0.2, 0), "cap=0"),
         (lambda: gspo(2.0, 0.2), "clip_low=2.0"),
         (lambda: cispo(0.0), r"max_ratio=0\.0"),
         (lambda: aipo(-1.0), r"max_ratio=-1\.0"),
         (lambda: sapo_soft(0.0, 1.0), r"temperature_positive=0\.0"),
         (lambda: dppo_mask(0.2, 1.5), r"max_fall=1\.5"),
+        (lambda: dppo_mask(0.2, 0.2, 0.0), r"max_ratio=0\.0"),
+        (lambda: clipped_surrogate(0.2, 0.2, denominator="ref"), "denominator='ref'"),  # type: ignore[arg-type]
     ],
 )
 def test_impossible_constants_are_refused(make: Callable[[], LossFn], message: str) -> None:

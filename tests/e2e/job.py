@@ -119,7 +119,7 @@ def start_command(
     return Job(process=process, log=log, mark=mark)
 
 
-def run(script: str, arguments: Sequence[str], directory: Path, *, timeout_s: float = 180) -> Job:
+def run(script: str, arguments: Sequence[str], directory: Path, *, timeout_s: float = 280) -> Job:
     """Run to the end; asserts that no process is left behind."""
     job = start(script, arguments, directory)
     try:
@@ -135,7 +135,7 @@ SMALL_QUICKSTART = shlex.split(
 )
 
 
-def quickstart(directory: Path, *arguments: str, timeout_s: float = 180) -> Job:
+def quickstart(directory: Path, *arguments: str, timeout_s: float = 280) -> Job:
     """A quickstart of seconds in `directory`/runs; `arguments` win over its small sizes."""
     where = ["--runs-dir", str(directory / "runs")]
     return run(

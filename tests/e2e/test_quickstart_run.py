@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlsys.dataflow.ledger import Ledger, read_events
-from rlsys.observe.metrics import read_metrics, without_times
+from rlsys.metrics import without_times
+from rlsys.observe.metrics import read_metrics
 from tests.e2e.job import quickstart, run
 
 

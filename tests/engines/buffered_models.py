@@ -15,6 +15,7 @@ BUFFERED: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
+        "topk_method": "noaux_tc",  # as on the hub, for vLLM
         "n_group": 2,
         "topk_group": 1,
         "moe_intermediate_size": 32,

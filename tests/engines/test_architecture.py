@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rlsys.engines import attention
 from rlsys.engines.architecture import check_architecture
+from rlsys.engines.attention import AttentionRule
 from rlsys.engines.causal_lm import load_causal_lm, use_engine_layers
 from rlsys.engines.context import UNBOUNDED, context_length, row_limit
 from rlsys.engines.generation.backbone import Backbone
+from rlsys.engines.generation.kv_cache import SlotCache
 from rlsys.engines.miniature import build_miniature, miniature_config
 from rlsys.engines.training.collate import collate
 from rlsys.engines.training.token_policy import TokenPolicy
 from tests.engines.torch_engine_harness import build_model
 from tests.engines.training_harness import make_rows
 
+# Of models that have none by default.
+WINDOWS = {"phimoe": {"sliding_window": 2047}}
+
 
 def loaded(model_type: str, **settings: Any) -> Any:
     """A small model of that type as load_causal_lm gives it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(model_type, **settings)
+    config = AutoConfig.for_model(model_type, **(WINDOWS.get(model_type, {}) | settings))
     model = build_miniature(AutoModelForCausalLM._model_mapping[type(config)], config)
     use_engine_layers(model)
     return model
@@ -103,8 +110,13 @@ def test_a_model_that_sees_the_future_is_refused() -> None:
 
 
 def test_a_mask_of_a_models_own_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"DogeForCausalLM cannot run with the attention of rlsys"):
+    with pytest.raises(ValueError, match=r"DogeForCausalLM cannot be trained with the attention"):
         check_architecture(loaded("doge"))
+
+
+def test_a_model_that_cannot_be_differentiated_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ReformerModelWithLMHead cannot be trained"):
+        check_architecture(loaded("reformer", is_decoder=True))
 
 
 def test_a_head_that_is_not_linear_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +166,8 @@ def test_a_miniature_has_every_kind_of_layer() -> None:
     small = miniature_config(config)
     assert sorted(small.layer_types) == ["full_attention", "sliding_attention"]
     assert small.sliding_window == 5
+    assert AutoConfig.for_model("gemma2").attn_logit_softcapping == 50
+    assert miniature_config(AutoConfig.for_model("gemma2")).attn_logit_softcapping == 2
     assert small.query_pre_attn_scalar == config.query_pre_attn_scalar
 
     config = AutoConfig.for_model("deepseek_v3")
@@ -204,3 +218,43 @@ def _phi3_class() -> Any:
     from transformers import Phi3ForCausalLM
 
     return Phi3ForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("model_type", "without"),
+    [("gpt_oss", "sinks"), ("phimoe", "sliding_window"), ("gemma2", "softcap")],
+)
+def test_the_check_notices_what_attention_leaves_out(
+    model_type: str, without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = attention.causal_attention
+    forgotten: dict[str, Any] = {without: None}
+
+    def forgetful(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule, **_: Any
+    ) -> torch.Tensor:
+        return whole(query, key, value, replace(rule, **forgotten))
+
+    monkeypatch.setattr(attention, "causal_attention", forgetful)
+    with pytest.raises(ValueError, match="computes its attention or its logits in a way"):
+        check_architecture(loaded(model_type))
+
+
+def test_the_check_notices_what_decoding_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that only the cache forgets."""
+    model = loaded("phimoe")
+    whole = SlotCache.attend_one
+
+    def forgetful(
+        self: SlotCache,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        return whole(self, layer, query, key, value, replace(rule, sliding_window=None))
+
+    monkeypatch.setattr(SlotCache, "attend_one", forgetful)
+    with pytest.raises(ValueError, match="decodes token by token to other log-probabilities"):
+        Backbone(model)

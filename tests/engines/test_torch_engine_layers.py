@@ -94,6 +94,17 @@ def test_onednn_layer_is_the_linear_layer(bias: bool) -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_what_a_onednn_layer_returns_can_be_changed_in_place() -> None:
+    """Gemma 3n does."""
+    layer = nn.Linear(8, 4)
+    use_onednn(layer)
+    for shape in ((8,), (3, 8), (2, 3, 8)):
+        output = layer(torch.ones(shape))
+        output += 1
+        output.sum().backward()
+        assert output.shape == (*shape[:-1], 4)
+
+
 def test_onednn_layer_leaves_other_precisions_and_no_rows_to_torch() -> None:
     layer = nn.Linear(8, 4)
     use_onednn(layer)

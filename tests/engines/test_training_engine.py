@@ -11,10 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.algorithms.aggregation import constant_length, prompt_mean, sequence_mean, token_mean
+from rlsys.algorithms.aggregation import (
+    Aggregation,
+    constant_length,
+    prompt_mean,
+    sequence_mean,
+    token_mean,
+)
+from rlsys.algorithms.inputs import LossInputs
 from rlsys.algorithms.losses import reinforce
 from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.training.protocol import Aggregation, LossInputs
 from rlsys.engines.training.supervised import supervised_row
 from rlsys.layout.transport import available_memory
 from rlsys.layout.transport.shared_memory import MemoryGone

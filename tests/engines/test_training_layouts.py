@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from rlsys.algorithms.aggregation import prompt_mean, sequence_mean
-from rlsys.algorithms.losses import entropy_bonus, gspo
+from rlsys.algorithms.composed import entropy_bonus
+from rlsys.algorithms.losses import gspo
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.tiny_models import Family
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow

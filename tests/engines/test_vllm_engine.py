@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import itertools
+import shutil
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.protocol import EngineError
@@ -212,8 +214,24 @@ def test_both_engines_draw_the_same_completions_from_the_same_seeds(
         assert tokens in [generation.token_ids.tolist() for generation in whole.values()]
 
 
+@pytest.fixture
+def indifferent(
+    running: VLLMEngine, paths: list[Path], tmp_path: Path, run: Run
+) -> tuple[VLLMEngine, Path]:
+    """The module's engine with weights that make all 259 tokens equally likely, and these weights
+    as a model."""
+    path = tmp_path / "indifferent"
+    shutil.copytree(paths[0], path)
+    model = load(path)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()
+    model.save_pretrained(path)
+    run(update(running, publish(model, 2, tmp_path / "weights")))
+    return running, path
+
+
 def drawn(seed: int, num_tokens: int) -> list[int]:
-    """What a request draws at a temperature at which all 259 tokens are equally likely."""
+    """What a request draws from equally likely tokens."""
     keys = np.full(num_tokens, stream_key(seed), np.uint64)
     return [int(259 * number) for number in uniforms(keys, np.arange(num_tokens))]
 
@@ -228,9 +246,10 @@ def is_printable(token_ids: list[int]) -> bool:
 
 
 def test_both_engines_stop_at_the_same_strings_special_tokens_included(
-    engine: VLLMEngine, paths: list[Path], run: Run
+    indifferent: tuple[VLLMEngine, Path], run: Run
 ) -> None:
     """A special token; a string of three tokens; one that a continued completion began before."""
+    engine, path = indifferent
     num_tokens = 26
     seed = seed_that_draws(
         lambda tokens: tokens[25] == BOS and EOS not in tokens and is_printable(tokens[10:13]),
@@ -244,12 +263,12 @@ def test_both_engines_stop_at_the_same_strings_special_tokens_included(
             request_id=f"stop-{number}",
             prompt_token_ids=[9, *tokens[:num_prior]],
             num_prior_tokens=num_prior,
-            sampling=SamplingParams(temperature=1e6, max_tokens=40, stop=("never", stop)),
+            sampling=SamplingParams(max_tokens=40, stop=("never", stop)),
             seed=seed,
         )
 
     requests = [request(0, "<bos>", 0), request(1, word, 0), request(2, word, 12)]
-    ours = run(torch_generate(paths[0], requests))
+    ours = run(torch_generate(path, requests))
     for generation, expected in zip(
         run(generate(engine, requests)), [tokens, tokens[:13], tokens[12:13]], strict=True
     ):
@@ -259,11 +278,12 @@ def test_both_engines_stop_at_the_same_strings_special_tokens_included(
 
 
 def test_both_engines_end_at_the_same_tokens(
-    engine: VLLMEngine, paths: list[Path], run: Run
+    indifferent: tuple[VLLMEngine, Path], run: Run
 ) -> None:
+    engine, path = indifferent
     seed = seed_that_draws(lambda tokens: tokens[20] == EOS, 21)
-    requests = make_requests([[9]] * (seed + 1), "end", temperature=1e6, max_tokens=40)[-1:]
-    (ours,) = run(torch_generate(paths[0], requests)).values()
+    requests = make_requests([[9]] * (seed + 1), "end", max_tokens=40)[-1:]
+    (ours,) = run(torch_generate(path, requests)).values()
     (theirs,) = run(generate(engine, requests))
     tokens = drawn(seed, 21)
     for generation in (ours, theirs):
@@ -326,6 +346,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
         ([], {}, "prompt of 0 tokens"),
         ([259], {}, "out of vocabulary"),
         ([5], {"temperature": 0.001}, "temperature=0.001"),
+        ([5], {"temperature": 2.1}, "temperature=2.1"),
         ([5], {"max_tokens": 0}, "max_tokens"),
     ],
 )

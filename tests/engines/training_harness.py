@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from rlsys.algorithms.aggregation import token_mean
+from rlsys.algorithms.aggregation import Aggregation, token_mean
+from rlsys.algorithms.inputs import LossFn
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.protocol import Aggregation, LossFn
 from rlsys.engines.training.ranks import init_process_group
 from rlsys.engines.training.sharding import whole
 from rlsys.layout.transport.shm import open_weights

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from rlsys.observe.diagnosis import diagnose
+from rlsys.config import SamplingConfig
+from rlsys.observe.diagnosis import diagnose, foresee
 
 HEALTHY: Mapping[str, float] = {
     "reward/mean": 0.5,
@@ -116,3 +117,22 @@ def test_failed_rewards_are_told_at_once_with_their_reasons() -> None:
 
 def test_what_was_not_measured_is_not_judged() -> None:
     assert found([{"step": i} for i in range(1, 9)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "parts"),
+    [
+        (SamplingConfig(top_p=0.9), ["sampling.top_p=0.9:", "up to 0.1 of", "up to 1.11 a token"]),
+        (SamplingConfig(top_k=50), ["sampling.top_k=50:", "1.25 where they hold 80%"]),
+        (SamplingConfig(top_p=0.9, top_k=50), ["top_p=0.9 and sampling.top_k=50:", "by 1/Z a"]),
+    ],
+)
+def test_a_cut_distribution_is_warned_of_before_the_start(
+    sampling: SamplingConfig, parts: list[str]
+) -> None:
+    (warning,) = foresee(sampling)
+    assert all(part in warning for part in [*parts, "Gradients are exact with sampling.top_p=1"])
+
+
+def test_the_whole_distribution_needs_no_warning() -> None:
+    assert foresee(SamplingConfig()) == []

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.observe import metrics
-from rlsys.observe.metrics import MetricsWriter, by_reason, read_metrics, without_times
+from rlsys import metrics
+from rlsys.metrics import by_reason, without_times
+from rlsys.observe.metrics import MetricsWriter, read_metrics
 
 CONTRACT = {
     "step",

@@ -186,7 +186,7 @@ def test_numbers_that_differ_from_an_undisturbed_run_are_named(tmp_path: Path) -
         rest = {"policy_versions": [0], "reward": 1.0, "advantage": 0.5}
         files = files_of(
             tmp_path / name,
-            metrics=[{"step": 1, "loss": loss, "time/step_s": token}],
+            metrics=[{"step": 1, "loss": loss, "time/step_s": token, "rollouts/issued": len(name)}],
             rollouts=[{**rollout, **rest}],
         )
         files.hf.mkdir()

@@ -43,6 +43,7 @@ def is_llama_like(model: Any) -> bool:
     backbone = model_backbone(model)
     return (
         _parts(backbone) == BACKBONE_PARTS
+        and _is_rms_norm(backbone.norm)
         and _is_static(backbone.rotary_emb)
         and all(map(_is_known, backbone.layers))
     )
@@ -228,6 +229,8 @@ def _is_known(layer: Any) -> bool:
     if _parts(layer) not in (PRE_NORM_PARTS, SANDWICH_PARTS) or _parts(layer.mlp) != MLP_PARTS:
         return False
     attention, mlp = layer.self_attn, layer.mlp
+    if not all(_is_rms_norm(part) for name, part in layer.named_children() if "norm" in name):
+        return False
     if _parts(attention) == ATTENTION_PARTS | HEAD_NORMS:
         if attention.q_norm.weight.shape != (attention.head_dim,):
             return False
@@ -235,6 +238,12 @@ def _is_known(layer: Any) -> bool:
         return False
     joined = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
     return all(len({part.bias is None for part in parts}) == 1 for parts in joined)
+
+
+def _is_rms_norm(module: Any) -> bool:
+    """By its parts; whoever builds a decoder compares numbers."""
+    eps = getattr(module, "eps", None) or getattr(module, "variance_epsilon", None)
+    return eps is not None and [name for name, _ in module.named_parameters()] == ["weight"]
 
 
 def _parts(module: nn.Module) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.config import VLLM_MIN_TEMPERATURE
+from rlsys.config import VLLM_TEMPERATURES
 from rlsys.engines.generation.sampling import stream_key
 from rlsys.engines.generation.stopping import text_after
 from rlsys.types import FinishReason, Generation, GenerationRequest
@@ -40,10 +40,11 @@ def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[i
             f"request {request_id!r} has a prompt of {num_tokens} tokens; the context of {limit} "
             f"tokens takes 1 to {limit - 1} and a completion."
         )
-    if 0 < sampling.temperature < VLLM_MIN_TEMPERATURE:
+    lowest, highest = VLLM_TEMPERATURES
+    if sampling.temperature and not lowest <= sampling.temperature <= highest:
         raise ValueError(
-            f"request {request_id!r} has temperature={sampling.temperature}; vLLM's lowest is "
-            f"{VLLM_MIN_TEMPERATURE}, or 0 for the most likely token."
+            f"request {request_id!r} has temperature={sampling.temperature}; vLLM samples from "
+            f"{lowest} to {highest}, and at 0 the most likely token."
         )
     stream = stream_key(request.seed)
     try:

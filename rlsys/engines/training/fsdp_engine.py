@@ -17,8 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlsys import metrics
 from rlsys.algorithms import kl
-from rlsys.algorithms.aggregation import token_mean
+from rlsys.algorithms.aggregation import Aggregation, token_mean
+from rlsys.algorithms.inputs import LossFn, LossInputs
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.cpu_memory import keep_freed_memory
@@ -33,7 +35,6 @@ from rlsys.engines.training.optimizer import (
     set_learning_rate,
     squared_norm,
 )
-from rlsys.engines.training.protocol import Aggregation, LossFn, LossInputs
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks
 from rlsys.engines.training.sharding import recompute_activations, shard, whole
@@ -42,7 +43,6 @@ from rlsys.engines.training.statistics import StepStatistics, StepSums
 from rlsys.engines.training.supervised import supervised_loss, supervised_row
 from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.engines.training.trainer_state import load_state, save_state, state_tensors
-from rlsys.observe import metrics
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 

@@ -9,40 +9,12 @@ micro-batches and ranks, so the result depends neither on the number of ranks no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from rlsys.engines.training.snapshot import SnapshotFile
 from rlsys.types import Float32Array, MicroBatch, StepResult, WeightManifest
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossInputs:
-    """Flat tensors over the N completion tokens, with loss mask 1, of one forward pass.
-
-    All tokens of a rollout lie in the same pass. N may be 0: a rank without rows takes part in the
-    collectives of the others.
-    """
-
-    trainer_logprobs: torch.Tensor  # [N] float32, carries the gradient
-    proximal_logprobs: torch.Tensor  # [N] the trainer's policy at the start of the step, detached
-    sampler_logprobs: torch.Tensor  # [N]
-    advantages: torch.Tensor  # [N]
-    entropy: torch.Tensor  # [N] exact, of the trainer's distribution, in nats; carries its gradient
-    staleness: torch.Tensor  # [N] int64: policy_version of the trainer less that of the token
-    row_index: torch.Tensor  # [N] int64, 0 <= row_index < N: which rollout a token belongs to
-
-
-# Per-token loss [N] and named per-token metrics [N]; metrics are averaged over the global batch.
-LossFn = Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-
-# (group_size, group_num_tokens, row_num_tokens) of a rollout -> (weight of each of its tokens, what
-# the rollout adds to the denominator). The loss is Σ weight·loss / Σ denominator over the batch.
-Aggregation = Callable[[int, int, int], tuple[float, float]]
 
 
 class TrainingEngine(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlsys.engines.training.protocol import LossInputs
+from rlsys.algorithms.inputs import LossInputs
 from rlsys.types import TrainRow
 
 

@@ -1,0 +1,42 @@
+"""Ratios of two policies' probabilities of the sampled tokens, finite whatever the policies say.
+
+In: log-probabilities [N], of which any may be −inf (a token that a policy excludes). Out: [N],
+finite, and so are the gradients, which are exactly 0 where a bound holds.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Stands for −inf: its exp is 0 in every type, and 0 times it is 0, where 0 · −inf is NaN. No policy
+# that can be trained comes near.
+LOWEST_LOGPROB = -1e4
+
+# exp of more overflows in float16 and, multiplied by a mask's 0, gives NaN in any type. A ratio of
+# e^20 is far beyond every clip.
+MAX_LOG_RATIO = 20.0
+
+
+def floored(logprobs: torch.Tensor) -> torch.Tensor:
+    """The log-probabilities, at least LOWEST_LOGPROB; below it they have no gradient. [N]."""
+    return logprobs.clamp(min=LOWEST_LOGPROB)
+
+
+def log_ratio(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
+    """log π − log π_base of each token, [N]; 0 where both are −inf."""
+    return floored(logprobs) - floored(base_logprobs)
+
+
+def ratio(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
+    """π/π_base of each token, at most e^20, [N]."""
+    return bounded_exp(log_ratio(logprobs, base_logprobs))
+
+
+def bounded_exp(log_ratios: torch.Tensor) -> torch.Tensor:
+    return log_ratios.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def check_cap(name: str, cap: float) -> None:
+    """Raise ValueError for an upper bound of a ratio that leaves nothing."""
+    if not cap > 0:
+        raise ValueError(f"{name}={cap} stops every gradient; use a positive cap, usually 2 to 10.")
