@@ -31,8 +31,8 @@ IMPORT_TIMEOUT_S = 180.0
 
 # The quickstart's processes (driver, Ray, a replica, a trainer) need about 3 GiB in all.
 MIN_MEMORY_GIB, GOOD_MEMORY_GIB = 2.0, 6.0
-# Rollouts (cluster.store_gib) and two versions of the weights lie there. Docker's default is 64 MB.
-MIN_SHM_GIB, GOOD_SHM_GIB = 0.25, 2.0
+# vLLM's queues between its processes take 0.25 GiB a rank. Docker's default is 64 MB.
+GOOD_SHM_GIB = 0.5
 MIN_DISK_GIB, GOOD_DISK_GIB = 0.5, 10.0
 SETUP = "bash scripts/setup.sh"
 
@@ -150,18 +150,35 @@ def check_runs_dir(directory: Path) -> Check:
     )
 
 
-def available_memory_bytes() -> int:
-    """What processes can still take: the machine's, or the container's where that is less."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # counts caches that give way
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int((group / "memory.current").read_text()))
-    return free
+def check_memory() -> Check:
+    try:
+        from rlsys.layout.transport.available_memory import available_bytes
+    except ImportError as error:
+        return Check("fail", "memory", f"not checked: {error}", SETUP)
+    return check_amount(
+        "memory",
+        available_bytes() / GIB,
+        least=MIN_MEMORY_GIB,
+        good=GOOD_MEMORY_GIB,
+        purpose="available",
+        fix="end other programs, or use a larger machine or container",
+    )
+
+
+def check_shared_memory(directory: Path) -> Check:
+    """Rollouts and weights need none of it."""
+    if not directory.is_dir():
+        return Check("warn", "/dev/shm", "missing; rollout.engine=vllm does not start without")
+    free_gib = shutil.disk_usage(directory).free / GIB
+    if free_gib < GOOD_SHM_GIB:
+        return Check(
+            "warn",
+            "/dev/shm",
+            f"{free_gib:.1f} GiB free, too little for vLLM's processes to talk through",
+            "mount -o remount,size=2g /dev/shm, or docker run --shm-size=2g, or --rollout.engine "
+            "torch",
+        )
+    return Check("ok", "/dev/shm", f"{free_gib:.1f} GiB free")
 
 
 TORCH = """
@@ -188,26 +205,8 @@ def checks(runs_dir: Path) -> Iterator[Check]:
         needed=False,
         fix=f'{SETUP}; without it use rollout.engine="torch"',
     )
-    yield check_amount(
-        "memory",
-        available_memory_bytes() / GIB,
-        least=MIN_MEMORY_GIB,
-        good=GOOD_MEMORY_GIB,
-        purpose="available",
-        fix="end other programs, or use a larger machine or container",
-    )
-    shm = Path("/dev/shm")
-    if shm.is_dir():
-        yield check_amount(
-            "/dev/shm",
-            shutil.disk_usage(shm).free / GIB,
-            least=MIN_SHM_GIB,
-            good=GOOD_SHM_GIB,
-            purpose="free",
-            fix="mount -o remount,size=4g /dev/shm, or docker run --shm-size=4g",
-        )
-    else:
-        yield Check("warn", "/dev/shm", "missing; weights go through files on disk")
+    yield check_memory()
+    yield check_shared_memory(Path("/dev/shm"))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_port(6379, "ray start --head")
     yield check_port(8265, "Ray's dashboard and job submission")

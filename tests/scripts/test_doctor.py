@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,14 +11,15 @@ import pytest
 
 from scripts.doctor import (
     Check,
-    available_memory_bytes,
     check_amount,
     check_import,
+    check_memory,
     check_open_files,
     check_pins,
     check_port,
     check_python,
     check_runs_dir,
+    check_shared_memory,
     report,
 )
 
@@ -112,5 +114,17 @@ def test_a_place_for_runs(tmp_path: Path) -> None:
     assert check_runs_dir(tmp_path / "runs").status in ("ok", "warn")
 
 
-def test_memory_is_plausible() -> None:
-    assert 2**20 < available_memory_bytes() < 2**50
+def test_memory() -> None:
+    assert check_memory().subject == "memory"
+    assert check_memory().found.endswith("GiB available")
+
+
+def test_shared_memory_is_needed_for_vllm_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check_shared_memory(tmp_path / "none").status == "warn"
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**26, 0, 2**26))
+    assert check_shared_memory(tmp_path).found.startswith("0.1 GiB free, too little for vLLM")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**30, 0, 2**30))
+    assert check_shared_memory(tmp_path).status == "ok"
