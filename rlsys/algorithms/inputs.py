@@ -6,8 +6,8 @@ Shape legend: N completion tokens with loss mask 1, of all rollouts of the pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,8 +28,14 @@ class LossInputs:
     entropy: torch.Tensor  # [N] exact, of the trainer's distribution, in nats; carries its gradient
     staleness: torch.Tensor  # [N] int64: policy_version of the trainer less that of the token
     row_index: torch.Tensor  # [N] int64, 0 <= row_index < N: which rollout a token belongs to
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each [N]: what it `needs`
 
 
 # Per-token loss [N] and named per-token metrics [N]; metrics are averaged over the global batch.
 TokenLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 LossFn = Callable[[LossInputs], TokenLoss]
+
+
+def needs_of(loss: object) -> tuple[str, ...]:
+    """Names of the columns that a loss asks for beyond the fields of its inputs."""
+    return tuple(getattr(loss, "needs", ()))
