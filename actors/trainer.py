@@ -116,14 +116,7 @@ class TrainerActor(Heartbeat):
         with self._working("accumulate", rows=len(tasks)):
             columns = self._store.get([task.cell for task in tasks], TRAIN_COLUMNS) if tasks else {}
             rows = [
-                TrainRow(
-                    **{name: columns[name][i] for name in TRAIN_COLUMNS},
-                    advantages=np.full(len(columns["token_ids"][i]), task.advantage, np.float32),
-                    loss_mask=np.ones(len(columns["token_ids"][i]), np.bool_),
-                    group_id=task.group_id,
-                    group_size=task.group_size,
-                    group_num_tokens=task.group_num_tokens,
-                )
+                _row(task, {name: columns[name][i] for name in TRAIN_COLUMNS})
                 for i, task in enumerate(tasks)
             ]
             self._engine.accumulate(MicroBatch(rows=rows))
@@ -178,3 +171,20 @@ class TrainerActor(Heartbeat):
             if lost_contact(error):
                 raise LearnerDied(f"trainer-{self._rank} lost another rank: {error}") from error
             raise
+
+
+def _row(task: TrainTask, cells: dict[str, Any]) -> TrainRow:
+    num_tokens = len(cells["token_ids"])
+    return TrainRow(
+        prompt_token_ids=cells["prompt_token_ids"],
+        token_ids=cells["token_ids"],
+        policy_versions=cells["policy_versions"],
+        loss_mask=np.ones(num_tokens, np.bool_),
+        columns={
+            "sampler_logprobs": cells["sampler_logprobs"],
+            "advantages": np.full(num_tokens, task.advantage, np.float32),
+        },
+        group_id=task.group_id,
+        group_size=task.group_size,
+        group_num_tokens=task.group_num_tokens,
+    )

@@ -212,10 +212,9 @@ def _row(prompt: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any]) -> TrainRow
     return TrainRow(
         prompt_token_ids=prompt.astype(np.int32),
         token_ids=tokens.astype(np.int32),
-        sampler_logprobs=np.zeros(count, np.float32),
         policy_versions=np.zeros(count, np.int32),
-        advantages=np.ones(count, np.float32),
         loss_mask=np.ones(count, np.bool_),
+        columns={},
         group_id=0,
         group_size=1,
         group_num_tokens=count,

@@ -3,26 +3,60 @@
     corrected(clipped_surrogate(0.2, 0.28, denominator="proximal"), tis(2.0))     w · clip on u
     corrected(reinforce(), icepop(0.5, 5.0))                                      w · A · ∇log π
     corrected(cispo(5.0), opsm(0.5))                                              a mask on any loss
+    with_kl(cispo(5.0), "k3", 0.001)                                           + c · KL(π_θ ‖ π_ref)
 
 Notation and `denominator` are those of losses.py. Tokens come from μ, so an unbiased gradient
 carries ρ = w·u once. A loss on ρ that is weighted by w as well carries w²·u, and leans by that
 towards what the trainer has come to prefer: `corrected` refuses it when it is made.
+
+A composed loss asks for what its parts ask for (`needs` and the others of inputs.py).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from rlsys.algorithms.corrections import Correction, tis
-from rlsys.algorithms.inputs import LossFn, LossInputs, TokenLoss
+from rlsys.algorithms.inputs import (
+    LossFn,
+    LossInputs,
+    TokenLoss,
+    needs_of,
+    uses_advantages,
+    whole_groups,
+)
+from rlsys.algorithms.kl import Estimator, check_estimator, estimate
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.algorithms.ratios import floored
 
 
+class _Wrapper:
+    """What a loss around another one says of itself, unless it knows better."""
+
+    loss: LossFn
+
+    @property
+    def denominator(self) -> str:
+        return _denominator(self.loss)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return needs_of(self.loss)
+
+    @property
+    def uses_advantages(self) -> bool:
+        return uses_advantages(self.loss)
+
+    @property
+    def whole_groups(self) -> bool:
+        return whole_groups(self.loss)
+
+
 @dataclass(frozen=True)
-class corrected:
+class corrected(_Wrapper):
     """`loss` with each token weighted by `correction`; metrics of both.
 
     Raises ValueError where the gradient would carry w twice, and for a loss that does not say by
@@ -55,6 +89,14 @@ class corrected:
     def denominator(self) -> str:
         return "sampler" if self.correction.weighs else _denominator(self.loss)
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return _union(needs_of(self.loss), needs_of(self.correction))
+
+    @property
+    def uses_advantages(self) -> bool:
+        return uses_advantages(self.loss) or uses_advantages(self.correction)
+
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         loss, metrics = self.loss(inputs)
         weight, weight_metrics = self.correction(inputs)
@@ -75,7 +117,7 @@ def decoupled_clipped_surrogate(
 
 
 @dataclass(frozen=True)
-class interpolate_proximal:
+class interpolate_proximal(_Wrapper):
     """`loss` with log π_prox = α log μ + (1 − α) sg(log π_θ), α = 1/staleness, or 0 without any.
 
     A-3PO: the proximal policy of decoupled PPO without a forward pass for it.
@@ -96,19 +138,56 @@ class interpolate_proximal:
 
 
 @dataclass(frozen=True)
-class entropy_bonus:
+class entropy_bonus(_Wrapper):
     """`loss` − coefficient · H(π_θ), with the exact entropy of the trainer's distribution."""
 
     loss: LossFn
     coefficient: float
 
-    @property
-    def denominator(self) -> str:
-        return _denominator(self.loss)
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.coefficient):
+            raise ValueError(f"coefficient={self.coefficient} is no number; use one such as 0.001.")
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         loss, metrics = self.loss(inputs)
         return loss - self.coefficient * inputs.entropy, metrics
+
+
+@dataclass(frozen=True)
+class with_kl(_Wrapper):
+    """`loss` + coefficient · KL(π_θ ‖ π_ref), estimated per token: "k1", "k2", "k3" or
+    "unbiased_k3" of kl.py. GRPO (2402.03300, equation 4) takes k3, with 0.04.
+
+    On tokens of π_θ itself the gradient of k2 is that of the divergence; that of k3 is so to first
+    order; that of k1 has mean 0 and holds nothing back. On older tokens only "unbiased_k3" has the
+    divergence's value and gradient: the others leave π_θ/μ out.
+    """
+
+    loss: LossFn
+    estimator: Estimator
+    coefficient: float
+
+    def __post_init__(self) -> None:
+        check_estimator(self.estimator)
+        if not 0 <= self.coefficient < math.inf:
+            raise ValueError(
+                f"coefficient={self.coefficient} rewards leaving the reference; use 0 or more, "
+                "such as 0.001."
+            )
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return _union(needs_of(self.loss), ("reference_logprobs",))
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        loss, metrics = self.loss(inputs)
+        divergence = estimate(
+            self.estimator,
+            inputs.trainer_logprobs,
+            inputs.column("reference_logprobs"),
+            inputs.sampler_logprobs,
+        )
+        return loss + self.coefficient * divergence, metrics | {"kl/reference": divergence.detach()}
 
 
 def _denominator(loss: LossFn) -> str:
@@ -120,3 +199,7 @@ def _denominator(loss: LossFn) -> str:
             "a ratio."
         )
     return denominator
+
+
+def _union(*names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for some in names for name in some))

@@ -196,17 +196,6 @@ class dppo_mask:
         return loss.masked_fill(dropped, 0.0), metrics | masked
 
 
-def clipped_value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, clip: float
-) -> torch.Tensor:
-    """A critic's loss per token, [N] each: ½ max((V − R)², (clip(V, V_old ± clip) − R)²).
-
-    PPO's value loss, clipped around the value that the critic gave at the start of the step.
-    """
-    clipped = torch.clamp(values, old_values - clip, old_values + clip)
-    return torch.maximum((values - returns).square(), (clipped - returns).square()) / 2
-
-
 def _moved(inputs: LossInputs, denominator: Denominator) -> torch.Tensor:
     """log ρ or log u, [N]."""
     base = inputs.sampler_logprobs if denominator == "sampler" else inputs.proximal_logprobs

@@ -8,24 +8,32 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.algorithms import kl
 from rlsys.algorithms.composed import (
     corrected,
     decoupled_clipped_surrogate,
     entropy_bonus,
     interpolate_proximal,
+    with_kl,
 )
 from rlsys.algorithms.corrections import icepop, opsm, sequence_tis, tis
-from rlsys.algorithms.inputs import LossFn, LossInputs
+from rlsys.algorithms.inputs import (
+    LossFn,
+    LossInputs,
+    needs_of,
+    uses_advantages,
+    whole_groups,
+)
 from rlsys.algorithms.losses import (
     aipo,
     cispo,
     clipped_surrogate,
-    clipped_value_loss,
     dppo_mask,
     gspo,
     reinforce,
     sapo_soft,
 )
+from tests.algorithms.loss_inputs import chosen, in_float32
 
 LOSSES: list[LossFn] = [
     reinforce(),
@@ -45,6 +53,9 @@ LOSSES: list[LossFn] = [
     corrected(reinforce(), sequence_tis(2.0, geometric_mean=False)),
     corrected(reinforce(), icepop(0.5, 5.0)),
     corrected(cispo(5.0), opsm(0.5)),
+    with_kl(cispo(5.0), "k2", 0.1),
+    with_kl(cispo(5.0), "k3", 0.1),
+    corrected(with_kl(reinforce(), "unbiased_k3", 0.1), opsm(0.5)),
 ]
 
 
@@ -70,6 +81,8 @@ def make_inputs(
         entropy=torch.ones(num_tokens),
         staleness=torch.tensor(staleness or [0] * num_tokens),
         row_index=torch.tensor(rows or [0] * num_tokens),
+        group_index=torch.zeros(num_tokens, dtype=torch.int64),
+        columns={"reference_logprobs": trainer.detach()},
     )
 
 
@@ -175,6 +188,40 @@ def test_entropy_bonus_lowers_the_loss() -> None:
     assert loss_and_gradient(entropy_bonus(reinforce(), 0.5), inputs)[0] == pytest.approx([-0.5])
 
 
+@pytest.mark.parametrize(
+    ("estimator", "values", "gradients"),
+    [
+        ("k1", [2.0, 0.0], [1.0, 1.0]),
+        ("k2", [2.0, 0.0], [2.0, 0.0]),
+        ("k3", [math.exp(-2) + 1, 0.0], [1 - math.exp(-2), 0.0]),
+        # ρ = 1/2, 1, and its own gradient besides.
+        ("unbiased_k3", [0.5 * (math.exp(-2) + 1), 0.0], [1.0, 0.0]),
+    ],
+)
+def test_divergence_from_the_reference_is_added(
+    estimator: kl.Estimator, values: list[float], gradients: list[float]
+) -> None:
+    inputs = make_inputs([0.5, 1.0], [0.0, 0.0])
+    reference = inputs.trainer_logprobs.detach() - torch.tensor([2.0, 0.0])
+    inputs = replace(inputs, columns={"reference_logprobs": reference})
+    loss = with_kl(reinforce(), estimator, 0.5)
+    found, gradient = loss_and_gradient(loss, inputs)
+    assert found == pytest.approx([0.5 * value for value in values])
+    assert gradient == pytest.approx([0.5 * value for value in gradients])
+    assert loss(inputs)[1]["kl/reference"].tolist() == pytest.approx(values)
+
+
+def test_a_loss_asks_for_what_its_parts_ask_for() -> None:
+    loss = entropy_bonus(corrected(with_kl(with_kl(cispo(5.0), "k2", 0.1), "k3", 0.1), opsm(1)), 0)
+    assert needs_of(loss) == ("reference_logprobs",)
+    assert needs_of(cispo(5.0)) == ()
+    assert uses_advantages(loss)
+    assert not whole_groups(loss)
+    assert loss.denominator == "sampler"
+    with pytest.raises(ValueError, match=r"reads column 'reference_logprobs', but .* stage that"):
+        loss(replace(make_inputs([1.0], [1.0]), columns={}))
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_on_policy_every_loss_has_the_policy_gradient(loss: LossFn) -> None:
     inputs = make_inputs([1.0] * 4, [2.0, 2.0, -0.5, -0.5], rows=ROWS)
@@ -230,6 +277,7 @@ def test_excluded_tokens_leave_everything_finite(
             sampler_logprobs=sampler,
             proximal_logprobs=proximal,
             trainer_logprobs=trainer.requires_grad_(),
+            columns={"reference_logprobs": sampler},
         )
         values, gradient = loss_and_gradient(loss, inputs)
         assert all(map(math.isfinite, values + gradient))
@@ -238,9 +286,7 @@ def test_excluded_tokens_leave_everything_finite(
             assert gradient[0] == 0
         if rows == [0, 1]:
             assert gradient[1] == pytest.approx(-1.0)
-    alone = LossInputs(**{name: value[:1].detach() for name, value in vars(inputs).items()})
-    alone = replace(alone, trainer_logprobs=alone.trainer_logprobs.requires_grad_())
-    values, gradient = loss_and_gradient(loss, alone)
+    values, gradient = loss_and_gradient(loss, chosen(inputs, slice(1)))
     assert all(map(math.isfinite, values + gradient))
 
 
@@ -262,16 +308,10 @@ def test_gradients_are_those_of_float64(loss: LossFn, seed: int) -> None:
         entropy=torch.ones(6, dtype=torch.float64),
         staleness=torch.tensor([0, 1, 2, 3, 0, 1]),
         row_index=torch.tensor([0, 0, 0, 1, 2, 2]),
+        columns={"reference_logprobs": sampler + around(0.0, 0.3)},
     )
-    single = LossInputs(
-        **{
-            name: value.detach().float() if value.is_floating_point() else value
-            for name, value in vars(double).items()
-        }
-    )
-    single = replace(single, trainer_logprobs=single.trainer_logprobs.requires_grad_())
     for found, exact in zip(
-        loss_and_gradient(loss, single), loss_and_gradient(loss, double), strict=True
+        loss_and_gradient(loss, in_float32(double)), loss_and_gradient(loss, double), strict=True
     ):
         assert found == pytest.approx(exact, rel=1e-4, abs=1e-5)
 
@@ -279,8 +319,7 @@ def test_gradients_are_those_of_float64(loss: LossFn, seed: int) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_take_no_tokens_and_travel(loss: LossFn) -> None:
     inputs = make_inputs(RATIOS, ADVANTAGES, rows=ROWS)
-    empty = LossInputs(**{name: value[:0] for name, value in vars(inputs).items()})
-    values, metrics = loss(empty)
+    values, metrics = loss(chosen(inputs, slice(0)))
     assert values.shape == (0,)
     assert all(metric.shape == (0,) for metric in metrics.values())
     assert pickle.loads(pickle.dumps(loss)) == loss
@@ -290,16 +329,6 @@ def test_losses_take_no_tokens_and_travel(loss: LossFn) -> None:
 def test_metrics_carry_no_gradient(loss: LossFn) -> None:
     _, metrics = loss(make_inputs(RATIOS, ADVANTAGES, rows=ROWS))
     assert all(not metric.requires_grad for metric in metrics.values())
-
-
-def test_value_loss_takes_the_worse_of_clipped_and_free() -> None:
-    values, old, returns = (
-        torch.tensor([2.0, 0.1]),
-        torch.tensor([0.0, 0.0]),
-        torch.tensor([2.0, 1]),
-    )
-    found = clipped_value_loss(values, old, returns, clip=0.5)
-    assert found.tolist() == pytest.approx([1.5**2 / 2, 0.9**2 / 2])
 
 
 @pytest.mark.parametrize(
@@ -315,6 +344,9 @@ def test_value_loss_takes_the_worse_of_clipped_and_free() -> None:
         (lambda: sapo_soft(0.0, 1.0), r"temperature_positive=0\.0"),
         (lambda: dppo_mask(0.2, 1.5), r"max_fall=1\.5"),
         (lambda: dppo_mask(0.2, 0.2, 0.0), r"max_ratio=0\.0"),
+        (lambda: with_kl(reinforce(), "k4", 0.1), "estimator='k4'"),  # type: ignore[arg-type]
+        (lambda: with_kl(reinforce(), "k3", -0.1), "coefficient=-0.1"),
+        (lambda: entropy_bonus(reinforce(), math.inf), "coefficient=inf"),
         (lambda: clipped_surrogate(0.2, 0.2, denominator="ref"), "denominator='ref'"),  # type: ignore[arg-type]
     ],
 )

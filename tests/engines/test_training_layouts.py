@@ -111,7 +111,7 @@ def errors(engine: FSDPEngine, rank: int) -> list[str]:
     found: list[str] = []
     rows = make_rows(2)
     if rank == 1:
-        rows[0].advantages[:] = np.nan
+        rows[0].columns["advantages"][:] = np.nan
     accumulate(engine, [rows])
     try:
         engine.optimizer_step()

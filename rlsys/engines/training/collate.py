@@ -1,6 +1,7 @@
 """From ragged rows to the tensors of one forward pass.
 
     rows ──► passes of at most max_tokens, alike in length ──► Batch, packed or right-padded
+                                                               └─ the rows' columns, flat
 
 Shape legend: B rows, L longest input of the pass, M inputs in all, N completion tokens with loss
 mask 1.
@@ -10,7 +11,7 @@ The last token of a rollout is never an input: nothing is predicted from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from rlsys.engines.packing import Packing, ragged_places
-from rlsys.types import TrainRow
+from rlsys.types import Float32Array, TrainRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +31,9 @@ class Batch:
     packing: Packing | None  # of a single row
     positions: torch.Tensor  # [N] int64, into the flattened input: where each target is predicted
     targets: torch.Tensor  # [N] int64
-    sampler_logprobs: torch.Tensor  # [N] float32
-    advantages: torch.Tensor  # [N] float32
     policy_versions: torch.Tensor  # [N] int64
     row_index: torch.Tensor  # [N] int64
+    columns: Mapping[str, torch.Tensor]  # each [N] float32
 
 
 def input_length(row: TrainRow) -> int:
@@ -63,14 +63,20 @@ def split_passes(
 
 
 def collate(
-    rows: Sequence[TrainRow], device: torch.device | str = "cpu", *, packed: bool = True
+    rows: Sequence[TrainRow],
+    device: torch.device | str = "cpu",
+    *,
+    packed: bool = True,
+    columns: Sequence[str] = (),
 ) -> Batch:
-    """One pass. No rows give one input token whose output nobody reads.
+    """One pass, with these columns of the rows. No rows give one input token whose output nobody
+    reads.
 
-    Raises ValueError for a row without a prompt: its first token is predicted from nothing.
+    Raises ValueError for a row without a prompt: its first token is predicted from nothing; and for
+    a column that has not one value a completion token. Every row has the columns.
     """
     if not rows:
-        return _empty_batch(device)
+        return _empty_batch(device, columns)
     prompt_lengths = np.array([len(row.prompt_token_ids) for row in rows])
     lengths = np.array([len(row.token_ids) for row in rows])
     if not prompt_lengths.all():
@@ -103,14 +109,23 @@ def collate(
         packing=Packing(num_inputs, device) if packed else None,
         positions=torch.from_numpy(positions[trained]).to(device),
         targets=flat([row.token_ids for row in rows], np.int64),
-        sampler_logprobs=flat([row.sampler_logprobs for row in rows], np.float32),
-        advantages=flat([row.advantages for row in rows], np.float32),
         policy_versions=flat([row.policy_versions for row in rows], np.int64),
         row_index=torch.from_numpy(row[trained]).to(device),
+        columns={name: flat([_column(row, name) for row in rows], np.float32) for name in columns},
     )
 
 
-def _empty_batch(device: torch.device | str) -> Batch:
+def _column(row: TrainRow, name: str) -> Float32Array:
+    values = row.columns[name]
+    if values.shape != row.token_ids.shape:
+        raise ValueError(
+            f"column {name} of a rollout of group {row.group_id} has shape {values.shape} for "
+            f"{len(row.token_ids)} completion tokens; give one value a token."
+        )
+    return values
+
+
+def _empty_batch(device: torch.device | str, columns: Sequence[str]) -> Batch:
     no_index = torch.zeros(0, dtype=torch.int64, device=device)
     no_value = torch.zeros(0, device=device)
     return Batch(
@@ -118,10 +133,9 @@ def _empty_batch(device: torch.device | str) -> Batch:
         packing=None,
         positions=no_index,
         targets=no_index,
-        sampler_logprobs=no_value,
-        advantages=no_value,
         policy_versions=no_index,
         row_index=no_index,
+        columns=dict.fromkeys(columns, no_value),
     )
 
 

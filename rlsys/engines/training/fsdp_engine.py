@@ -20,7 +20,7 @@ import torch
 from rlsys import metrics
 from rlsys.algorithms import kl
 from rlsys.algorithms.aggregation import Aggregation, token_mean
-from rlsys.algorithms.inputs import LossFn, LossInputs
+from rlsys.algorithms.inputs import LossFn, LossInputs, needs_of
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.cpu_memory import keep_freed_memory
@@ -44,6 +44,11 @@ from rlsys.engines.training.supervised import supervised_loss, supervised_row
 from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.engines.training.trainer_state import load_state, save_state, state_tensors
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
+
+# Columns that every loss of log-probabilities gets.
+FIELDS = ("sampler_logprobs", "advantages")
+# And one that it gets if a stage before the training wrote it.
+PROXIMAL = "proximal_logprobs"
 
 
 class FSDPEngine:
@@ -241,10 +246,11 @@ class FSDPEngine:
         weights = [self._count(row, aggregation) for row in rows]
         trained = [index for index, row in enumerate(rows) if row.loss_mask.any()]
         passes = self._split_passes([rows[index] for index in trained])
+        columns = self._columns(rows, loss)
         # FSDP2 gathers and reduces in every pass, so all ranks run equally many.
         for number in range(self._ranks.max(len(passes))):
             chosen = [trained[i] for i in passes[number]] if number < len(passes) else []
-            batch = self._collate([rows[index] for index in chosen])
+            batch = self._collate([rows[index] for index in chosen], columns)
             row_weights = torch.tensor([weights[index] for index in chosen])
             self._backward(batch, row_weights.to(self._device)[batch.row_index], loss, temperature)
 
@@ -252,8 +258,22 @@ class FSDPEngine:
         max_tokens = self._config.micro_batch_tokens
         return split_passes(rows, max_tokens, packed=self._policy.packs)
 
-    def _collate(self, rows: Sequence[TrainRow]) -> Batch:
-        return collate(rows, self._device, packed=self._policy.packs)
+    def _columns(self, rows: Sequence[TrainRow], loss: LossFn) -> Sequence[str]:
+        """Names of the columns that a pass has to have. Raises ValueError if a row lacks one."""
+        names = [*FIELDS, *needs_of(loss)]
+        if any(PROXIMAL in row.columns for row in rows):
+            names.append(PROXIMAL)
+        for row in rows:
+            if missing := [name for name in names if name not in row.columns]:
+                raise ValueError(
+                    f"{loss} needs the column {missing[0]}, but a rollout of group {row.group_id} "
+                    f"has only {', '.join(row.columns) or 'none'}; let a stage before the training "
+                    "write it."
+                )
+        return names
+
+    def _collate(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> Batch:
+        return collate(rows, self._device, packed=self._policy.packs, columns=columns)
 
     def _count(self, row: TrainRow, aggregation: Aggregation) -> float:
         """Add a rollout to the sums; returns the weight of each of its tokens."""
@@ -271,22 +291,24 @@ class FSDPEngine:
         self, batch: Batch, weights: torch.Tensor, loss: LossFn, temperature: float
     ) -> None:
         logprobs, entropy = self._forward(batch, temperature)
-        # One optimizer step per batch: the policy at its start is the policy now.
-        proximal = logprobs.detach()
+        # Without such a column the policy at the start of the step is the policy now.
+        proximal = batch.columns.get(PROXIMAL, logprobs.detach())
+        sampler = batch.columns["sampler_logprobs"]
         inputs = LossInputs(
             trainer_logprobs=logprobs,
             proximal_logprobs=proximal,
-            sampler_logprobs=batch.sampler_logprobs,
-            advantages=batch.advantages,
+            sampler_logprobs=sampler,
+            advantages=batch.columns["advantages"],
             entropy=entropy,
             staleness=self.policy_version - batch.policy_versions,
             row_index=batch.row_index,
+            columns={name: batch.columns[name] for name in needs_of(loss)},
         )
         token_loss, token_metrics = loss(inputs)
         check_outputs(loss, token_loss, token_metrics, len(logprobs))
         total = (weights * token_loss).sum()
         total.backward()
-        gap = (batch.sampler_logprobs, proximal)
+        gap = (sampler, proximal)
         own = {
             metrics.ENTROPY: entropy,
             metrics.KL_SAMPLER_TRAINER: kl.k1(*gap),
