@@ -33,7 +33,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy."""
+    """A model: the policy, or what plays another role beside it."""
 
     path: str = ""
     """Hugging Face hub name or directory of a causal language model with its tokenizer."""
@@ -293,6 +293,52 @@ class TrainerConfig:
 
 # For Python, numpy and a few threads' stacks.
 MIN_REWARD_MEMORY_GIB = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleConfig:
+    """A model beside the policy that is not trained: a reference, a teacher, a reward model."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Whose weights; an empty path takes the policy's, as they are at the beginning."""
+    num_workers: int = 1
+    """Processes, each with the whole model, that share the rollouts."""
+    num_cpus: float = 1
+    """CPU cores that Ray reserves for one of them; also its compute threads."""
+    num_gpus: float = 0
+    """GPUs that Ray reserves for one of them; shares of one let several roles use it."""
+    pass_tokens: int = 16384
+    """Tokens of one forward pass, at most; a single longer rollout still gets a pass of its own."""
+
+    def __post_init__(self) -> None:
+        conform(self, "role")
+        require(
+            1 <= self.num_workers <= MAX_PROCESSES,
+            f"num_workers={self.num_workers} of a role is no number of processes; use 1 to "
+            f"{MAX_PROCESSES}.",
+        )
+        require(
+            self.num_cpus >= MIN_CPUS and self.num_gpus >= 0,
+            f"num_cpus={self.num_cpus}, num_gpus={self.num_gpus} of a role: use at least "
+            f"{MIN_CPUS} cores and no fewer than 0 GPUs.",
+        )
+        require(
+            self.pass_tokens >= 1,
+            f"pass_tokens={self.pass_tokens} of a role admits no rollout; use at least 1.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRoleConfig:
+    """A model beside the policy that is trained too, such as a critic."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """What it begins with; an empty path takes the policy's weights."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Its own ranks and optimizer."""
+
+    def __post_init__(self) -> None:
+        conform(self, "role")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes se
 GroupFn = Callable[..., "torch.Tensor | None"]
 RewardFn = Callable[..., Any]
 
+Role = RoleConfig | TrainedRoleConfig
 Per = Literal["row", "token"]
 Head = Literal["logits", "value", "score"]
 
@@ -76,7 +77,7 @@ class Model:
 
     name: str
     head: Head = "logits"
-    config: RoleConfig | None = None
+    config: Role | None = None
 
     @property
     def may_train(self) -> bool:
@@ -142,7 +143,7 @@ class Dataflow:
         self.stages: list[Stage] = []
         self.models: dict[str, Model] = {}
 
-    def model(self, name: str, config: RoleConfig | None = None, *, head: Head = "logits") -> Model:
+    def model(self, name: str, config: Role | None = None, *, head: Head = "logits") -> Model:
         """A model that stages run. "policy" has no configuration of its own."""
         require(
             name not in self.models,
@@ -215,13 +216,7 @@ class Dataflow:
                 "function over a group reads one value per row. Use flow.per_batch, whose "
                 "functions get tokens too.",
             )
-        size = self.stage(GenerateStage).group_size
-        least = getattr(function, "min_group_size", 1)
-        require(
-            size >= least,
-            f"flow.per_group({function}) compares the rollouts of a group, and group_size={size}; "
-            f"use at least {least}.",
-        )
+        self._check_group_size(function)
         return self._add(
             PerGroupStage(name=name, reads=columns, writes=(Column(name),), function=function)
         )
@@ -259,8 +254,13 @@ class Dataflow:
             model.may_train,
             f"flow.train({model.name!r}): it has no trainer; give flow.model a TrainedRoleConfig.",
         )
+        from rlsys.algorithms.inputs import needs_of, uses_advantages
+
         has = {column.name for column in columns}
-        lacks = [name for name in needs_of(loss) if name not in has]
+        needs = needs_of(loss)
+        if model.head == "logits" and uses_advantages(loss):
+            needs = ("advantages", *needs)
+        lacks = [name for name in needs if name not in has]
         require(
             not lacks,
             f"flow.train({model.name!r}): {loss} needs the columns {lacks}, and is given "
@@ -426,6 +426,11 @@ class Dataflow:
             lines.append(f"{stage.name:<{width}}  {reads}  ->  {writes}")
         return "\n".join(lines)
 
+    def _check_group_size(self, function: Callable[..., Any]) -> None:
+        from rlsys.algorithms.groups import check_group_size
+
+        check_group_size(function, self.stage(GenerateStage).group_size)
+
     def _add(self, stage: Stage) -> Column:
         return (*self._add_all(stage), Column(""))[0]
 
@@ -450,12 +455,6 @@ class Dataflow:
             )
         self.stages.append(stage)
         return stage.writes
-
-
-def needs_of(loss: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the columns that a loss asks for beyond what sampling writes."""
-    needs: tuple[str, ...] = getattr(loss, "needs", ())
-    return needs
 
 
 def _distinct(columns: Iterable[Column]) -> tuple[Column, ...]:
