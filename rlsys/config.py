@@ -224,6 +224,11 @@ class TrainerConfig:
     """AdamW's decoupled weight decay, on matrices only."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
+    num_minibatches: int = 1
+    """Parts into which a step's rollouts are split, each with an update of the weights of its own,
+    as PPO does it; all updates of a step share its learning rate."""
+    num_epochs: int = 1
+    """Passes over a step's rollouts, each with all its updates."""
     micro_batch_tokens: int = 16384
     """Tokens (prompt and completion) of one rank's forward and backward pass, at most; a single
     longer rollout still gets a pass of its own."""
@@ -252,6 +257,9 @@ class TrainerConfig:
             f"trainer.max_grad_norm={self.max_grad_norm} would zero or flip every gradient; "
             "use a positive norm.",
         )
+        for name in ("num_minibatches", "num_epochs"):
+            number = getattr(self, name)
+            require(number >= 1, f"trainer.{name}={number} would train on nothing; use at least 1.")
         require(
             self.warmup_steps >= 0,
             f"trainer.warmup_steps={self.warmup_steps} is negative; use 0 for no warm-up.",
@@ -289,6 +297,11 @@ class TrainerConfig:
             f"trainer.num_gpus={self.num_gpus}: a rank drives exactly one device; use 0 or 1, and "
             "trainer.num_ranks for more devices.",
         )
+
+    @property
+    def updates_per_step(self) -> int:
+        """Of the weights, between two versions of the policy."""
+        return self.num_minibatches * self.num_epochs
 
 
 # For Python, numpy and a few threads' stacks.

@@ -66,7 +66,7 @@ def reference_logprobs(model_path: Path, row: TrainRow, temperature: float) -> t
 def test_logprobs_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
     path = tiny_model(tmp_path / family, family)
     rows = make_rows(5)
-    found = make_engine(path, micro_batch_tokens=50).logprobs(MicroBatch(rows=rows))
+    found = make_engine(path, micro_batch_tokens=50).infer(rows)
     for row, logprobs in zip(rows, found, strict=True):
         expected = reference_logprobs(path, row, temperature=0.8)
         torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=1e-4, atol=1e-5)
@@ -148,7 +148,7 @@ def test_two_runs_are_bitwise_equal(model_path: Path) -> None:
 
 def test_metrics_by_hand(model_path: Path) -> None:
     rows = make_rows(4)
-    scored = make_engine(model_path).logprobs(MicroBatch(rows=rows))
+    scored = make_engine(model_path).infer(rows)
     engine = make_engine(model_path)
     engine.policy_version = 3
     accumulate(engine, [rows])
@@ -259,11 +259,11 @@ def test_training_raises_the_probability_of_good_tokens(model_path: Path) -> Non
     row = make_row(np.random.default_rng(0), num_prompt=3, num_tokens=8)
     columns = {**row.columns, "advantages": np.ones(8, np.float32)}
     row = replace(row, columns=columns, loss_mask=np.ones(8, np.bool_))
-    before = engine.logprobs(MicroBatch(rows=[row]))[0].mean()
+    before = engine.infer([row])[0].mean()
     for _ in range(5):
         accumulate(engine, [[row]])
         engine.optimizer_step()
-    assert engine.logprobs(MicroBatch(rows=[row]))[0].mean() > before + 0.5
+    assert engine.infer([row])[0].mean() > before + 0.5
 
 
 def test_gradients_are_clipped_to_their_norm(model_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_warm_start_fits_examples_and_leaves_no_trace_in_the_optimizer(model_pat
     examples = [[3, 4, 5, 6, 7], [8, 9, 10]]
     losses = [engine.sft_step(examples, [2, 1], learning_rate=1e-2) for _ in range(20)]
     rows = [supervised_row(tokens, length) for tokens, length in zip(examples, [2, 1], strict=True)]
-    logprobs = make_engine(model_path, temperature=1.0).logprobs(MicroBatch(rows=rows))
+    logprobs = make_engine(model_path, temperature=1.0).infer(rows)
     by_hand = [-float(row.sum()) for row in logprobs]
     assert losses[0] == pytest.approx(sum(by_hand) / 5, rel=1e-4)
     assert losses[-1] < losses[0] / 2
