@@ -84,7 +84,6 @@ class TrainerFactory:
 @dataclass(frozen=True, kw_only=True)
 class RolloutFactory:
     config: RunConfig
-    replica: int
 
     def __call__(self) -> GenerationEngine:
         config = self.config

@@ -301,7 +301,7 @@ class _Job:
                     reserved(
                         ranks,
                         replicas,
-                        min_replicas=self._num_first,
+                        min_replicas=config.rollout.num_first,
                         timeout_s=config.cluster.start_timeout_s,
                     )
                 )
@@ -321,12 +321,6 @@ class _Job:
             with self._console.phase("Exporting the model"):
                 await team.learner.export(self._directory.hf)
 
-    @property
-    def _num_first(self) -> int:
-        """Replicas that the run starts with."""
-        rollout = self._config.rollout
-        return rollout.num_replicas if rollout.min_replicas is None else rollout.min_replicas
-
     async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
         """Actors start side by side; the trainer warms up as soon as it is there. Returns the first
         replicas, by number, less those that died while they started."""
@@ -336,7 +330,7 @@ class _Job:
                 tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
                 first = [
                     tasks.create_task(self._hire(team.fleet, number))
-                    for number in range(self._num_first)
+                    for number in range(self._config.rollout.num_first)
                 ]
         except BaseExceptionGroup as group:
             raise first_error(group) from None
@@ -427,7 +421,11 @@ class _Job:
 
         carried, weights = OpenWork(), None
         if self._resume_from:
-            carried = await carry_over.load(self._resume_from.path, client)
+            carried = await carry_over.load(
+                self._resume_from.path,
+                team.shards.address,
+                homes=sorted({replica.home for replica in replicas.values()}),
+            )
 
         if began_warm or self._resume_from:
             try:

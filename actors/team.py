@@ -213,8 +213,8 @@ class _Actors:
         every = self._config.trainer.snapshot_every
         return self._start(name, TrainerActor, options, rank, make_engine, every, ordered=True)
 
-    def replica(self, name: str, number: int, place: Place) -> Worker:
-        make_engine = RolloutFactory(config=self._config, replica=number)
+    def replica(self, name: str, place: Place) -> Worker:
+        make_engine = RolloutFactory(config=self._config)
         return self._start(name, RolloutActor, place.options, make_engine)
 
     def reward(self, number: int) -> Worker:

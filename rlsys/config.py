@@ -201,6 +201,11 @@ class RolloutConfig:
             "the CPU, a share of one GPU such as 0.5, or a whole number.",
         )
 
+    @property
+    def num_first(self) -> int:
+        """Replicas that the run starts with."""
+        return self.num_replicas if self.min_replicas is None else self.min_replicas
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
@@ -438,7 +443,8 @@ class ClusterConfig:
     """Ray address to join, "auto" for the one around; unset: RAY_ADDRESS, or a cluster started
     for this run on this machine."""
     store_gib: float = 0.5
-    """Shared memory per node for rollouts between stages; producers wait when it is full."""
+    """Shared memory of each node for rollouts between stages; the cluster holds the sum. A group
+    waits until a node with a replica has room for its longest rollouts in half of it."""
     start_timeout_s: float = 300.0
     """Limit for one actor's start, model loading included."""
     call_timeout_s: float = 600.0

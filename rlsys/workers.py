@@ -121,6 +121,10 @@ class Replica(Protocol):
     def name(self) -> str:
         """Of this life: "rollout-0" is followed by "rollout-0.1"."""
 
+    @property
+    def home(self) -> str:
+        """The node in whose memory its rollouts lie; its replicas share the store's budget."""
+
     async def submit(
         self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
     ) -> None:

@@ -513,7 +513,9 @@ def test_what_a_checkpoint_has_of_open_groups_goes_on_after_a_crash() -> None:
     later.ledger = Ledger.replay(events[:at_crash], events.append, groups_per_step=4)
     later.ledger.resume(step=2)
     open_ids = {group.group_id for group in later.ledger.open_groups}
-    later.carried, later.first_step, later.learner.version = work, 2, 2
+    homes = dict.fromkeys(open_ids, "node")
+    later.carried = dataclasses.replace(work, homes=homes)
+    later.first_step = later.learner.version = 2
     later.observer.first_step = 2
     run_in_virtual_time(later.run())
     kept = {rollout.request_id for rollout in work.finished}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +62,7 @@ class Group:
     rollouts: list[RolloutNote]
     version: int = 0  # the oldest that any of its tokens may have
     attempt: int = 0  # counts issues of the same group: what an earlier one sampled is not used
-    replica: str | None = None  # where its requests went last
+    left_behind: list[int] = field(default_factory=list)  # rollouts that no replica samples
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +85,7 @@ class OpenWork:
 
     finished: Sequence[FinishedRollout] = ()
     parts: Sequence[Part] = ()  # of running rollouts, those of each in their order
+    homes: Mapping[int, str] = field(default_factory=dict)  # where a group's lie, in a resumed run
 
 
 NO_WORK = OpenWork()
@@ -149,10 +151,10 @@ class RunState:
             over_issue=config.asynchrony.over_issue,
         )
         self.gate.restore(num_trained=ledger.num_trained, version=step)
-        self.groups: dict[int, Group] = {}
-        self.to_reissue = deque(ledger.open_groups)
+        self.groups: dict[int, Group] = {}  # in the order of their last issue, as in the store
+        self.to_reissue = deque(ledger.open_groups)  # in the order of their ids
         self.cancelled: asyncio.Queue[Group] = asyncio.Queue()  # replicas may still sample them
-        self.gate_moved = Signal()
+        self.may_issue = Signal()  # the gate, the replicas, or what they left behind has changed
         self.progress = Signal()  # of any kind
 
     def oldest_version_allowed(self, num_steps: int) -> int:
@@ -179,11 +181,10 @@ class RunState:
         """From the beginning, under its own id, as soon as the gate lets it; the store has dropped
         its rows."""
         del self.groups[group.group_id]
-        self.to_reissue.append(
-            OpenGroup(
-                group_id=group.group_id, prompt_index=group.prompt.index, version=group.version
-            )
+        opened = OpenGroup(
+            group_id=group.group_id, prompt_index=group.prompt.index, version=group.version
         )
+        bisect.insort(self.to_reissue, opened, key=lambda opened: opened.group_id)
         self._cancel(group)
 
     def roll_back(self, step: int) -> None:
@@ -201,7 +202,7 @@ class RunState:
     def _cancel(self, group: Group) -> None:
         self.gate.give_back()
         self.cancelled.put_nowait(group)
-        self.gate_moved.notify()
+        self.may_issue.notify()
 
     @contextlib.contextmanager
     def waiting(self, stage: str, reason: str) -> Iterator[None]:

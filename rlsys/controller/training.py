@@ -69,6 +69,10 @@ class TrainingSide:
         self._in_flight: deque[asyncio.Task[None]] = deque()  # parts, without an answer yet
         self._checkpointed = state.step
 
+    def has_taken(self, group_id: int) -> bool:
+        """The group is part of a step that is under way, or of the next."""
+        return group_id in self._taken
+
     def describe(self) -> str:
         return f"step {self._num_handed_out + 1} lacks {self._assembler.num_wanted} groups"
 

@@ -62,6 +62,7 @@ class SimulatedReplica:
     buried: bool = False
     dies_after: int | None = None  # rollouts
     shard: str = "shard"
+    home: str = "node"
     dead: bool = False
     continued: list[str] = field(default_factory=list)  # requests that came with prior tokens
     _slots: asyncio.Semaphore = field(init=False)
@@ -165,6 +166,7 @@ class SimulatedFleet:
     latency_s: Callable[[], float] = lambda: 1.0
     start_s: float = 10.0
     num_duds: int = 0
+    home: Callable[[int], str] = lambda number: "node"
     hired: list[SimulatedReplica] = field(default_factory=list)
     prepare: Callable[[SimulatedReplica], None] = lambda replica: None
 
@@ -174,7 +176,9 @@ class SimulatedFleet:
             self.num_duds -= 1
             raise ReplicaDied(f"rollout-{number} died during start")
         name = f"rollout-{number}.{len(self.hired) + 1}"
-        replica = SimulatedReplica(name=name, latency_s=self.latency_s, load_s=0.01)
+        replica = SimulatedReplica(
+            name=name, latency_s=self.latency_s, load_s=0.01, home=self.home(number)
+        )
         self.prepare(replica)
         self.hired.append(replica)
         return replica

@@ -156,7 +156,7 @@ async def hiring(num_replicas: int) -> AsyncIterator[Hiring]:
     )
     running = asyncio.create_task(shards.run())
 
-    def start_actor(name: str, number: int, place: Place) -> Worker:
+    def start_actor(name: str, place: Place) -> Worker:
         actor: Any = RolloutActor
         handle = actor.options(**place.options).remote(ScriptedEngine, shards.address, Tracer(name))
         worker = Worker(

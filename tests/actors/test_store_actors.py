@@ -202,6 +202,7 @@ def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
                 max_row_bytes=100,
                 on_free=shards.free,
             )
+            store.add_home("n")
             train = store.subscribe("train", at_most=2)
             near = StoreClient(shards.address)
             far = start_writer(shards.address, nodes.there)
@@ -210,7 +211,7 @@ def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
                 11: await answer(far.put.remote([11, 11], 3)),
             }
             for group_id, block in blocks.items():
-                added = store.add_group(group_id)
+                added = store.add_group(group_id, home="n")
                 store.write(
                     "generate", added, block=block, versions=[(0, 0)] * 2, num_tokens=[3, 3]
                 )
