@@ -22,16 +22,20 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from rlsys.config import RunConfig, require
+from rlsys.controller.inference import InferenceSide
+from rlsys.controller.learners import Learners
 from rlsys.controller.generation import GenerationSide, Prompts
 from rlsys.controller.scoring import RewardsFailed, ScoringSide
 from rlsys.controller.state import NO_WORK, Group, Observer, OpenWork, RunState, TrainedStep
 from rlsys.controller.training import TrainingSide
-from rlsys.dataflow.graph import Dataflow, GenerateStage, PerGroupStage
+from rlsys.dataflow.graph import Dataflow, GenerateStage
 from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.store import StreamStore
 from rlsys.errors import first_error
 from rlsys.types import WeightManifest
-from rlsys.workers import Fleet, Learner, Replica, Scorer
+from rlsys.workers import Fleet, Learner, Pool, Replica, Scorer
+
+NO_POOLS: Mapping[str, Pool] = {}
 
 __all__ = [
     "Controller",
@@ -69,7 +73,8 @@ class Controller:
         fleet: Fleet,
         replicas: Mapping[int, Replica],
         scorer: Scorer,
-        learner: Learner,
+        learners: Mapping[str, Learner],
+        pools: Mapping[str, Pool] = NO_POOLS,
         observer: Observer,
         checkpoint: Callable[[int, OpenWork], Awaitable[None]],
         weights: WeightManifest | None = None,
@@ -110,10 +115,12 @@ class Controller:
             carried=carried,
             is_in_training=lambda group_id: self._training.has_taken(group_id),
         )
-        self._scoring = ScoringSide(self._state, scorer, flow.stage(PerGroupStage))
+        self._scoring = ScoringSide(self._state, scorer, flow)
+        self._inference = InferenceSide(self._state, flow.row_stages, pools)
         self._training = TrainingSide(
             self._state,
-            learner,
+            Learners(learners),
+            flow,
             publish=self._generation.pool.publish,
             roll_back=self._roll_back,
             checkpoint=self._save,
@@ -129,6 +136,7 @@ class Controller:
                     for name, loop in (
                         *self._generation.loops().items(),
                         *self._scoring.loops().items(),
+                        *self._inference.loops().items(),
                         ("watch", self._watch()),
                     )
                 ]

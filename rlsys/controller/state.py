@@ -12,6 +12,7 @@ from typing import Protocol
 
 from rlsys.config import RunConfig
 from rlsys.dataflow.admission import AdmissionGate
+from rlsys.dataflow.graph import NUM_TOKENS, TRUNCATED
 from rlsys.dataflow.ledger import Ledger, OpenGroup
 from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.store import StreamStore
@@ -25,9 +26,7 @@ class RolloutNote:
     """What is remembered of a rollout until its group is trained."""
 
     finished: FinishedRollout | None = None  # None: it is still being sampled
-    reward: float = 0.0
-    components: Mapping[str, float] = field(default_factory=dict)
-    advantage: float = 0.0
+    components: Mapping[str, float] = field(default_factory=dict)  # of its reward
     text: RolloutText | None = None
 
     @property
@@ -50,6 +49,13 @@ class RolloutNote:
     def _ended(self) -> FinishedRollout:
         assert self.finished is not None, "asked of a rollout that is still being sampled"
         return self.finished
+
+
+# Columns with a value per row that no stage writes.
+FACTS: Mapping[str, Callable[[RolloutNote], float]] = {
+    NUM_TOKENS.name: lambda note: note.num_tokens,
+    TRUNCATED.name: lambda note: note.finish_reason is FinishReason.LENGTH,
+}
 
 
 @dataclass(kw_only=True)
@@ -98,6 +104,7 @@ class TrainedStep:
     step: int
     result: StepResult
     groups: Sequence[Group]
+    columns: Mapping[int, Mapping[str, Sequence[float]]]  # by group: those with a value per row
 
 
 class Observer(Protocol):

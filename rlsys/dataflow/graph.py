@@ -62,6 +62,12 @@ class Column:
     per: Per = "row"
 
 
+# Of every rollout, for functions over groups and batches: what no stage writes.
+NUM_TOKENS = Column("num_tokens")  # of the completion
+TRUNCATED = Column("truncated")  # 1: ended by the limit on tokens, else 0
+FACTS = (NUM_TOKENS, TRUNCATED)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
     """Where prompts come from: a configured dataset, or rows made by the recipe."""
@@ -119,12 +125,22 @@ class PerGroupStage(Stage):
 class PerBatchStage(Stage):
     function: Callable[..., Any]
 
+    @property
+    def has_tokens(self) -> bool:
+        """It reads or writes a value per token, so that it runs where the bytes are."""
+        return any(column.per == "token" for column in (*self.reads, *self.writes))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStage(Stage):
     model: Model
     loss: Callable[..., Any]
     aggregation: Aggregation
+    watches: tuple[Column, ...]  # of what it reads, only for the metrics
+
+    @property
+    def trains_on(self) -> tuple[Column, ...]:
+        return tuple(column for column in self.reads if column not in self.watches)
 
 
 StepStage = PerBatchStage | InferStage
@@ -228,8 +244,12 @@ class Dataflow:
         writes: Sequence[str] = ("advantages",),
         per: Per = "row",
     ) -> tuple[Column, ...]:
-        """`function` over all rows of a step, once they are chosen: see
-        rlsys.algorithms.batches for what it gets and returns."""
+        """`function` over all rows of a step, once they are chosen: rlsys.algorithms.batches says
+        what it is given and returns. `per`: of what it returns."""
+        from rlsys.algorithms.batches import check_batch_function
+
+        check_batch_function(function, len(columns))
+        self._check_group_size(function)
         return self._add_all(
             PerBatchStage(
                 name=" and ".join(writes),
@@ -274,6 +294,7 @@ class Dataflow:
                 model=model,
                 loss=loss,
                 aggregation=aggregation,
+                watches=tuple(column for column in watch if column not in columns),
             )
         )
 
@@ -348,7 +369,8 @@ class Dataflow:
         """What a step takes from the store, for all its train stages and step stages together."""
         late = self.step_columns
         stages = [*self.step_stages, *self.all(TrainStage)]
-        return _distinct(c for stage in stages for c in stage.reads if c.name not in late)
+        reads = (c for stage in stages for c in stage.reads)
+        return _distinct(c for c in reads if c.name not in late and c not in FACTS)
 
     def row_bytes(self, *, max_prompt_tokens: int, max_tokens: int) -> int:
         """The most that the store holds of one row."""
@@ -375,7 +397,7 @@ class Dataflow:
         in_store = [stage for stage in in_store if stage not in self.step_stages]
         columns = {c for stage in in_store for c in stage.writes if c.name not in late}
         specs = [
-            StageSpec(name=stage.name, reads=_names(stage.reads), writes=_names(stage.writes))
+            StageSpec(name=stage.name, reads=_stored(stage.reads), writes=_names(stage.writes))
             for stage in in_store
         ]
         return StreamStore(
@@ -401,7 +423,8 @@ class Dataflow:
         for stage in self.stages:
             by_writer: dict[str, list[str]] = {}
             for column in stage.reads:
-                by_writer.setdefault(writer[column.name], []).append(column.name)
+                if column not in FACTS:
+                    by_writer.setdefault(writer[column.name], []).append(column.name)
             for source, columns in by_writer.items():
                 lines.append(
                     f"    {place[source]} -- {', '.join(columns)} --> {place[stage.name]}"
@@ -443,7 +466,7 @@ class Dataflow:
         )
         for column in stage.reads:
             require(
-                column.name in writers,
+                column.name in writers or column in FACTS,
                 f"stage {stage.name!r} reads column {column.name!r}, which no earlier stage "
                 f"writes (written so far: {sorted(writers)}); add the stage that writes it first.",
             )
@@ -459,6 +482,10 @@ class Dataflow:
 
 def _distinct(columns: Iterable[Column]) -> tuple[Column, ...]:
     return tuple(dict.fromkeys(columns))
+
+
+def _stored(columns: Iterable[Column]) -> tuple[str, ...]:
+    return tuple(column.name for column in columns if column not in FACTS)
 
 
 def _names(columns: Iterable[Column]) -> tuple[str, ...]:
