@@ -581,6 +581,25 @@ class RunConfig:
             self.keep_checkpoints >= 1,
             f"keep_checkpoints={self.keep_checkpoints} would delete the newest one; use >= 1.",
         )
+        updates, eta = self.trainer.updates_per_step, self.asynchrony.max_staleness
+        require(
+            eta >= updates - 1,
+            f"asynchrony.max_staleness={eta} counts updates of the weights, and a step makes "
+            f"{updates} (trainer.num_minibatches x trainer.num_epochs): the last of them trains on "
+            f"tokens {updates - 1} updates old at least; use max_staleness >= {updates - 1}.",
+        )
+        require(
+            self.prompts_per_step % (self.trainer.num_ranks * self.trainer.num_minibatches) == 0,
+            f"prompts_per_step={self.prompts_per_step} does not divide over trainer.num_ranks="
+            f"{self.trainer.num_ranks} and trainer.num_minibatches={self.trainer.num_minibatches}; "
+            "use a multiple of their product.",
+        )
+
+    @property
+    def max_version_lag(self) -> int:
+        """Versions of the policy between the weights of a token and those at the beginning of the
+        step that trains on it, at most: max_staleness, which counts updates, in versions."""
+        return (self.asynchrony.max_staleness + 1) // self.trainer.updates_per_step - 1
 
     @property
     def rollouts_per_step(self) -> int:

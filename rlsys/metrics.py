@@ -53,6 +53,11 @@ THROUGHPUT_TRAINED_ROLLOUTS = "throughput/trained_rollouts_per_s"
 TIMING_FAMILIES = ("time/", "throughput/", "queue/")
 
 
+def column_mean(name: str) -> str:
+    """Of a column with a value per rollout, over the rollouts of the step."""
+    return f"{name}/mean"
+
+
 def reward_component(name: str) -> str:
     """Mean of one of several rewards, before its weight."""
     return f"reward/component/{name}"

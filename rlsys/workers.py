@@ -194,9 +194,9 @@ class Pool(Protocol):
 
 
 class Learner(Protocol):
-    """All ranks of a trained model. Calls are carried out one after another, in the order in which they
-    were made, whether or not the one before has been answered. Once one has failed, those behind it
-    fail too, and nothing but `restart` mends that.
+    """All ranks of a trained model. Calls are carried out one after another, in the order in which
+    they were made, whether or not the one before has been answered. Once one has failed, those
+    behind it fail too, and nothing but `restart` mends that.
 
     Every method raises LearnerDied for any death of a rank. An error of the mathematics
     (FloatingPointError, ValueError), or rows that are gone (RowsLost), stays what it is.

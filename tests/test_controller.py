@@ -32,6 +32,7 @@ from rlsys.simulation.workers import (
     Record,
     SimulatedFleet,
     SimulatedLearner,
+    SimulatedPool,
     SimulatedPrompts,
     SimulatedReplica,
     SimulatedScorer,
@@ -51,10 +52,11 @@ def no_loss(*_: Any) -> Any:
 
 def flow(group_size: int) -> Dataflow:
     built = Dataflow()
-    rollouts = built.generate("policy", Prompts(config=DataConfig()), group_size=group_size)
+    policy = built.model("policy")
+    rollouts = built.generate(policy, Prompts(config=DataConfig()), group_size=group_size)
     reward = built.score(rollouts, [lambda rollout: 0.0])
     advantage = built.per_group(center, reward)
-    built.train("policy", rollouts, advantage, loss=no_loss, aggregation=no_loss)
+    built.train(policy, rollouts, advantage, loss=no_loss, aggregation=no_loss)
     return built
 
 
@@ -78,6 +80,8 @@ class World:
     replicas: list[SimulatedReplica]
     scorer: SimulatedScorer = field(default_factory=SimulatedScorer)
     learner: SimulatedLearner = field(default_factory=SimulatedLearner)
+    others: dict[str, SimulatedLearner] = field(default_factory=dict)
+    pools: dict[str, SimulatedPool] = field(default_factory=dict)
     observer: Record = field(default_factory=Record)
     ledger: Ledger = field(default_factory=lambda: Ledger(lambda event: None, groups_per_step=4))
     checkpoints: list[int] = field(default_factory=list)
@@ -108,7 +112,8 @@ class World:
             fleet=self.fleet,
             replicas=dict(enumerate(self.replicas)),
             scorer=self.scorer,
-            learner=self.learner,
+            learners={"policy": self.learner, **self.others},
+            pools=self.pools,
             observer=self.observer,
             checkpoint=save,
             carried=self.carried,
@@ -192,7 +197,9 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     assert max(w.observer.staleness) <= max_staleness
     assert not w.ledger.open_groups
     assert w.ledger.num_trained == w.config.num_steps * w.config.prompts_per_step
-    assert [len(step) for step in w.learner.trained[:-1]] == [w.config.rollouts_per_step] * 4
+    assert [sum(map(len, step)) for step in w.learner.trained[:-1]] == [
+        w.config.rollouts_per_step
+    ] * 4
     if order == "issued":  # else the run may end while surplus rows are being scored
         assert w.store.bytes_live == 0
 
@@ -269,8 +276,10 @@ def test_deaths_cost_time_and_nothing_else(
     assert max(w.observer.staleness) <= max_staleness
     assert not w.ledger.open_groups
     assert w.ledger.num_trained == w.config.num_steps * w.config.prompts_per_step
-    assert [len(step) for step in w.learner.trained[:-1]] == [w.config.rollouts_per_step] * 4
-    trained = [{task.group_id for task in step} for step in w.learner.trained[:-1]]
+    assert [sum(map(len, step)) for step in w.learner.trained[:-1]] == [
+        w.config.rollouts_per_step
+    ] * 4
+    trained = [{g for rows in step for g in rows.group_ids} for step in w.learner.trained[:-1]]
     recorded = [set(event["groups"]) for event in _surviving(events) if event["event"] == "trained"]
     assert trained == recorded
     assert w.checkpoints[-1] == w.config.num_steps
@@ -351,7 +360,7 @@ def test_the_trainer_waits_for_no_answer() -> None:
 def test_on_policy_trains_groups_in_the_order_of_issue() -> None:
     w = world(asynchrony=AsyncConfig(max_staleness=0))
     run_in_virtual_time(w.run())
-    trained = [task.group_id for step in w.learner.trained for task in step]
+    trained = [g for step in w.learner.trained for rows in step for g in rows.group_ids]
     assert trained == sorted(trained)
     assert max(w.observer.staleness) == 0
 
@@ -359,8 +368,11 @@ def test_on_policy_trains_groups_in_the_order_of_issue() -> None:
 def test_advantages_reach_the_trainer() -> None:
     w = world(num_steps=1)
     run_in_virtual_time(w.run())
-    assert [task.advantage for task in w.learner.trained[0]] == [-0.5, 0.5] * 4
-    assert {task.group_num_tokens for task in w.learner.trained[0]} == {6}
+    assert [x for rows in w.learner.trained[0] for x in rows.scalars["advantages"]] == [
+        -0.5,
+        0.5,
+    ] * 4
+    assert {n for rows in w.learner.trained[0] for n in rows.group_num_tokens} == {6}
 
 
 def test_a_reward_that_always_fails_ends_the_run() -> None:
@@ -605,7 +617,7 @@ def test_groups_that_the_learner_has_read_are_not_issued_again() -> None:
 
     async def lose_a_shard() -> None:
         await asyncio.sleep(3.0)
-        assert len(w.learner.trained[0]) == 8  # all of the first step
+        assert sum(map(len, w.learner.trained[0])) == 8  # all of the first step
         w.replicas[0].shard = "shard-2"
         w.controller.shard_lost("shard")
 
@@ -613,7 +625,7 @@ def test_groups_that_the_learner_has_read_are_not_issued_again() -> None:
         await asyncio.gather(w.run(), lose_a_shard())
 
     run_in_virtual_time(run())
-    trained = [task.group_id for step in w.learner.trained for task in step]
+    trained = [g for step in w.learner.trained for rows in step for g in rows.group_ids]
     assert sorted(trained) == sorted([*range(8)] * 2)
     assert (w.ledger.num_issued, w.ledger.num_trained) == (8, 8)
 
@@ -629,7 +641,7 @@ def test_open_groups_of_a_crashed_run_are_issued_again() -> None:
     w.ledger.issue(0, prompt_index=0, version=0)
     w.ledger.issue(1, prompt_index=1, version=0)
     run_in_virtual_time(w.run())
-    trained = {task.group_id for step in w.learner.trained for task in step}
+    trained = {g for step in w.learner.trained for rows in step for g in rows.group_ids}
     assert trained == set(range(8))
     assert (w.ledger.num_issued, w.ledger.num_trained) == (8, 8)
 

@@ -28,9 +28,9 @@ def check_batch_function(function: Callable[..., Any], num_columns: int) -> None
         inspect.signature(function).bind(*range(num_columns), **given)
     except TypeError as error:
         raise ValueError(
-            f"flow.per_batch({name_of(function)}) is given {num_columns} column(s) and takes others "
-            f"({error}); name the columns in the order of its arguments, and give it fixed ones "
-            "with functools.partial."
+            f"flow.per_batch({name_of(function)}) is given {num_columns} column(s) and takes "
+            f"others ({error}); name the columns in the order of its arguments, and give it fixed "
+            "ones with functools.partial."
         ) from None
 
 

@@ -22,9 +22,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from rlsys.config import RunConfig, require
+from rlsys.controller.generation import GenerationSide, Prompts
 from rlsys.controller.inference import InferenceSide
 from rlsys.controller.learners import Learners
-from rlsys.controller.generation import GenerationSide, Prompts
 from rlsys.controller.scoring import RewardsFailed, ScoringSide
 from rlsys.controller.state import NO_WORK, Group, Observer, OpenWork, RunState, TrainedStep
 from rlsys.controller.training import TrainingSide

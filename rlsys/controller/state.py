@@ -153,7 +153,7 @@ class RunState:
         self.clock = clock
         self.gate = AdmissionGate(
             groups_per_step=config.prompts_per_step,
-            max_staleness=config.asynchrony.max_staleness,
+            max_staleness=config.max_version_lag,
             num_steps=config.num_steps,
             over_issue=config.asynchrony.over_issue,
         )
@@ -167,7 +167,7 @@ class RunState:
     def oldest_version_allowed(self, num_steps: int) -> int:
         """Tokens of an older version may not enter the gradient of the step that comes after
         `num_steps` others."""
-        return num_steps - self.config.asynchrony.max_staleness
+        return num_steps - self.config.max_version_lag
 
     def drop(self, group_id: int, reason: str) -> None:
         """End a group without training it; another is issued in its stead."""

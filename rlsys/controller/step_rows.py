@@ -42,11 +42,12 @@ class StepRows:
             name: lists.setdefault(id(of_column), of_column[rows])
             for name, of_column in batch.cells.items()
         }
+        scalars: dict[str, Sequence[float]] = {
+            name: of_column[rows] for name, of_column in batch.scalars.items()
+        }
+        scalars |= {name: [fact(note) for note in group.rollouts] for name, fact in FACTS.items()}
         self._groups[group.group_id] = GroupColumns(
-            cells=cells,
-            scalars={name: of_column[rows] for name, of_column in batch.scalars.items()}
-            | {name: [fact(note) for note in group.rollouts] for name, fact in FACTS.items()},
-            num_completion_tokens=group.num_completion_tokens,
+            cells=cells, scalars=scalars, num_completion_tokens=group.num_completion_tokens
         )
 
     def forget(self, group_id: int) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from rlsys.algorithms.batches import run_batch_function
-from rlsys.config import TrainerConfig
+from rlsys.config import TrainedRoleConfig, TrainerConfig
 from rlsys.controller.learners import Learners
 from rlsys.controller.state import RunState, TrainedStep
 from rlsys.controller.step_rows import StepRows
@@ -32,7 +32,6 @@ from rlsys.dataflow.graph import (
     Dataflow,
     InferStage,
     PerBatchStage,
-    TrainedRoleConfig,
     TrainStage,
 )
 from rlsys.dataflow.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
@@ -169,7 +168,7 @@ class TrainingSide:
             with self._state.waiting("train", stage.name):
                 # As a task, so that it starts behind the calls that were made before.
                 await tasks.create_task(self._run_step_stage(stage, groups))
-            if self._assembler.num_wanted:  # one of the groups was lost meanwhile
+            if self._assembler.groups != groups:  # one of them was lost meanwhile
                 return False
         return True
 

@@ -193,9 +193,9 @@ class Dataflow:
         return columns
 
     def infer(self, model: Model, rollouts: Sequence[Column], *, writes: str) -> Column:
-        """What `model` makes of each rollout: log-probabilities of its tokens (head "logits"), their
-        values ("value"), or its score ("score"). A model that is trained does so at the beginning
-        of each step, with the weights of then."""
+        """What `model` makes of each rollout: log-probabilities of its tokens (head "logits"),
+        their values ("value"), or its score ("score"). A model that is trained does so at the
+        beginning of each step, with the weights of then."""
         return self._add(
             InferStage(
                 name=f"infer {writes}",
@@ -299,8 +299,8 @@ class Dataflow:
         )
 
     def check(self) -> None:
-        """Raise ValueError for what only the whole graph shows: a column that nobody reads, a
-        function over a group that waits for the step, no generation, a policy that nobody trains."""
+        """Raise ValueError for what only the whole graph shows: a column that nobody reads, a stage
+        that cannot wait for the step, no generation, a policy that nobody trains."""
         self.stage(GenerateStage)
         self.trained(POLICY)
         readers = {column.name for stage in self.stages for column in stage.reads}
@@ -318,8 +318,8 @@ class Dataflow:
             for column in stage.reads:
                 require(
                     column.name not in late or isinstance(stage, TrainStage | PerBatchStage),
-                    f"stage {stage.name!r} runs as soon as it can, and reads {column.name!r}, which "
-                    "is there only when a step is complete; use flow.per_batch.",
+                    f"stage {stage.name!r} runs as soon as it can, and reads {column.name!r}, "
+                    "which is there only when a step is complete; use flow.per_batch.",
                 )
 
     def stage(self, kind: type[S]) -> S:
@@ -426,9 +426,7 @@ class Dataflow:
                 if column not in FACTS:
                     by_writer.setdefault(writer[column.name], []).append(column.name)
             for source, columns in by_writer.items():
-                lines.append(
-                    f"    {place[source]} -- {', '.join(columns)} --> {place[stage.name]}"
-                )
+                lines.append(f"    {place[source]} -- {', '.join(columns)} --> {place[stage.name]}")
         for stage in self.all(TrainStage):
             users = (GenerateStage, InferStage)
             for user in self.stages:

@@ -143,6 +143,11 @@ async def step(learner: RayLearner, num_ranks: int) -> StepResult:
     return stepped.result()
 
 
+async def step_for_ever(learner: RayLearner) -> None:
+    while True:
+        await step(learner, 1)
+
+
 def pid(directory: Path, rank: int) -> int:
     return int((directory / f"pid-{rank}").read_text().split()[-1])
 
@@ -202,8 +207,7 @@ def test_a_lost_node_costs_what_came_after_the_newest_checkpoint(
             other = cluster.add_node(num_cpus=1, **NODE_OPTIONS)
             cluster.remove_node(first, allow_graceful=False)
             with pytest.raises(LearnerDied):
-                while True:  # its processes may answer for a moment longer
-                    await step(learner, 1)
+                await step_for_ever(learner)  # its processes may answer for a moment longer
             assert await learner.restart(99) == 1
             assert learner.node_id == other.node_id
             assert (await step(learner, 1)).metrics == second.metrics
