@@ -42,7 +42,10 @@ class ScalarNetwork(nn.Module):
         """Whether batches may be packed; otherwise they must be padded."""
         use_engine_layers(model)
         self.model = model
-        self.pad_token_id = pad_token_id(model)
+        self.unread = pad_token_id(model)
+        """The token at which no row is scored."""
+        self.fill = 0
+        """With which rows are padded."""
         self._row_limit = row_limit(model.config)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -59,7 +62,9 @@ class WholeScorer(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.pad_token_id = pad_token_id(model)
+        self.unread = None
+        self._pad_token_id = pad_token_id(model)
+        self.fill = self._pad_token_id or 0
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[B] float32, with gradient."""
@@ -68,7 +73,7 @@ class WholeScorer(nn.Module):
         last = batch.positions - longest * torch.arange(num_rows, device=column.device)
         if not num_rows:
             return self._scores(batch.input_ids)[:0]
-        if self.pad_token_id is None:  # transformers then takes one row at a time
+        if self._pad_token_id is None:  # transformers then takes one row at a time
             rows = zip(batch.input_ids, last.tolist(), strict=True)
             return torch.cat([self._scores(row[None, : end + 1]) for row, end in rows])
         mask = (column <= last[:, None]).long()
