@@ -53,7 +53,7 @@ def rloo_advantage(rewards: torch.Tensor) -> torch.Tensor:
 
 @needs_group(2)
 def opo_advantage(rewards: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-    """r − Σ length·r / Σ length: OPO, 2505.23585, equation 8. [G], [G] -> [G].
+    """r − Σ length·r / Σ length: OPO, 2505.23585. [G], [G] -> [G].
 
     The baseline of least variance where the squared gradient grows with the length. `num_tokens` is
     the length of each completion; where all are empty the plain mean is taken.
@@ -75,7 +75,7 @@ def remax_advantage(rewards: torch.Tensor, greedy_rewards: torch.Tensor) -> torc
 @dataclass(frozen=True)
 class pass_at_k_advantage:
     """The mean advantage of a rollout over all sets of k that it is in, where a set is worth 1 if
-    any rollout of it is right: pass@k training, 2508.10751, equations 12 to 15. [G] -> [G].
+    any rollout of it is right: pass@k training, 2508.10751. [G] -> [G].
 
     A rollout is right where its reward is more than `right_above`. With F wrong ones of G, the mean
     of a set is m = 1 − C(F, k)/C(G, k), its standard deviation (of the population) √(m(1 − m)):
@@ -120,7 +120,7 @@ def reinforce_plus_plus_advantage(
     """Rewards normalised over the rollouts of a batch: REINFORCE++ where nothing but the rollout's
     reward is known. [B], [B] -> [B].
 
-    The paper (2501.03262, equations 8 to 10) has a KL penalty in the reward and normalises over
+    The paper (2501.03262) has a KL penalty in the reward and normalises over
     the tokens of the batch: `reinforce_plus_plus_token_advantage` does that. Here each rollout
     counts once, whatever its length.
     """

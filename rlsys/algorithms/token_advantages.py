@@ -135,7 +135,7 @@ def reinforce_plus_plus_token_advantage(
     loss_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A_t = score − β Σ_{i ≥ t} (log π − log π_ref)_i, normalised over all tokens of the batch:
-    REINFORCE++, 2501.03262, equations 8 to 10. [R], [N], [N], [R + 1] -> [N].
+    REINFORCE++, 2501.03262. [R], [N], [N], [R + 1] -> [N].
 
     `coefficient` is β. `reinforce_plus_plus_advantage` does without a reference, over rollouts.
     """
