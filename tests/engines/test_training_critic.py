@@ -163,12 +163,20 @@ def test_a_family_without_such_a_class_gets_one(tmp_path: Path) -> None:
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
-def test_a_saved_critic_goes_on_with_the_same_numbers(model_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["checkpoint", "snapshot"])
+def test_a_kept_critic_goes_on_with_the_same_numbers(
+    model_path: Path, tmp_path: Path, way: str
+) -> None:
     engine, other = make_critic(model_path), make_critic(model_path)
     accumulate(engine, [critic_rows(4)])
     engine.optimizer_step()
-    engine.save(tmp_path / "saved")
-    other.load(tmp_path / "saved")
+    if way == "checkpoint":
+        engine.save(tmp_path / "kept")
+        other.load(tmp_path / "kept")
+    else:
+        (tmp_path / "kept").write_bytes(bytes(engine.snapshot_bytes))
+        engine.snapshot(engine.open_snapshots(str(tmp_path / "kept"), "kept"))
+        other.restore(other.open_snapshots(str(tmp_path / "kept"), "kept"), 1)
     for one in (engine, other):
         accumulate(one, [critic_rows(4, seed=1)])
     assert engine.optimizer_step() == other.optimizer_step()
