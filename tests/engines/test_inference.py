@@ -168,3 +168,15 @@ def test_a_token_of_another_vocabulary_is_told(tmp_path: Path) -> None:
     row.token_ids[-1] = VOCABULARY
     with pytest.raises(ValueError, match=f"has token {VOCABULARY}, but this model has"):
         InferenceEngine(tiny_model(tmp_path), head="logits").infer([row])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_a_row_beyond_the_context_is_told(kind: str, tmp_path: Path) -> None:
+    row = make_rows(1)[0]
+    rows = [replace(row, token_ids=np.full(127 + more, 5, np.int32)) for more in (0, 1)]
+    rows = [replace(row, prompt_token_ids=np.full(1, 5, np.int32)) for row in rows]
+    path = scalar_model(tmp_path, kind, n_positions=128)
+    engine = InferenceEngine(path, head="score")
+    assert np.isfinite(engine.infer(rows[:1])[0]).all()
+    with pytest.raises(ValueError, match="has 129 tokens, but this model takes 128"):
+        engine.infer(rows)

@@ -200,3 +200,15 @@ def test_two_ranks_train_as_one(kind: str, tmp_path: Path) -> None:
     assert found == pytest.approx(alone.optimizer_step().metrics, rel=1e-3, abs=1e-5)
     assert none == []
     np.testing.assert_allclose(scores, alone.infer(rows), atol=5e-3)
+
+
+def refused_ranks(rank: int, world_size: int, directory: Path) -> str:
+    with pytest.raises(ValueError, match="rows one by one") as refusal:
+        make_scorer(directory / "model", rank=rank, world_size=world_size)
+    return str(refusal.value)
+
+
+def test_ranks_cannot_run_rows_one_by_one(tmp_path: Path) -> None:
+    scalar_model(tmp_path / "model", "bert", type_vocab_size=2, pad_token_id=None)
+    for refusal in run_ranks(2, refused_ranks, tmp_path):
+        assert "set pad_token_id in its config.json, or trainer.num_ranks=1." in refusal

@@ -54,8 +54,9 @@ class ScalarNetwork(nn.Module):
 
 
 class WholeScorer(nn.Module):
-    """A reward model as transformers runs it, whatever its architecture: padded rows with a mask.
-    For models whose tokens see later ones, or whose head is more than a linear one."""
+    """A reward model as transformers runs it, whatever its architecture: padded rows with a mask,
+    or, where the model knows no padding, one row after another. For models whose tokens see later
+    ones, or whose head is more than a linear one."""
 
     packs = False
 
@@ -66,6 +67,10 @@ class WholeScorer(nn.Module):
         self._pad_token_id = pad_token_id(model)
         self.fill = self._pad_token_id or 0
 
+    @property
+    def runs_rows_alone(self) -> bool:
+        return self._pad_token_id is None
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """[B] float32, with gradient."""
         num_rows, longest = len(batch.positions), batch.input_ids.shape[1]
@@ -73,7 +78,7 @@ class WholeScorer(nn.Module):
         last = batch.positions - longest * torch.arange(num_rows, device=column.device)
         if not num_rows:
             return self._scores(batch.input_ids)[:0]
-        if self._pad_token_id is None:  # transformers then takes one row at a time
+        if self.runs_rows_alone:
             rows = zip(batch.input_ids, last.tolist(), strict=True)
             return torch.cat([self._scores(row[None, : end + 1]) for row, end in rows])
         mask = (column <= last[:, None]).long()
