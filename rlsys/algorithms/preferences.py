@@ -3,7 +3,8 @@
 For policies (DPO and its kin), in: `LossInputs` whose rows are pairs (pairs.py), with columns
 `preference` and, where the loss compares with a reference, `reference_logprobs`. Out: the loss of
 the pair at each of its tokens, of both rows, so that `sequence_mean`, which gives every row the
-same weight, makes the mean over pairs of it. Advantages, μ and π_prox are not used.
+same weight, makes the mean over pairs of it. Advantages, μ and π_prox are not used. Metrics are
+averaged over tokens, so that long pairs count for more in them.
 
 For reward models, in: `ScoreInputs`. Out: the loss of the pair at both of its rows.
 
