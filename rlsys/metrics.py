@@ -20,7 +20,7 @@ ZERO_ADVANTAGE_FRAC = "groups/zero_advantage_frac"  # groups whose rewards are a
 COMPLETION_TOKENS_MEAN = "completion/tokens_mean"
 COMPLETION_TRUNCATED_FRAC = "completion/truncated_frac"  # ended by the limit on tokens
 
-STALENESS_MEAN = "staleness/mean"  # optimizer steps, over rollouts
+STALENESS_MEAN = "staleness/mean"  # updates of the weights, over rollouts
 STALENESS_MAX = "staleness/max"
 
 LOSS = "loss"

@@ -122,7 +122,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step, over the global batch; equal on every rank."""
+    """One step: all updates of the weights by one batch, on all ranks; equal on every rank."""
 
     policy_version: int  # after the step
     metrics: dict[str, float]  # loss, grad_norm, entropy, kl/sampler_trainer, staleness/..., ...

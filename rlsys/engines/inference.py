@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlsys.engines.context import context_length
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.training.collate import split_passes
 from rlsys.engines.training.ranks import Ranks
@@ -73,16 +74,24 @@ class InferenceEngine:
             device=self._device,
         )
         self._role.network.requires_grad_(False).to(self._device)
-        config = self._role.network.model.config.get_text_config()
-        self._vocab_size: int = config.vocab_size
+        config = self._role.network.model.config
+        self._vocab_size: int = config.get_text_config().vocab_size
+        self._context = context_length(config)
 
     def infer(self, rows: Sequence[TrainRow]) -> list[Float32Array]:
         """In the rows' order: log-probabilities [T] of the completion tokens (head "logits"),
         values [T] of the text before each of them ("value"), or the row's score [1] ("score").
 
-        Raises ValueError for a row without a prompt, or with a token beyond the vocabulary.
+        Raises ValueError for a row without a prompt, longer than the model's context, or with a
+        token beyond its vocabulary.
         """
         for row in rows:
+            length = len(row.prompt_token_ids) + len(row.token_ids)
+            if length > self._context:
+                raise ValueError(
+                    f"a row of group {row.group_id} has {length} tokens, but this model takes "
+                    f"{self._context}; lower data.max_prompt_tokens or sampling.max_tokens."
+                )
             for tokens in (row.prompt_token_ids, row.token_ids):
                 if len(tokens) and tokens.max() >= self._vocab_size:
                     raise ValueError(

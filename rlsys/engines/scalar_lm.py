@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from rlsys.data.hub import in_short, unreadable
 from rlsys.engines.architecture import Architecture, Outputs, check_architecture, difference
@@ -94,7 +93,8 @@ def scalar_head(model: Any) -> nn.Parameter | None:
 
 def scalar_outputs(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """[...] float32 of hidden states [..., D], whatever their precision."""
-    return F.linear(hidden.float(), model.score.weight.float())[..., 0]
+    outputs: torch.Tensor = hidden.float() @ model.score.weight[0].float()
+    return outputs
 
 
 def last_token(token_ids: torch.Tensor, pad_token_id: int | None) -> int:

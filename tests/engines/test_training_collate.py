@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.training.collate import collate, input_length, split_passes
+from rlsys.engines.training.collate import collate, collate_whole, input_length, split_passes
 from rlsys.types import TrainRow
 
 
@@ -102,3 +102,31 @@ def test_each_target_is_the_input_after_its_position(rows: list[TrainRow], packe
     last_of_row = set((starts + lengths - 1).tolist())
     for place, target in zip(batch.positions.tolist(), batch.targets.tolist(), strict=True):
         assert place in last_of_row or flat[place + 1] == target
+
+
+@given(rows=st.lists(rows, max_size=20), max_tokens=st.integers(1, 100), packed=st.booleans())
+def test_whole_groups_stay_together(rows: list[TrainRow], max_tokens: int, packed: bool) -> None:
+    rows = [replace(row, group_id=index // 2) for index, row in enumerate(rows)]
+    passes = split_passes(rows, max_tokens, packed=packed, whole_groups=True)
+    assert sorted(index for chosen in passes for index in chosen) == list(range(len(rows)))
+    of_group: dict[int, int] = {}
+    for number, chosen in enumerate(passes):
+        for index in chosen:
+            assert of_group.setdefault(rows[index].group_id, number) == number
+        lengths = [input_length(rows[index]) for index in chosen]
+        num_tokens = sum(lengths) if packed else len(chosen) * max(lengths)
+        assert num_tokens <= max_tokens or len({rows[index].group_id for index in chosen}) == 1
+
+
+def test_whole_rows_are_read_at_their_last_tokens() -> None:
+    rows = [make_row([1, 2], [3, 4]), make_row([6], [8, 0]), make_row([0], [0])]
+    batch = collate_whole(rows, columns=["advantages"], unread=0)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 6, 8, 0]]
+    assert batch.positions.tolist() == [3, 5, 6]
+    assert batch.row_index.tolist() == [0, 1, 2]
+    assert batch.group_ids.tolist() == [7, 7, 7]
+    assert batch.columns["advantages"].tolist() == [2, 0, 0]
+    padded = collate_whole(rows, packed=False, fill=9)
+    assert padded.input_ids.tolist() == [[1, 2, 3, 4], [6, 8, 0, 9], [0, 0, 9, 9]]
+    assert padded.positions.tolist() == [3, 6, 9]
+    assert collate_whole([], columns=["advantages"]).columns["advantages"].shape == (0,)

@@ -121,18 +121,19 @@ def collate_whole(
     *,
     packed: bool = True,
     columns: Sequence[str] = (),
-    pad_token_id: int | None = None,
+    unread: int | None = None,
+    fill: int = 0,
 ) -> Batch:
-    """One pass over whole rows, each read at its last token, or, where that is padding, at the last
-    that is none; what stands behind is no input. Of a column, which repeats a number of the row,
+    """One pass over whole rows, each read at the last token that is not `unread`; what stands
+    behind is no input. Padding is of token `fill`. Of a column, which repeats a number of the row,
     the last value counts.
 
     Raises ValueError for a row without a prompt, or, where columns are asked for, a completion.
     """
     if not rows:
         return _empty_batch(device, columns)
-    num_inputs = np.array([_scored_length(row, pad_token_id) for row in rows])  # [B]
-    input_ids, starts = _lay_out(rows, num_inputs, packed=packed, fill=pad_token_id or 0)
+    num_inputs = np.array([_scored_length(row, unread) for row in rows])  # [B]
+    input_ids, starts = _lay_out(rows, num_inputs, packed=packed, fill=fill)
     zeros = torch.zeros(len(rows), dtype=torch.int64, device=device)
     return Batch(
         input_ids=torch.from_numpy(input_ids).to(device),
@@ -171,12 +172,12 @@ def _lay_out(
     return input_ids, np.arange(len(rows)) * num_inputs.max()
 
 
-def _scored_length(row: TrainRow, pad_token_id: int | None) -> int:
+def _scored_length(row: TrainRow, unread: int | None) -> int:
     """Tokens of a row up to the one at which it is scored."""
     tokens = np.concatenate([row.prompt_token_ids, row.token_ids])
-    if pad_token_id is None:
+    if unread is None:
         return len(tokens)
-    places = np.flatnonzero(tokens != pad_token_id)
+    places = np.flatnonzero(tokens != unread)
     return int(places[-1]) + 1 if len(places) else 1
 
 

@@ -97,6 +97,12 @@ class FSDPEngine:
             device=self._device,
         )
         network = self._role.network
+        if world_size > 1 and getattr(network, "runs_rows_alone", False):
+            raise ValueError(
+                f"model.path={str(model_path)!r} has no padding token, so transformers runs its "
+                "rows one by one, which several ranks cannot do in step; set pad_token_id in its "
+                "config.json, or trainer.num_ranks=1."
+            )
         self._model = network.model
         if model.gradient_checkpointing:
             recompute_activations(network)

@@ -36,7 +36,7 @@ from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.rms_norm import use_fast_norms
 from rlsys.engines.scalar_lm import load_scalar_lm
 from rlsys.engines.training.collate import Batch, collate, collate_whole
-from rlsys.engines.training.scalar_network import ScalarNetwork, WholeScorer, scoring_network
+from rlsys.engines.training.scalar_network import ScalarNetwork, scoring_network
 from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.types import TrainRow
 
@@ -90,11 +90,6 @@ class Role(ABC):
         found: dict[int, int] = {}
         for row in rows:
             found[row.group_id] = found.get(row.group_id, 0) + 1
-            if not self.num_trained(row):
-                raise ValueError(
-                    f"{loss} compares the rows of a group, but one of group {row.group_id} has no "
-                    f"trained {self.unit}; leave such groups out."
-                )
         for row in rows:
             if found[row.group_id] != row.group_size:
                 raise ValueError(
@@ -200,7 +195,8 @@ class RewardModel(Role):
             self.device,
             packed=self.packs,
             columns=columns,
-            pad_token_id=self.network.pad_token_id,
+            unread=self.network.unread,
+            fill=self.network.fill,
         )
 
     def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
@@ -244,6 +240,3 @@ def load_role(
 
 def unmasked(rows: Sequence[TrainRow]) -> list[TrainRow]:
     return [replace(row, loss_mask=np.ones(len(row.token_ids), np.bool_)) for row in rows]
-
-
-__all__ = ["HeadKind", "Loss", "Role", "WholeScorer", "load_role"]

@@ -42,7 +42,10 @@ class ScalarNetwork(nn.Module):
         """Whether batches may be packed; otherwise they must be padded."""
         use_engine_layers(model)
         self.model = model
-        self.pad_token_id = pad_token_id(model)
+        self.unread = pad_token_id(model)
+        """The token at which no row is scored."""
+        self.fill = 0
+        """With which rows are padded."""
         self._row_limit = row_limit(model.config)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -51,15 +54,22 @@ class ScalarNetwork(nn.Module):
 
 
 class WholeScorer(nn.Module):
-    """A reward model as transformers runs it, whatever its architecture: padded rows with a mask.
-    For models whose tokens see later ones, or whose head is more than a linear one."""
+    """A reward model as transformers runs it, whatever its architecture: padded rows with a mask,
+    or, where the model knows no padding, one row after another. For models whose tokens see later
+    ones, or whose head is more than a linear one."""
 
     packs = False
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.pad_token_id = pad_token_id(model)
+        self.unread = None
+        self._pad_token_id = pad_token_id(model)
+        self.fill = self._pad_token_id or 0
+
+    @property
+    def runs_rows_alone(self) -> bool:
+        return self._pad_token_id is None
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[B] float32, with gradient."""
@@ -68,7 +78,7 @@ class WholeScorer(nn.Module):
         last = batch.positions - longest * torch.arange(num_rows, device=column.device)
         if not num_rows:
             return self._scores(batch.input_ids)[:0]
-        if self.pad_token_id is None:  # transformers then takes one row at a time
+        if self.runs_rows_alone:
             rows = zip(batch.input_ids, last.tolist(), strict=True)
             return torch.cat([self._scores(row[None, : end + 1]) for row, end in rows])
         mask = (column <= last[:, None]).long()

@@ -80,7 +80,7 @@ def _score(
 def _score_alone(
     head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same log-probabilities, to the last bit, without what the entropy costs."""
+    """The same log-probabilities, without what the entropy costs."""
     logprobs = torch.log_softmax(_logits(head, hidden, temperature), dim=-1)
     found = -F.nll_loss(logprobs, targets, reduction="none")
     return found, torch.zeros_like(found)
