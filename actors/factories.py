@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlsys.config import RunConfig
+from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.rewards import PackedRewards, RewardRunner
 
@@ -88,24 +89,8 @@ class RolloutFactory:
 
     def __call__(self) -> GenerationEngine:
         config = self.config
-        if config.rollout.engine == "vllm":
-            from rlsys.engines.generation.vllm_engine import VLLMEngine
-
-            return VLLMEngine(
-                config.model.path,
-                config.rollout,
-                dtype=config.model.dtype,
-                max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
-            )
-        from rlsys.engines.generation.torch_engine import TorchEngine
-
-        return TorchEngine(
-            config.model.path,
-            config.rollout,
-            dtype=config.model.dtype,
-            device="cuda" if config.rollout.num_gpus else "cpu",
-            num_threads=compute_threads(config.rollout.num_cpus),
-        )
+        max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
+        return build_engine(config.model, config.rollout, max_context=max_context)
 
 
 @dataclass(frozen=True, kw_only=True)

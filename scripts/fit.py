@@ -4,9 +4,9 @@
     python scripts/fit.py runs/quickstart --held-out 0.33 --until 4 --out fit.svg
     python scripts/fit.py runs/small runs/large --law power --against tokens
 
-In: run directories. Out: each run's parameters with their 95 % intervals, one line of JSON last, and
-a picture of curve, fit and what it expects of more compute; without --out it goes to fit.svg in the
-first run's directory. docs/scaling.md says how to read them.
+In: run directories. Out: each run's parameters with their 95 % intervals, one line of JSON last,
+and a picture of curve, fit and what it expects of more compute; without --out it goes to fit.svg in
+the first run's directory. docs/scaling.md says how to read them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlsys.scaling.prediction import (
     limits_of,
     predict,
 )
-from rlsys.scaling.series import AGAINST
+from rlsys.scaling.series import AGAINST, Against
 
 PICTURES = (".svg", ".png")
 
@@ -74,8 +74,7 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-@rlsys.main
-def main(arguments: Sequence[str] | None = None) -> None:
+def run(arguments: Sequence[str]) -> None:
     given = options().parse_args(arguments)
     out: Path = given.out or given.run_dirs[0] / "fit.svg"
     if out.suffix not in PICTURES:
@@ -101,13 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(report, allow_nan=False))
 
 
-def _series(run_dir: Path, metric: str, against: str) -> Series:
+def _series(run_dir: Path, metric: str, against: Against) -> Series:
     path = RunFiles(run_dir).metrics
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the directory of a run.")
     name = run_dir.resolve().name
-    (counted,) = (one for one in AGAINST if one == against)
-    return read_series(read_metrics(path), name=name, metric=metric, against=counted)
+    return read_series(read_metrics(path), name=name, metric=metric, against=against)
 
 
 def _limits(text: str) -> Limits | None:
@@ -149,5 +147,10 @@ def _draw(predictions: Sequence[Prediction], out: Path) -> Path:
     return out
 
 
+@rlsys.main
+def main() -> None:
+    run(sys.argv[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -73,7 +73,7 @@ def _label(one: Prediction) -> str:
 
 
 def _rewards(one: Prediction) -> Array:
-    parts = [one.fitted.reward, [one.reward.value]]
+    parts = [one.fitted.reward, np.array([one.reward.value])]
     if one.held_out is not None:
         parts.append(one.held_out.points.reward)
     return np.concatenate(parts)

@@ -107,8 +107,8 @@ def describe(prediction: Prediction) -> list[str]:
         f"{series.name}: {series.metric}{limits}, against {unit}",
         f"  {found.law.formula}",
         f"  {len(series.reward)} points from {_short(series.compute[0])} to "
-        f"{_short(series.compute[-1])}, one of which counts for {1 / found.tau:.2f}; noise of a "
-        f"point {found.noise:.3g}",
+        f"{_short(series.compute[-1])}, worth {len(series.reward) / found.tau:.0f} independent "
+        f"ones; noise of a point {found.noise:.3g}",
         f"  {'':<14}{'value':>10}  95 % interval",
     ]
     lines += [_row(name, one) for name, one in found.parameters.items()]
