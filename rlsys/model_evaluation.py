@@ -107,7 +107,7 @@ class EvaluationConfig:
     @property
     def params(self) -> SamplingParams:
         sampled = self.sampling.params()
-        return replace(sampled, temperature=0.0) if self.greedy else sampled
+        return replace(sampled, temperature=1.0, top_p=1.0, top_k=1) if self.greedy else sampled
 
 
 @dataclass(frozen=True, kw_only=True)

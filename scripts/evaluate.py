@@ -21,6 +21,7 @@ import rlsys
 from rlsys.blocking import run_to_end
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.evaluation import as_metrics
+from rlsys.fields import to_toml
 from rlsys.model_evaluation import Evaluation, EvaluationConfig, Sample, evaluate_model
 from rlsys.rewards import RewardResult
 from rlsys.rewards.named import named_reward
@@ -41,7 +42,11 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
 
 
 def run(arguments: Sequence[str]) -> None:
-    config = rlsys.parse(EvaluationConfig, spelled_out(arguments), doc=__doc__).config
+    parsed = rlsys.parse(EvaluationConfig, spelled_out(arguments), doc=__doc__)
+    config = parsed.config
+    if parsed.dry_run:
+        print(to_toml(config))
+        return
     rewards = [named_reward(name) for name in config.rewards]
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(open(config.out, "w")) if config.out else None

@@ -160,7 +160,8 @@ def _draw(
 
 def _quantiles(draws: Array) -> Array:
     tail = (1 - COVERED) / 2
-    quantiles: Array = np.nanquantile(draws, [0.5, tail, 1 - tail], axis=0)
+    # The nearest draw, as some may be infinite.
+    quantiles: Array = np.nanquantile(draws, [0.5, tail, 1 - tail], axis=0, method="nearest")
     return quantiles
 
 

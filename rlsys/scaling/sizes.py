@@ -48,6 +48,8 @@ def fit_sizes(sizes: Sequence[float], fits: Sequence[Fit]) -> SizeLaw:
     deviations = inverse - middle
     slope = (weights * deviations) @ slowness / (weights @ np.square(deviations))
     at_infinity = weights @ slowness - slope * middle  # 1/K_max, [D]
-    k_max = np.where(at_infinity > 0, 1 / at_infinity, np.inf)
-    n_0 = np.where(at_infinity > 0, slope / at_infinity, np.inf)
+    is_bounded = at_infinity > 0
+    bounded = np.where(is_bounded, at_infinity, 1.0)
+    k_max = np.where(is_bounded, 1 / bounded, np.inf)
+    n_0 = np.where(is_bounded, slope / bounded, np.inf)
     return SizeLaw(k_max=interval(k_max), n_0=interval(n_0))
