@@ -11,12 +11,17 @@ from rlsys.scaling.laws import Array
 Curve = tuple[Array, Array, dict[str, float]]
 
 
+def steps(num: int) -> Array:
+    return np.arange(1, num + 1, dtype=np.float64)
+
+
 def sigmoid(compute: Array, *, A: float, R_0: float, C_mid: float, B: float) -> Array:
     return R_0 + (A - R_0) / (1 + (C_mid / compute) ** B)
 
 
 def power(compute: Array, *, k: float, E: float) -> Array:
-    return 1 - np.exp(E) * compute**-k
+    reward: Array = 1 - np.exp(E) * compute**-k
+    return reward
 
 
 def sigmoids(num: int, *, correlation: float = 0.0, seed: int = 0) -> Iterator[Curve]:
@@ -25,7 +30,7 @@ def sigmoids(num: int, *, correlation: float = 0.0, seed: int = 0) -> Iterator[C
     rng = np.random.default_rng(seed)
     for _ in range(num):
         num_steps = int(rng.integers(80, 300))
-        compute = np.arange(1.0, num_steps + 1)
+        compute = steps(num_steps)
         truth = {
             "A": rng.uniform(0.5, 0.95),
             "R_0": rng.uniform(0, 0.3),
@@ -41,7 +46,7 @@ def powers(num: int, *, seed: int = 0) -> Iterator[Curve]:
     rng = np.random.default_rng(seed)
     for _ in range(num):
         num_steps = int(rng.integers(80, 300))
-        compute = np.arange(1.0, num_steps + 1)
+        compute = steps(num_steps)
         truth = {"k": rng.uniform(0.05, 1.0), "E": rng.uniform(-0.7, 0.0)}
         noise = _noise(num_steps, 0.0, rng) * rng.uniform(0.01, 0.03)
         yield compute, power(compute, **truth) + noise, truth

@@ -8,9 +8,9 @@ import pytest
 
 from rlsys.scaling import POWER_LAW, SIGMOID, Law, fit
 from rlsys.scaling.grid import autocorrelation_time
-from tests.scaling.synthetic_curves import Curve, power, powers, sigmoid, sigmoids
+from tests.scaling.synthetic_curves import Curve, power, powers, sigmoid, sigmoids, steps
 
-STEPS = np.arange(1.0, 201)
+STEPS = steps(200)
 
 
 def test_the_shapes_by_hand() -> None:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from rlsys.scaling import POWER_LAW, SIGMOID, Fit, fit, fit_sizes
-from tests.scaling.synthetic_curves import power, sigmoids
+from tests.scaling.synthetic_curves import power, sigmoids, steps
 
-STEPS = np.arange(1.0, 201)
+STEPS = steps(200)
 SIZES = (0.5e9, 1.5e9, 3e9, 7e9, 14e9)
 K_MAX, N_0 = 0.4, 2e9
 

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from rlsys.cli import parse
+from rlsys.model_evaluation import EvaluationConfig
 from rlsys.tiny_models import build_tiny_model
 from scripts.evaluate import run, spelled_out
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +37,13 @@ def test_short_options() -> None:
         *("--num-samples", "2", "--reward.timeout-s", "3"),
     ]
     assert spelled_out(["--help"]) == ["--help"]
+
+
+def test_the_documented_command_is_accepted() -> None:
+    text = (DOCS / "evaluation.md").read_text().replace("\\\n", " ")
+    (arguments,) = re.findall(r"python scripts/evaluate\.py ([^`\n]*)", text)
+    config = parse(EvaluationConfig, spelled_out(shlex.split(arguments))).config
+    assert (config.num_samples, config.k, config.data.split) == (8, (1, 4), "test")
 
 
 def test_a_table_json_last_and_the_samples(

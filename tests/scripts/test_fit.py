@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,8 @@ import numpy as np
 import pytest
 
 from rlsys.tiny_models import build_tiny_model
-from scripts.fit import run
-from tests.scaling.synthetic_curves import power
+from scripts.fit import options, run
+from tests.scaling.synthetic_curves import power, steps
 from tests.scaling.test_prediction import REAL_RUN
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,13 @@ def run_dir(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "metrics.jsonl").write_bytes(REAL_RUN.read_bytes())
     return directory
+
+
+def test_the_documented_command_is_accepted() -> None:
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    (arguments,) = re.findall(r"python scripts/fit\.py ([^`\n]*)", text)
+    given = options().parse_args(shlex.split(arguments))
+    assert (given.held_out, given.until, given.law) == (0.33, 4.0, "sigmoid")
 
 
 def test_a_run_is_fitted_told_and_drawn(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +55,7 @@ def test_runs_of_several_sizes_give_k_of_n(
     for width, k in ((16, 0.1), (32, 0.2)):
         directory = tmp_path / f"width-{width}"
         build_tiny_model(directory / "hf", width=width, num_layers=1, num_heads=1, num_kv_heads=1)
-        reward = power(np.arange(1.0, 101), k=k, E=-0.3) + 0.005 * rng.standard_normal(100)
+        reward = power(steps(100), k=k, E=-0.3) + 0.005 * rng.standard_normal(100)
         lines = [{"step": i + 1, "reward/mean": value} for i, value in enumerate(reward)]
         (directory / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
         directories.append(str(directory))
