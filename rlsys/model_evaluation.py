@@ -154,8 +154,9 @@ async def evaluate_model(
     if Path(config.data.source).suffix not in LOADERS:
         names.append(config.data.source)
     with offline_where_unreachable(*names):
+        max_context = model_shape(config.model.path).max_context
         tokenizer = load_tokenizer(config.model.path)
-        prompts = _prompts(config, tokenizer, rewards)
+        prompts = _prompts(config, tokenizer, max_context, rewards)
         engine = build_engine(
             config.model,
             config.rollout,
@@ -179,14 +180,16 @@ async def evaluate_model(
     return _evaluation(config, samples, seconds)
 
 
-def _prompts(config: EvaluationConfig, tokenizer: Any, rewards: Sequence[Reward]) -> list[Prompt]:
+def _prompts(
+    config: EvaluationConfig, tokenizer: Any, max_context: int, rewards: Sequence[Reward]
+) -> list[Prompt]:
     source = PromptSource(
         config.data,
         tokenizer,
         seed=config.seed,
         prompts_per_step=1,
         max_tokens=config.sampling.max_tokens,
-        max_context=model_shape(config.model.path).max_context,
+        max_context=max_context,
     )
     check_columns(rewards, source.metadata_columns)
     source.check_filled(dict.fromkeys(name for one in rewards for name in one.required_columns))
