@@ -6,7 +6,7 @@ RayPool ──► rows, to the worker with the fewest ──► InferenceActor: 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -44,7 +44,12 @@ class InferenceActor(Heartbeat):
         self._tracer = tracer
         self._engine: Any = None  # an InferenceEngine, from `start` on
 
-    def start(self) -> None:
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    def start(self, store: StoreAddress) -> None:
+        """Build the engine; the store has a shard on this node."""
+        self._store = StoreClient(store)
         self._engine = self._make_engine()
 
     def run(self, rows: Rows) -> Written:
@@ -53,7 +58,6 @@ class InferenceActor(Heartbeat):
             made = self._engine.infer(read_rows(rows, self._store))
             return write_column(self._writes, made, self._store, per_token=self._per_token)
 
-    @ray.method(concurrency_group="beside")
     def use_store(self, store: StoreAddress) -> None:
         self._store = StoreClient(store)
 
@@ -63,10 +67,18 @@ class InferenceActor(Heartbeat):
 
 
 class RayPool:
-    """`start_worker` starts the actor of a place, by number."""
+    """`start_worker` starts the actor of a place, by number; `open_store` makes sure that the store
+    has a shard on a node."""
 
-    def __init__(self, start_worker: Callable[[int], Worker], *, num_workers: int) -> None:
+    def __init__(
+        self,
+        start_worker: Callable[[int], Worker],
+        open_store: Callable[[str], Awaitable[StoreAddress]],
+        *,
+        num_workers: int,
+    ) -> None:
         self._start_worker = start_worker
+        self._open_store = open_store
         self._num_workers = num_workers
         self._start_timeout_s = 0.0
         self._workers: dict[int, Worker] = {}  # by place
@@ -109,11 +121,15 @@ class RayPool:
         """The worker of a place, when it can work."""
         if place not in self._workers:
             worker = self._workers[place] = self._start_worker(place)
-            start = worker.call("start", timeout_s=self._start_timeout_s)
-            self._starts[place] = asyncio.ensure_future(start)
+            self._starts[place] = asyncio.create_task(self._start(worker))
         worker = self._workers[place]
         await asyncio.shield(self._starts[place])
         return worker
+
+    async def _start(self, worker: Worker) -> None:
+        node_id = await worker.call("node", timeout_s=self._start_timeout_s)
+        store = await self._open_store(node_id)
+        await worker.call("start", store, timeout_s=self._start_timeout_s)
 
     def _forget(self, place: int) -> None:
         if (worker := self._workers.pop(place, None)) is not None:

@@ -20,6 +20,7 @@ from rlsys.workers import LearnerDied, Rows, RowsLost, Written
 
 from .calls import Worker, WorkerDied
 from .snapshots import Room, SnapshotKeepers
+from .store import StoreAddress
 
 # When a rank fails, the others have so long to say what they know; then they are ended.
 EXPLAIN_S = 2.0
@@ -104,7 +105,8 @@ class RayLearner:
     """The answer of rank 0 is the answer.
 
     `hire` starts the actor of a rank, in a place that exists. `stages` are the functions over a step
-    that this learner computes; `per_token`: its model makes a value for each token of a row. When the snapshots are gone with a
+    that this learner computes; `per_token`: its model makes a value for each token of a row;
+    `writes`: it writes to the store, which `open_store` makes sure of on a node. When the snapshots are gone with a
     node, ranks start from the newest checkpoint, or from what the warm start had taught, which is
     written to `warm_start_dir` until `close`.
     """
@@ -122,6 +124,8 @@ class RayLearner:
         stages: Sequence[PerBatchStage] = (),
         model: str = POLICY,
         per_token: bool = True,
+        open_store: Callable[[str], Awaitable[StoreAddress]] | None = None,
+        writes: bool = False,
     ) -> None:
         self.node_id = ""  # of rank 0, from `start` on
         self._hire = hire
@@ -133,6 +137,8 @@ class RayLearner:
         self._stages = {stage.name: stage for stage in stages}
         self._model = model
         self._per_token = per_token
+        self._open_store = open_store
+        self.writes = writes
         self._warm_start_dir = warm_start_dir
         self._crew = Crew([])
         self._node_ids: list[str] = []  # by rank
@@ -269,6 +275,10 @@ class RayLearner:
         places = await crew.all("rendezvous", timeout_s=limit_s)
         self._node_ids = [node_id for node_id, _, _ in places]
         self.node_id, host, port = places[0]
+        if self.writes and self._open_store is not None:
+            for node_id in set(self._node_ids):
+                store = await self._open_store(node_id)
+            await crew.all("use_store", store)
         self._snapshot_bytes = await crew.all("start", host, port, timeout_s=limit_s)
 
     async def _restore(self, at_most: int) -> int:
@@ -287,7 +297,7 @@ class RayLearner:
             return newest
         self._keepers.rooms.clear()  # what lies there belongs to a history that is given up
         if checkpoint is not None:
-            await self.load(checkpoint.trainer_dir(self._model))
+            await self.load(checkpoint.role_dir(self._model))
             return checkpoint.step
         if self._began_warm:
             await self.load(self._warm_start_dir)

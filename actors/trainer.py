@@ -95,6 +95,10 @@ class TrainerActor(Heartbeat):
     def drain_trace(self) -> TraceBatch:
         return self._tracer.drain()
 
+    def use_store(self, store: StoreAddress) -> None:
+        """It has another shard on this node."""
+        self._store = StoreClient(store)
+
     @ray.method(concurrency_group="beside")
     def read_weights(self, manifest: WeightManifest) -> npt.NDArray[np.uint8]:
         """The bytes of a published version, for replicas on other nodes. Raises MemoryGone."""

@@ -92,6 +92,17 @@ def actor_wait_s(actor: str) -> str:
     return f"time/wait_s/{actor}"
 
 
+def pass_at(k: int) -> str:
+    """Of held-out prompts: one of k samples is right. With "/low" and "/high": the ends of its 95 %
+    interval, as of `mean_at`."""
+    return f"eval/pass@{k}"
+
+
+def mean_at(num_samples: int) -> str:
+    """Mean reward of so many samples of each held-out prompt."""
+    return f"eval/mean@{num_samples}"
+
+
 def by_reason(line: Mapping[str, float], total: str) -> dict[str, float]:
     """The positive counts below `total` ("rollouts/dropped"), by reason, largest first."""
     prefix = total + "/"
