@@ -45,7 +45,8 @@ class InferenceActor(Heartbeat):
         self._engine: Any = None  # an InferenceEngine, from `start` on
 
     def node(self) -> str:
-        return ray.get_runtime_context().get_node_id()
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return node_id
 
     def start(self, store: StoreAddress) -> None:
         """Build the engine; the store has a shard on this node."""
@@ -60,6 +61,9 @@ class InferenceActor(Heartbeat):
 
     def use_store(self, store: StoreAddress) -> None:
         self._store = StoreClient(store)
+
+    def close(self) -> None:
+        """It holds nothing that would outlive its process."""
 
     @ray.method(concurrency_group="beside")
     def drain_trace(self) -> TraceBatch:

@@ -80,7 +80,6 @@ RECORDS_BYTES = 64 * 2**20
 STORE_FILL = 0.5
 
 
-
 def launch(
     config: RunConfig,
     flow: Dataflow,
@@ -244,10 +243,13 @@ def _load_prompts(
         rows=source.rows,
     )
     flow.check()
-    rewards = as_rewards([one for stage in flow.all(ScoreStage) for one in stage.rewards])
-    check_columns(rewards, prompts.metadata_columns)
-    prompts.check_filled(dict.fromkeys(name for one in rewards for name in one.required_columns))
-    pack_rewards(rewards)  # raises for those that cannot travel
+    for stage in flow.all(ScoreStage):
+        rewards = as_rewards(stage.rewards)
+        check_columns(rewards, prompts.metadata_columns)
+        prompts.check_filled(
+            dict.fromkeys(name for one in rewards for name in one.required_columns)
+        )
+        pack_rewards(rewards)  # raises for those that cannot travel
     return prompts
 
 

@@ -104,11 +104,11 @@ def _cause(errors: Sequence[Exception]) -> Exception:
 class RayLearner:
     """The answer of rank 0 is the answer.
 
-    `hire` starts the actor of a rank, in a place that exists. `stages` are the functions over a step
-    that this learner computes; `per_token`: its model makes a value for each token of a row;
-    `writes`: it writes to the store, which `open_store` makes sure of on a node. When the snapshots are gone with a
-    node, ranks start from the newest checkpoint, or from what the warm start had taught, which is
-    written to `warm_start_dir` until `close`.
+    `hire` starts the actor of a rank, in a place that exists. `stages` are the functions over a
+    step that this learner computes; `per_token`: its model makes a value for each token of a row;
+    `writes`: it writes to the store, which `open_store` makes sure of on a node. When the snapshots
+    are gone with a node, ranks start from the newest checkpoint, or from what the warm start had
+    taught, which is written to `warm_start_dir` until `close`.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """A place in the cluster for every rank of the trainer and for every replica.
 
 In: what each actor needs. Out: places, reserved as Ray placement groups: one for all ranks of a
-model, one for each replica, so that a replica can wait for a node that is yet to come without holding up others.
-A place outlives the actor in it: the successor takes it over, and when its node is lost, Ray
-reserves it on another as soon as one has room.
+model, one for each replica, so that a replica can wait for a node that is yet to come without
+holding up others. A place outlives the actor in it: the successor takes it over, and when its node
+is lost, Ray reserves it on another as soon as one has room.
 """
 
 from __future__ import annotations

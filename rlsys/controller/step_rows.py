@@ -42,9 +42,8 @@ class StepRows:
             name: lists.setdefault(id(of_column), of_column[rows])
             for name, of_column in batch.cells.items()
         }
-        scalars: dict[str, Sequence[float]] = {
-            name: of_column[rows] for name, of_column in batch.scalars.items()
-        }
+        # Also those that the step does not read: the observer is told of them.
+        scalars: dict[str, Sequence[float]] = dict(self._store.scalars(batch.rows[rows]))
         scalars |= {name: [fact(note) for note in group.rollouts] for name, fact in FACTS.items()}
         self._groups[group.group_id] = GroupColumns(
             cells=cells, scalars=scalars, num_completion_tokens=group.num_completion_tokens

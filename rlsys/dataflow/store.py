@@ -347,6 +347,14 @@ class StreamStore:
             return None
         return group.cell(plan.block_slot, index)
 
+    def scalars(self, rows: Sequence[int]) -> dict[str, list[float]]:
+        """All columns with a value per row, of rows that have them."""
+        found = self._find("scalars", rows)
+        return {
+            name: [group.scalars[number * self.group_size + index] for group, index in found]
+            for name, number in self._scalar_index.items()
+        }
+
     def pin(self, rows: Sequence[int]) -> None:
         """The bytes of these rows stay until `unpin`, whoever drops or releases them meanwhile."""
         for group, index in self._find("pin", rows):

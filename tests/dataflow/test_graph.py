@@ -15,7 +15,7 @@ def center(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def generated(flow: Dataflow) -> tuple[Column, ...]:
-    return flow.generate("policy", Prompts(config=DataConfig()), group_size=2)
+    return flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
 
 
 def test_columns_connect_the_stages() -> None:
@@ -24,7 +24,7 @@ def test_columns_connect_the_stages() -> None:
     reward = flow.score(rollouts, [lambda rollout: 1.0])
     advantage = flow.per_group(center, reward)
     assert reward == Column("reward")
-    assert advantage == Column("advantage")
+    assert advantage == Column("advantages")
     assert flow.stage(GenerateStage).group_size == 2
     assert "score" in flow.describe()
     with pytest.raises(ValueError, match="no TrainStage"):
@@ -32,8 +32,10 @@ def test_columns_connect_the_stages() -> None:
 
 
 def test_a_column_that_nobody_writes_is_refused() -> None:
-    with pytest.raises(ValueError, match="'advantage' reads column 'values'"):
-        Dataflow().per_group(center, Column("values"))
+    flow = Dataflow()
+    generated(flow)
+    with pytest.raises(ValueError, match="'advantages' reads column 'values'"):
+        flow.per_group(center, Column("values"))
 
 
 def test_two_writers_of_one_column_are_refused() -> None:
@@ -43,7 +45,7 @@ def test_two_writers_of_one_column_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'score' stands twice"):
         flow.score(rollouts, [lambda rollout: 1.0])
     with pytest.raises(ValueError, match=r"writes column 'reward', as stage 'score' does"):
-        flow.per_group(center, rollouts[0], name="reward")
+        flow.per_group(center, Column("reward"), name="reward")
 
 
 def test_no_reward_is_refused() -> None:
