@@ -4,7 +4,6 @@ from typing import Any
 
 from rlsys.dataflow.router import Router
 
-
 ROOM = {"n": 99, "full": 0}.__getitem__
 
 

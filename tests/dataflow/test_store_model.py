@@ -179,7 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
         ended = sorted({row.group_id for row in self.rows.values()} - in_store)
         group_id = ended[0] if again and ended else 1000 + len(self.rows)
         if home is not None and self.room(home) < GROUP:
-            with pytest.raises(StoreError, match="does not fit|cannot be placed"):
+            with pytest.raises(StoreError, match=r"does not fit|cannot be placed"):
                 self.store.add_group(group_id, home=home)
             return
         if home is None and len(self.rows) > 200 * GROUP:  # they cost nothing
@@ -192,7 +192,7 @@ class StoreMachine(RuleBasedStateMachine):
     def place(self, choice: set[int], home: str) -> None:
         rows = chosen(self.live(lambda row: row.is_needed and row.home is None), choice)
         if self.room(home) < len(rows) or home not in self.homes:
-            with pytest.raises(StoreError, match="does not fit|cannot be placed"):
+            with pytest.raises(StoreError, match=r"does not fit|cannot be placed"):
                 self.store.place(rows, home)
             return
         self.store.place(rows, home)
