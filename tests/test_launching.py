@@ -375,7 +375,7 @@ def test_interrupting_a_notebooks_cell_ends_the_work_in_good_order() -> None:
     ended = []
 
     async def long() -> None:
-        signal.raise_signal(signal.SIGINT)  # as Ctrl-C: it reaches the main thread, which waits
+        os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: it reaches the main thread, which waits
         try:
             await asyncio.Event().wait()
         finally:

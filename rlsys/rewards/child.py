@@ -22,8 +22,11 @@ def main() -> None:
     table_fd = int(sys.argv[2])
     os.set_inheritable(channel.fileno(), False)
     os.set_inheritable(table_fd, False)
-    (length,) = struct.unpack("<Q", channel.recv(8, socket.MSG_WAITALL))
-    load = pickle.loads(channel.recv(length, socket.MSG_WAITALL))
+    try:
+        (length,) = struct.unpack("<Q", channel.recv(8, socket.MSG_WAITALL))
+        load = pickle.loads(channel.recv(length, socket.MSG_WAITALL))
+    except (ConnectionError, struct.error, EOFError, pickle.UnpicklingError):
+        os._exit(0)  # the supervisor is gone
     try:
         sys.path[:] = load["path"]
         from rlsys.rewards.service import serve

@@ -46,7 +46,10 @@ def serve(
 
     def send(message: dict[str, Any]) -> None:
         with sending:
-            channel.sendall(frame(json.dumps(message).encode()))
+            try:
+                channel.sendall(frame(json.dumps(message).encode()))
+            except ConnectionError:  # the supervisor is gone
+                os._exit(0)
 
     def send_outcomes() -> None:
         while True:
@@ -101,17 +104,20 @@ def _plain(outcome: Outcome | None) -> object:
 
 
 def _receive(channel: socket.socket) -> tuple[Any, ...] | None:
-    """The next message; None when the supervisor has closed the socket."""
-    head = channel.recv(LENGTH.size, socket.MSG_WAITALL)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    body = bytearray(length)
-    view = memoryview(body)
-    while view:
-        received = channel.recv_into(view)
-        if received == 0:
+    """The next message; None when the supervisor has closed the socket, or is gone."""
+    try:
+        head = channel.recv(LENGTH.size, socket.MSG_WAITALL)
+        if len(head) < LENGTH.size:
             return None
-        view = view[received:]
+        (length,) = LENGTH.unpack(head)
+        body = bytearray(length)
+        view = memoryview(body)
+        while view:
+            received = channel.recv_into(view)
+            if received == 0:
+                return None
+            view = view[received:]
+    except ConnectionError:
+        return None
     message: tuple[Any, ...] = pickle.loads(body)
     return message
