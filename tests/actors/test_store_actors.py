@@ -21,6 +21,7 @@ from rlsys.dataflow.archive import SavedRollout, write_rollouts
 from rlsys.dataflow.arena import PAGE_BYTES
 from rlsys.dataflow.blocks import Array, BlockRef, Cell
 from rlsys.dataflow.store import StageSpec, StreamStore
+from rlsys.workers import FinishedRollout, Part
 from tests.clusters import NODE_OPTIONS, cluster_of_one
 
 REPOSITORY = Path(__file__).parents[2]
@@ -207,10 +208,11 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             work = await carry_over.load(tmp_path, shards.address, homes=homes)
             assert work.homes == {1: nodes.here, 2: nodes.there, 3: nodes.there}
             node_of = {shard.name: shard.node_id for shard in shards.address.shards}
-            cells = [told.cell for told in (*work.finished, *work.parts)]
+            restored: list[FinishedRollout | Part] = [*work.finished, *work.parts]
+            cells = [told.cell for told in restored]
             where = [node_of[block.shard] for block, _ in cells]
             assert where == [nodes.here, nodes.there, nodes.there]
-            assert [told.num_tokens for told in (*work.finished, *work.parts)] == [9, 5, 3]
+            assert [told.num_tokens for told in restored] == [9, 5, 3]
             got = await StoreClient(shards.address).get_async(cells, ["token_ids"])
             assert [ids.tolist() for ids in got["token_ids"]] == [[1] * 9, [2] * 5, [3] * 3]
             with pytest.raises(ShardLost, match="could not be written on node 00"):
