@@ -24,8 +24,10 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
+from rlsys.controller.generation import request_seed
 from rlsys.dataflow.graph import Dataflow, Prompts
 from rlsys.dataflow.ledger import Ledger
+from rlsys.engines.generation.sampling import stream_key
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time
 from rlsys.simulation.workers import (
@@ -39,7 +41,14 @@ from rlsys.simulation.workers import (
     exponential,
 )
 from rlsys.types import WeightManifest
-from rlsys.workers import ReplicaDied, Scored, ScoreTask, TellScores, Unreadable, WeightsGone
+from rlsys.workers import (
+    ReplicaDied,
+    Scored,
+    ScoreTask,
+    TellScores,
+    Unreadable,
+    WeightsGone,
+)
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -85,7 +94,8 @@ class World:
     observer: Record = field(default_factory=Record)
     ledger: Ledger = field(default_factory=lambda: Ledger(lambda event: None, groups_per_step=4))
     checkpoints: list[int] = field(default_factory=list)
-    store_bytes: int = 1 << 20
+    store_bytes: int = 1 << 20  # of each node
+    max_row_bytes: int = 1 << 10
     freed: list[Any] = field(default_factory=list)
     dataflow: Dataflow | None = None
     fleet: SimulatedFleet = field(default_factory=SimulatedFleet)
@@ -101,7 +111,9 @@ class World:
 
         dataflow = self.dataflow or flow(self.config.group_size)
         self.store = dataflow.open_store(
-            max_bytes=self.store_bytes, max_row_bytes=1 << 10, on_free=self.freed.append
+            max_bytes=self.store_bytes,
+            max_row_bytes=self.max_row_bytes,
+            on_free=self.freed.append,
         )
         self.controller = Controller(
             flow=dataflow,
@@ -644,6 +656,19 @@ def test_open_groups_of_a_crashed_run_are_issued_again() -> None:
     trained = {g for step in w.learner.trained for rows in step for g in rows.group_ids}
     assert trained == set(range(8))
     assert (w.ledger.num_issued, w.ledger.num_trained) == (8, 8)
+
+
+def test_requests_of_different_seeds_groups_and_places_have_streams_of_their_own() -> None:
+    seeds = [0, 1, 2**24, 2**40, 2**63, 2**64 - 1, -1]
+    made = {
+        request_seed(seed, group_id, index)
+        for seed in seeds
+        for group_id in range(40)
+        for index in range(40)
+    }
+    assert len({stream_key(seed) for seed in made}) == len(seeds) * 40 * 40
+    assert all(0 <= seed < 2**64 for seed in made)
+    assert request_seed(7, 3, 1) == 7854715285349225158  # in every life of a run
 
 
 def test_the_virtual_clock_tells_a_deadlock() -> None:

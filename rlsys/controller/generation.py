@@ -3,15 +3,6 @@
 prompts ─► issue ──► ReplicaPool ──► collected ─► store
              ▲ gate                └► parts ─► PartialRollouts
              └── rollouts that a dead replica left behind
-
-A rollout is sampled where its row has a place in the store: on a node whose budget has room for it.
-So a group gets its replica when it is issued, and what a dead replica leaves behind gets another
-before any group is issued. Where that finds no room, groups that were issued later give theirs up,
-and are issued again. Then this cannot end in a deadlock as long as the nodes hold a step's groups:
-of the first group that lacks room, all before it are being sampled or are done. Either there are
-enough of them for a step, whose end makes room; or there are fewer, and beside these the group has
-room when those after it are gone. When none lacks room but too few for a step are there, the next
-group has room, on several nodes if need be.
 """
 
 from __future__ import annotations
@@ -24,9 +15,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from rlsys.controller.partials import PartialRollouts
+from rlsys.controller.placing import Placing
 from rlsys.controller.replicas import Batch, ReplicaPool
 from rlsys.controller.state import Group, OpenWork, RolloutNote, RunState
 from rlsys.dataflow.blocks import BlockRef
+from rlsys.dataflow.router import Router
 from rlsys.dataflow.signal import first_of
 from rlsys.types import GenerationRequest, Prompt, WeightManifest
 from rlsys.workers import Collected, FinishedRollout, Fleet, Part, Replica
@@ -59,13 +52,14 @@ class GenerationSide:
         self._sampling = state.config.sampling.params()
         self._attempts: Counter[int] = Counter()  # issues of each group
         self._deaths: Counter[int] = Counter()  # of replicas, while they sampled this group
-        self._behind: set[int] = set()  # groups that may have rollouts which nobody samples
         self._carried = _by_group([*carried.finished, *carried.parts])
         self._carried_homes = carried.homes
-        self._is_in_training = is_in_training
         self._partials = PartialRollouts(state.store)
+        self._router = Router()
+        self._placing = Placing(state, self._router, is_in_training=is_in_training)
         self.pool = ReplicaPool(
             state,
+            router=self._router,
             fleet=fleet,
             replicas=replicas,
             newest=newest,
@@ -106,110 +100,66 @@ class GenerationSide:
         state = self._state
         while True:
             with state.waiting("generate", "gate"):
-                await state.may_issue.until(
-                    lambda: self._first_left_behind() is not None or self._state.gate.num_open > 0
-                )
+                await state.may_issue.until(self._has_work)
             with state.waiting("generate", "replica"):
-                await state.may_issue.until(lambda: bool(self.pool.router.replicas))
+                await state.may_issue.until(lambda: bool(self._router.replicas))
             if batches := self._next_batches():
                 await self.pool.submit(batches)
                 state.progress.notify()
-            elif self._first_left_behind() is not None or state.gate.num_open > 0:
+            elif self._has_work():
                 with state.waiting("generate", "store"):
                     await first_of(state.may_issue, state.store.more_room)
 
+    def _has_work(self) -> bool:
+        return self._state.gate.num_open > 0 or self._placing.first_left_behind() is not None
+
     def _next_batches(self) -> list[Batch]:
         """All that may go and has room, in its order: first what was left behind."""
-        state = self._state
-        self.pool.router.keep_only(state.groups)
+        state, placing = self._state, self._placing
+        self._router.keep_only(state.groups)
         batches: list[Batch] = []
-        while (left := self._first_left_behind()) is not None:
-            if not (placed := self._place(left, left.left_behind, may_split=True)):
-                self._make_room(left)
-                placed = self._place(left, left.left_behind, may_split=True)
-            if not placed:
+        while (left := placing.first_left_behind()) is not None:
+            if not (placed := placing.place_left_behind(left)):
                 return batches
-            left.left_behind = []
-            batches += placed
-        while state.gate.num_open:
-            issued = self._issue_next()
-            if issued is None:
-                break
-            batches += issued
+            batches += self._batches(left, placed)
+        while state.gate.num_open and placing.has_room(self._next_id):
+            group = self._next_group()
+            if group.group_id in self._carried:
+                self._restore(group)
+                if group.group_id not in state.groups:  # the shard with its rows is lost
+                    continue
+            lacking = [i for i, note in enumerate(group.rollouts) if note.finished is None]
+            placed = placing.place(group, lacking) if lacking else {}
+            if lacking and not placed:  # what was restored has taken the room
+                placing.leave_behind(group, lacking)
+            batches += self._batches(group, placed)
         return batches
 
-    def _first_left_behind(self) -> Group | None:
-        """Of the groups with rollouts that no replica samples, the one that was issued first."""
-        found = [self._state.groups.get(group_id) for group_id in self._behind]
-        waiting = [group for group in found if group is not None and group.left_behind]
-        self._behind = {group.group_id for group in waiting}
-        return min(waiting, key=lambda group: group.rows[0], default=None)
-
-    def _issue_next(self) -> list[Batch] | None:
-        """Issue a group; None if there is no room for it."""
-        state, size = self._state, self._state.config.group_size
-        # Over several nodes only where a step could not be filled else: it costs a shared prefix.
-        may_split = len(state.groups) < state.config.prompts_per_step
-        router, room = self.pool.router, state.store.room
-        carried = state.to_reissue and state.to_reissue[0].group_id in self._carried
-        group_id = state.to_reissue[0].group_id if state.to_reissue else state.ledger.num_issued
-        has_room = router.choose(size, affinity=group_id, room=room) is not None
-        if not has_room and not (may_split and router.split(size, room=room)):
-            return None
-        group = self._next_group()
-        if carried:
-            self._restore(group)
-            if group.group_id not in state.groups:  # the shard with its rows is lost
-                return []
-        lacking = [i for i, note in enumerate(group.rollouts) if note.finished is None]
-        batches = self._place(group, lacking, may_split=may_split)
-        if lacking and not batches:  # what was restored lies where it would have gone
-            self._lacks_replica(group, lacking)
-        return batches
-
-    def _place(self, group: Group, indices: Sequence[int], *, may_split: bool) -> list[Batch]:
-        """A replica for these rollouts, or several, and room for their rows; empty if there is
-        none."""
-        router, store = self.pool.router, self._state.store
-        if not indices:
-            return []
-        name = router.choose(len(indices), affinity=group.group_id, room=store.room)
-        shares: Mapping[str, int] = {}
-        if name is not None:
-            shares = {name: len(indices)}
-        elif may_split:
-            shares = router.split(len(indices), room=store.room)
+    def _batches(self, group: Group, placed: Mapping[str, Sequence[int]]) -> list[Batch]:
         batches = []
-        rest = list(indices)
-        for name, share in shares.items():
-            own, rest = rest[:share], rest[share:]
-            store.place([group.rows[index] for index in own], router.home(name))
-            requests = [self._request(group, index) for index in own]
-            router.assign(
-                name,
+        for replica, indices in placed.items():
+            requests = [
+                GenerationRequest(
+                    request_id=_request_id(group, index),
+                    prompt_token_ids=group.prompt.token_ids,
+                    sampling=self._sampling,
+                    seed=request_seed(self._state.config.seed, group.group_id, index),
+                )
+                for index in indices
+            ]
+            self._router.assign(
+                replica,
                 [request.request_id for request in requests],
                 affinity=group.group_id,
                 num_tokens=len(group.prompt.token_ids) + self._sampling.max_tokens,
             )
-            batches.append(Batch(replica=name, requests=requests))
+            batches.append(Batch(replica=replica, requests=requests))
         return batches
 
-    def _make_room(self, group: Group) -> None:
-        """Issue later groups again, the last of all first, as many as it takes until there is room
-        for what a replica left behind of this one; none if that is not enough."""
-        state, wanted = self._state, len(group.left_behind)
-        later = [
-            other.group_id
-            for other in state.groups.values()
-            if other.rows[0] > group.rows[0] and not self._is_in_training(other.group_id)
-        ]
-        homes = self.pool.router.homes
-        for num_given_up, room in enumerate(state.store.room_without(reversed(later))):
-            if sum(max(0, room[home]) for home in homes) >= wanted:
-                for group_id in later[len(later) - num_given_up :]:
-                    state.store.drop_group(group_id)
-                    state.issue_again(state.groups[group_id])
-                return
+    @property
+    def _next_id(self) -> int:
+        state = self._state
+        return state.to_reissue[0].group_id if state.to_reissue else state.ledger.num_issued
 
     def _next_group(self) -> Group:
         """The next group to issue: one that was lost, or that a crash left open, else a new one."""
@@ -246,7 +196,9 @@ class GenerationSide:
             _index_of(told.request_id) for told in carried if isinstance(told, FinishedRollout)
         ]
         rows = [group.rows[index] for index in ended]
-        has_room = not rows or self._place_restored(rows, self._carried_homes[group.group_id])
+        has_room = not rows or self._placing.place_restored(
+            rows, self._carried_homes[group.group_id]
+        )
         for told in carried:
             index = _index_of(told.request_id)
             told = replace(told, request_id=_request_id(group, index))
@@ -256,25 +208,6 @@ class GenerationSide:
                 self._write([told])
             else:
                 self._state.store.discard(told.cell[0], [told.cell[1]])
-
-    def _place_restored(self, rows: Sequence[int], home: str) -> bool:
-        """Whether there is room. The home may have no replica."""
-        store = self._state.store
-        store.add_home(home)
-        has_room = store.room(home) >= len(rows)
-        if has_room:
-            store.place(rows, home)
-        if home not in self.pool.router.homes:
-            store.remove_home(home)
-        return has_room
-
-    def _request(self, group: Group, index: int) -> GenerationRequest:
-        return GenerationRequest(
-            request_id=_request_id(group, index),
-            prompt_token_ids=group.prompt.token_ids,
-            sampling=self._sampling,
-            seed=request_seed(self._state.config.seed, group.group_id, index),
-        )
 
     def _left_behind(self, request_ids: Sequence[str]) -> None:
         """A replica died with these requests. Those that are wanted go on elsewhere."""
@@ -290,12 +223,8 @@ class GenerationSide:
                 state.drop(group_id, "replica died")
             else:
                 state.store.withdraw([group.rows[index] for index in indices])
-                self._lacks_replica(group, indices)
+                self._placing.leave_behind(group, indices)
         state.may_issue.notify()
-
-    def _lacks_replica(self, group: Group, indices: Sequence[int]) -> None:
-        group.left_behind = sorted({*group.left_behind, *indices})
-        self._behind.add(group.group_id)
 
     def _collected(self, collected: Collected) -> None:
         """What a replica has told, into the store."""

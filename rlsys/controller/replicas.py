@@ -53,6 +53,7 @@ class ReplicaPool:
         self,
         state: RunState,
         *,
+        router: Router,
         fleet: Fleet,
         replicas: Mapping[int, Replica],
         newest: WeightManifest | None,
@@ -67,7 +68,7 @@ class ReplicaPool:
         self._partials = partials
         self._on_collected = on_collected
         self._on_death = on_death
-        self.router = Router()
+        self._router = router
         self._serving: dict[str, Replica] = {}
         self._versions: dict[str, int] = {}  # of those that serve
         self._history = 0  # counts roll-backs: versions of different histories are no equals
@@ -121,14 +122,14 @@ class ReplicaPool:
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Whoever samples these requests stops."""
         for name, replica in list(self._serving.items()):
-            if name in self._serving and (here := self.router.outstanding(name, request_ids)):
+            if name in self._serving and (here := self._router.outstanding(name, request_ids)):
                 with contextlib.suppress(ReplicaDied):  # whoever collects from it notices
                     await replica.abort(here)
 
     def describe(self) -> str:
         if not self._serving:
             return "no replica is there"
-        loads = {name: self.router.load(name) for name in self._serving}
+        loads = {name: self._router.load(name) for name in self._serving}
         return f"outstanding tokens by replica: {loads}"
 
     async def _keep(self, number: int, replica: Replica | None) -> None:
@@ -169,7 +170,7 @@ class ReplicaPool:
                     await self._weights_published.next()
         # No wait from here on: whatever is published next finds it among those that serve.
         version = loaded.version if loaded is not None else self._state.gate.version
-        self.router.add(replica.name, home=replica.home)
+        self._router.add(replica.name, home=replica.home)
         self._state.store.add_home(replica.home)
         self._serving[replica.name] = replica
         self._versions[replica.name] = version
@@ -182,7 +183,7 @@ class ReplicaPool:
         while True:
             collected = await replica.collect()
             for rollout in collected.finished:
-                self.router.finished(replica.name, rollout.request_id)
+                self._router.finished(replica.name, rollout.request_id)
             if collected.finished:
                 self._fruitful.add(replica.name)
             self._on_collected(collected)
@@ -194,8 +195,8 @@ class ReplicaPool:
         request_ids: list[str] = []
         if self._serving.pop(name, None) is not None:
             del self._versions[name]
-            request_ids = self.router.remove(name)
-        if replica is not None and replica.home not in self.router.homes:
+            request_ids = self._router.remove(name)
+        if replica is not None and replica.home not in self._router.homes:
             self._state.store.remove_home(replica.home)
         self._state.observer.replica_died(name, str(death), num_requests=len(request_ids))
         self._open_gate()

@@ -189,6 +189,12 @@ class StreamStore:
         found = self._memory.home(home)
         return 0 if found is None else self._memory.room(found)
 
+    def home_of(self, row: int) -> str | None:
+        """Where a row is placed."""
+        group, index = self._find("place", [row])[0]
+        home = group.homes[index]
+        return None if home is None else home.name
+
     def room_without(self, groups: Iterable[int]) -> Iterator[dict[str, int]]:
         """How many rows could be placed in each home once all that was dropped has been let go; and
         then for each of `groups`, if it was dropped too, with those before it."""
