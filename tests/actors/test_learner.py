@@ -59,7 +59,7 @@ class CountingEngine:
             raise errors[error](f"gloo of rank {self._rank}")
         self._num_parts += 1
 
-    def optimizer_step(self) -> StepResult:
+    def optimizer_step(self, *, last: bool = True) -> StepResult:
         self._mark("optimizer_step")
         self._state["parts"][self.policy_version] = self._num_parts
         self._num_parts = 0
