@@ -6,18 +6,20 @@ OpenWork (cells) ──save──► rollouts.npz ──load──► OpenWork (
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import ray
 
 from rlsys.controller import OpenWork
 from rlsys.dataflow.archive import COLUMNS, SavedRollout, read_rollouts, write_rollouts
-from rlsys.dataflow.blocks import Cell
+from rlsys.dataflow.blocks import BlockRef, Cell
 from rlsys.types import FinishReason
 from rlsys.workers import FinishedRollout, Part, RowsLost
 
-from .store import StoreClient
+from .store import StoreAddress, StoreClient, put_on_node
 
 FILE = "rollouts.npz"
 PART_COLUMNS = tuple(name for name in COLUMNS if name != "prompt_token_ids")
@@ -60,17 +62,60 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
     await asyncio.to_thread(write)
 
 
-async def load(directory: Path, client: StoreClient) -> OpenWork:
-    """Out of a checkpoint's directory into the store. Raises ValueError for a damaged file."""
+async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) -> OpenWork:
+    """Out of a checkpoint's directory into the store, spread over the nodes `homes`, those of the
+    first replicas; here if there are none. What does not get there, because the node has died, is
+    left out: it is sampled again. Raises ValueError for a damaged file."""
     path = directory / FILE
     if not path.exists():
         return OpenWork()
     saved = await asyncio.to_thread(read_rollouts, path)
+    here = ray.get_runtime_context().get_node_id()
+    home_of = _spread(saved, homes or [here])
+    by_home: defaultdict[str, list[SavedRollout]] = defaultdict(list)
+    for rollout in saved:
+        by_home[home_of[_group_of(rollout)]].append(rollout)
     finished: list[FinishedRollout] = []
     parts: list[Part] = []
+    for home, rollouts in by_home.items():
+        rows = [{name: [getattr(r, name)] for name in _columns(r)} for r in rollouts]
+        try:
+            blocks = await put_on_node(home, rows, address)
+        except RowsLost:
+            continue
+        _tell(rollouts, blocks, finished, parts)
+    return OpenWork(finished=finished, parts=parts, homes=home_of)
+
+
+def _columns(rollout: SavedRollout) -> tuple[str, ...]:
+    return tuple(COLUMNS) if rollout.finish_reason else PART_COLUMNS
+
+
+def _group_of(rollout: SavedRollout) -> int:
+    return int(rollout.request_id.split(".")[0])
+
+
+def _spread(saved: Sequence[SavedRollout], homes: Sequence[str]) -> dict[int, str]:
+    """A home for each group, so that all have about as many tokens."""
+    num_tokens: Counter[int] = Counter()
     for rollout in saved:
-        columns = tuple(COLUMNS) if rollout.finish_reason else PART_COLUMNS
-        block = await client.put_async({name: [getattr(rollout, name)] for name in columns})
+        num_tokens[_group_of(rollout)] += len(rollout.token_ids)
+    held = dict.fromkeys(homes, 0)
+    home_of: dict[int, str] = {}
+    for group_id in sorted(num_tokens):
+        home = min(held, key=held.__getitem__)
+        held[home] += num_tokens[group_id]
+        home_of[group_id] = home
+    return home_of
+
+
+def _tell(
+    rollouts: Sequence[SavedRollout],
+    blocks: Sequence[BlockRef],
+    finished: list[FinishedRollout],
+    parts: list[Part],
+) -> None:
+    for rollout, block in zip(rollouts, blocks, strict=True):
         versions = rollout.policy_versions
         if rollout.finish_reason:
             finished.append(
@@ -94,4 +139,3 @@ async def load(directory: Path, client: StoreClient) -> OpenWork:
                     min_version=int(versions.min()),
                 )
             )
-    return OpenWork(finished=finished, parts=parts)

@@ -8,30 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlsys.config import RunConfig
+from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.dataflow.graph import Dataflow, Model, TrainStage
+from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.rewards import PackedRewards, RewardRunner
 
 from .placement import Need
 
 if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
-    from rlsys.algorithms.aggregation import Aggregation
-    from rlsys.algorithms.inputs import LossFn
+    from rlsys.engines.inference import InferenceEngine
     from rlsys.engines.training.protocol import TrainingEngine
 
 
 def needs(config: RunConfig) -> tuple[list[Need], list[Need]]:
     """Of the trainer's ranks and of the replicas. The store's shards and the reward workers reserve
     nothing: they wait most of the time."""
-    ranks = [
-        Need(
-            name=f"trainer-{rank}",
-            num_cpus=config.trainer.num_cpus,
-            num_gpus=config.trainer.num_gpus,
-            fix="trainer.num_ranks, trainer.num_cpus or trainer.num_gpus",
-        )
-        for rank in range(config.trainer.num_ranks)
-    ]
+    ranks = _ranks("trainer", config.trainer)
     replicas = [
         Need(
             name=f"rollout-{replica}",
@@ -44,15 +37,50 @@ def needs(config: RunConfig) -> tuple[list[Need], list[Need]]:
     return ranks, replicas
 
 
+def role_needs(flow: Dataflow) -> dict[str, list[Need]]:
+    """Of the models beside the policy, by name."""
+    return {model.name: _role(model) for model in flow.models.values() if model.config is not None}
+
+
+def _role(model: Model) -> list[Need]:
+    config = model.config
+    if isinstance(config, TrainedRoleConfig):
+        return _ranks(model.name, config.trainer)
+    assert config is not None
+    return [
+        Need(
+            name=f"{model.name}-{worker}",
+            num_cpus=config.num_cpus,
+            num_gpus=config.num_gpus,
+            fix=f"num_workers, num_cpus or num_gpus of the {model.name}",
+        )
+        for worker in range(config.num_workers)
+    ]
+
+
+def _ranks(name: str, trainer: TrainerConfig) -> list[Need]:
+    return [
+        Need(
+            name=f"{name}-{rank}",
+            num_cpus=trainer.num_cpus,
+            num_gpus=trainer.num_gpus,
+            fix=f"{name}.num_ranks, {name}.num_cpus or {name}.num_gpus",
+        )
+        for rank in range(trainer.num_ranks)
+    ]
+
+
 def compute_threads(num_cpus: float) -> int:
     return max(1, int(num_cpus))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFactory:
+    """Of a trained model's rank; `beginning`: the weights that a role without a path takes."""
+
     config: RunConfig
-    loss: LossFn
-    aggregation: Aggregation
+    stage: TrainStage
+    beginning: str
 
     def __call__(self, rank: int, host: str, port: int) -> TrainingEngine:
         import torch
@@ -60,21 +88,25 @@ class TrainerFactory:
         from rlsys.engines.training.fsdp_engine import FSDPEngine
         from rlsys.engines.training.ranks import init_process_group
 
-        config = self.config
-        world_size = config.trainer.num_ranks
-        device = "cuda" if config.trainer.num_gpus else "cpu"
-        torch.set_num_threads(compute_threads(config.trainer.num_cpus))
+        config, role = self.config, self.stage.model.config
+        model, trainer = config.model, config.trainer
+        if isinstance(role, TrainedRoleConfig):
+            model, trainer = role.model, role.trainer
+        world_size = trainer.num_ranks
+        device = "cuda" if trainer.num_gpus else "cpu"
+        torch.set_num_threads(compute_threads(trainer.num_cpus))
         if world_size > 1:
             init_process_group(rank, world_size, host, port, device, config.cluster.call_timeout_s)
         return FSDPEngine(
-            model_path=config.model.path,
-            trainer=config.trainer,
-            model=config.model,
-            loss=self.loss,
-            aggregation=self.aggregation,
+            model_path=model.path or self.beginning,
+            trainer=trainer,
+            model=model,
+            loss=self.stage.loss,
+            aggregation=self.stage.aggregation,
             temperature=config.sampling.temperature,
             num_total_steps=config.num_steps,
             seed=config.seed,
+            head=self.stage.model.head,
             rank=rank,
             world_size=world_size,
             device=device,
@@ -82,30 +114,37 @@ class TrainerFactory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InferenceFactory:
+    """Of a frozen model's worker."""
+
+    config: RunConfig
+    model: Model
+    beginning: str
+
+    def __call__(self) -> InferenceEngine:
+        from rlsys.engines.inference import InferenceEngine
+
+        role = self.model.config
+        assert isinstance(role, RoleConfig)
+        return InferenceEngine(
+            role.model.path or self.beginning,
+            head=self.model.head,
+            dtype=role.model.dtype,
+            device="cuda" if role.num_gpus else "cpu",
+            num_threads=compute_threads(role.num_cpus),
+            max_tokens=role.pass_tokens,
+            temperature=self.config.sampling.temperature,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutFactory:
     config: RunConfig
-    replica: int
 
     def __call__(self) -> GenerationEngine:
         config = self.config
-        if config.rollout.engine == "vllm":
-            from rlsys.engines.generation.vllm_engine import VLLMEngine
-
-            return VLLMEngine(
-                config.model.path,
-                config.rollout,
-                dtype=config.model.dtype,
-                max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
-            )
-        from rlsys.engines.generation.torch_engine import TorchEngine
-
-        return TorchEngine(
-            config.model.path,
-            config.rollout,
-            dtype=config.model.dtype,
-            device="cuda" if config.rollout.num_gpus else "cpu",
-            num_threads=compute_threads(config.rollout.num_cpus),
-        )
+        max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
+        return build_engine(config.model, config.rollout, max_context=max_context)
 
 
 @dataclass(frozen=True, kw_only=True)

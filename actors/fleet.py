@@ -21,12 +21,12 @@ from .store_shards import StoreShards
 
 class RayFleet:
     """The controller's `Fleet`. `start_actor` starts the actor of a replica: the name of this life,
-    the replica's number, its place."""
+    its place."""
 
     def __init__(
         self,
         places: Sequence[Place],
-        start_actor: Callable[[str, int, Place], Worker],
+        start_actor: Callable[[str, Place], Worker],
         learner: RayLearner,
         shards: StoreShards,
         *,
@@ -64,7 +64,7 @@ class RayFleet:
             await self._shards.ensure(node_id)
         except (WorkerError, OSError) as error:
             raise ReplicaDied(f"{name} has no store to write to on its node: {error}") from None
-        replica = RayReplica(self._start_actor(name, number, place), self._learner, self._shards)
+        replica = RayReplica(self._start_actor(name, place), self._learner, self._shards)
         self._replicas.append(replica)
         try:
             await replica.start(self._start_timeout_s)

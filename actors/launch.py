@@ -28,7 +28,7 @@ from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
-from rlsys.dataflow.graph import Dataflow, GenerateStage, ScoreStage
+from rlsys.dataflow.graph import POLICY, Dataflow, GenerateStage, ScoreStage
 from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
@@ -52,7 +52,7 @@ from . import carry_over
 from .calls import WorkerError
 from .cluster import check_runs_dir, connected
 from .dry_run import describe
-from .factories import needs
+from .factories import needs, role_needs
 from .placement import reserved
 from .store import StoreClient
 from .team import Team, hired
@@ -78,9 +78,6 @@ RECORDS_BYTES = 64 * 2**20
 
 # Rows of any length leave gaps in the shards' memory; this share of it is promised to rows.
 STORE_FILL = 0.5
-
-# The longest row has prompt, completion, log-probability and version of 4 bytes each, and padding.
-BYTES_PER_PROMPT_TOKEN, BYTES_PER_TOKEN, PADDING_BYTES = 4, 12, 64
 
 
 def launch(
@@ -245,10 +242,14 @@ def _load_prompts(
         max_context=shape.max_context,
         rows=source.rows,
     )
-    rewards = as_rewards(flow.stage(ScoreStage).rewards)
-    check_columns(rewards, prompts.metadata_columns)
-    prompts.check_filled(dict.fromkeys(name for one in rewards for name in one.required_columns))
-    pack_rewards(rewards)  # raises for those that cannot travel
+    flow.check()
+    for stage in flow.all(ScoreStage):
+        rewards = as_rewards(stage.rewards)
+        check_columns(rewards, prompts.metadata_columns)
+        prompts.check_filled(
+            dict.fromkeys(name for one in rewards for name in one.required_columns)
+        )
+        pack_rewards(rewards)  # raises for those that cannot travel
     return prompts
 
 
@@ -301,7 +302,8 @@ class _Job:
                     reserved(
                         ranks,
                         replicas,
-                        min_replicas=self._num_first,
+                        roles=role_needs(self._flow),
+                        min_replicas=config.rollout.num_first,
                         timeout_s=config.cluster.start_timeout_s,
                     )
                 )
@@ -321,22 +323,16 @@ class _Job:
             with self._console.phase("Exporting the model"):
                 await team.learner.export(self._directory.hf)
 
-    @property
-    def _num_first(self) -> int:
-        """Replicas that the run starts with."""
-        rollout = self._config.rollout
-        return rollout.num_replicas if rollout.min_replicas is None else rollout.min_replicas
-
     async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
         """Actors start side by side; the trainer warms up as soon as it is there. Returns the first
         replicas, by number, less those that died while they started."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._start_learner(team, warm_start))
+                tasks.create_task(self._start_models(team, warm_start))
                 tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
                 first = [
                     tasks.create_task(self._hire(team.fleet, number))
-                    for number in range(self._num_first)
+                    for number in range(self._config.rollout.num_first)
                 ]
         except BaseExceptionGroup as group:
             raise first_error(group) from None
@@ -351,10 +347,30 @@ class _Job:
                 self._console.warn(str(death))
                 return None
 
+    async def _start_models(self, team: Team, warm_start: WarmStart | None) -> None:
+        """The policy's trainer, then all that may begin with its weights."""
+        await self._start_learner(team, warm_start)
+        roles = [model for model in self._flow.models.values() if model.config is not None]
+        if not roles:
+            return
+        begins_alike = any(not model.config.model.path for model in roles if model.config)
+        if warm_start and begins_alike and not self._resume_from:
+            await team.learner.export(self._checkpoints.taught)
+        limit_s = self._config.cluster.start_timeout_s
+        with self._console.phase(f"Loading {', '.join(model.name for model in roles)}"):
+            async with asyncio.TaskGroup() as tasks:
+                for name, learner in team.learners.items():
+                    if learner is not team.learner:
+                        tasks.create_task(learner.start(self._checkpoint_of(name)))
+                for pool in team.pools.values():
+                    tasks.create_task(pool.start(limit_s))
+
+    def _checkpoint_of(self, model: str) -> Path | None:
+        return self._resume_from.role_dir(model) if self._resume_from else None
+
     async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
         with self._console.phase("Loading the model into the trainer"):
-            checkpoint = self._resume_from.trainer_dir if self._resume_from else None
-            await team.learner.start(checkpoint)
+            await team.learner.start(self._checkpoint_of(POLICY))
         if warm_start and not self._resume_from:
             with self._console.phase("Warm start") as phase:
 
@@ -386,9 +402,9 @@ class _Job:
         longest_prompt, longest = config.data.max_prompt_tokens, config.sampling.max_tokens
         store = self._flow.open_store(
             max_bytes=int(config.cluster.store_gib * 2**30 * STORE_FILL),
-            max_row_bytes=longest_prompt * BYTES_PER_PROMPT_TOKEN
-            + longest * BYTES_PER_TOKEN
-            + PADDING_BYTES,
+            max_row_bytes=self._flow.row_bytes(
+                max_prompt_tokens=longest_prompt, max_tokens=longest
+            ),
             on_free=team.shards.free,
         )
         ledger_file = LedgerFile(directory.ledger)
@@ -420,14 +436,19 @@ class _Job:
 
         async def checkpoint(step: int, work: OpenWork) -> None:
             async with self._checkpoints.writing(step) as unfinished:
-                await team.learner.save(unfinished.trainer_dir)
+                for model, learner in team.learners.items():
+                    await learner.save(unfinished.role_dir(model))
                 await carry_over.save(work, client, unfinished.path)
                 state = {"step": step, "prompts": self._prompts.order}
                 unfinished.controller_file.write_text(json.dumps(state))
 
         carried, weights = OpenWork(), None
         if self._resume_from:
-            carried = await carry_over.load(self._resume_from.path, client)
+            carried = await carry_over.load(
+                self._resume_from.path,
+                team.shards.address,
+                homes=sorted({replica.home for replica in replicas.values()}),
+            )
 
         if began_warm or self._resume_from:
             try:
@@ -445,7 +466,8 @@ class _Job:
             fleet=team.fleet,
             replicas=replicas,
             scorer=team.scorer,
-            learner=team.learner,
+            learners=team.learners,
+            pools=team.pools,
             observer=recorder,
             checkpoint=checkpoint,
             weights=weights,

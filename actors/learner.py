@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.checkpoint import Checkpoint
+from rlsys.dataflow.graph import POLICY, PerBatchStage
 from rlsys.types import StepResult, WeightManifest
-from rlsys.workers import LearnerDied, RowsLost, TrainTask
+from rlsys.workers import LearnerDied, Rows, RowsLost, Written
 
 from .calls import Worker, WorkerDied
 from .snapshots import Room, SnapshotKeepers
+from .store import StoreAddress
 
 # When a rank fails, the others have so long to say what they know; then they are ended.
 EXPLAIN_S = 2.0
@@ -42,16 +44,29 @@ class Crew:
         """Each rank's answer to the same call."""
         return await self.each(method, [args] * len(self.ranks), timeout_s=timeout_s)
 
+    async def first(self, method: str, *args: Any) -> Any:
+        """The answer of rank 0 to a call that the others have no part in."""
+        return (await self._of(self.ranks[:1], method, [args]))[0]
+
     async def each(
         self, method: str, arguments: Sequence[Sequence[Any]], timeout_s: float | None = None
     ) -> list[Any]:
         """Each rank's answer to a call with arguments of its own. All ranks are called before
         anything is awaited. Raises LearnerDied, or what a rank says about its own work."""
+        return await self._of(self.ranks, method, arguments, timeout_s)
+
+    async def _of(
+        self,
+        ranks: Sequence[Worker],
+        method: str,
+        arguments: Sequence[Sequence[Any]],
+        timeout_s: float | None = None,
+    ) -> list[Any]:
         if self.failure is not None:
             raise self.failure
         calls = [
             asyncio.ensure_future(rank.begin(method, *args, timeout_s=timeout_s))
-            for rank, args in zip(self.ranks, arguments, strict=True)
+            for rank, args in zip(ranks, arguments, strict=True)
         ]
         try:
             done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
@@ -89,9 +104,11 @@ def _cause(errors: Sequence[Exception]) -> Exception:
 class RayLearner:
     """The answer of rank 0 is the answer.
 
-    `hire` starts the actor of a rank, in a place that exists. When the snapshots are gone with a
-    node, ranks start from the newest checkpoint, or from what the warm start had taught, which is
-    written to `warm_start_dir` until `close`.
+    `hire` starts the actor of a rank, in a place that exists. `stages` are the functions over a
+    step that this learner computes; `per_token`: its model makes a value for each token of a row;
+    `writes`: it writes to the store, which `open_store` makes sure of on a node. When the snapshots
+    are gone with a node, ranks start from the newest checkpoint, or from what the warm start had
+    taught, which is written to `warm_start_dir` until `close`.
     """
 
     def __init__(
@@ -104,6 +121,11 @@ class RayLearner:
         start_timeout_s: float,
         newest_checkpoint: Callable[[], Checkpoint | None],
         warm_start_dir: Path,
+        stages: Sequence[PerBatchStage] = (),
+        model: str = POLICY,
+        per_token: bool = True,
+        open_store: Callable[[str], Awaitable[StoreAddress]] | None = None,
+        writes: bool = False,
     ) -> None:
         self.node_id = ""  # of rank 0, from `start` on
         self._hire = hire
@@ -112,6 +134,11 @@ class RayLearner:
         self._keeps_snapshots = keeps_snapshots
         self._start_timeout_s = start_timeout_s
         self._newest_checkpoint = newest_checkpoint
+        self._stages = {stage.name: stage for stage in stages}
+        self._model = model
+        self._per_token = per_token
+        self._open_store = open_store
+        self.writes = writes
         self._warm_start_dir = warm_start_dir
         self._crew = Crew([])
         self._node_ids: list[str] = []  # by rank
@@ -183,12 +210,25 @@ class RayLearner:
         await _outliving_deaths(warm_start)
         self._began_warm = True
 
-    async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
-        await self._crew.each("accumulate", [[list(share)] for share in shares])
+    @property
+    def num_ranks(self) -> int:
+        return self._num_ranks
 
-    async def optimizer_step(self) -> StepResult:
-        result: StepResult = (await self._crew.all("optimizer_step"))[0]
-        self._step = result.policy_version
+    async def infer(self, writes: str, shares: Sequence[Rows]) -> Sequence[Written]:
+        per_token = self._per_token
+        return await self._crew.each("infer", [[writes, per_token, share] for share in shares])
+
+    async def compute(self, stage: str, rows: Rows) -> Written:
+        written: Written = await self._crew.first("compute", self._stages[stage], rows)
+        return written
+
+    async def accumulate(self, shares: Sequence[Rows]) -> None:
+        await self._crew.each("accumulate", [[share] for share in shares])
+
+    async def optimizer_step(self, *, last: bool = True) -> StepResult:
+        result: StepResult = (await self._crew.all("optimizer_step", last))[0]
+        if last:
+            self._step = result.policy_version
         return result
 
     async def publish(self) -> WeightManifest:
@@ -235,6 +275,10 @@ class RayLearner:
         places = await crew.all("rendezvous", timeout_s=limit_s)
         self._node_ids = [node_id for node_id, _, _ in places]
         self.node_id, host, port = places[0]
+        if self.writes and self._open_store is not None:
+            for node_id in set(self._node_ids):
+                store = await self._open_store(node_id)
+            await crew.all("use_store", store)
         self._snapshot_bytes = await crew.all("start", host, port, timeout_s=limit_s)
 
     async def _restore(self, at_most: int) -> int:
@@ -253,7 +297,7 @@ class RayLearner:
             return newest
         self._keepers.rooms.clear()  # what lies there belongs to a history that is given up
         if checkpoint is not None:
-            await self.load(checkpoint.trainer_dir)
+            await self.load(checkpoint.role_dir(self._model))
             return checkpoint.step
         if self._began_warm:
             await self.load(self._warm_start_dir)

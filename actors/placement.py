@@ -1,9 +1,9 @@
 """A place in the cluster for every rank of the trainer and for every replica.
 
-In: what each actor needs. Out: places, reserved as Ray placement groups: one for all ranks, one for
-each replica, so that a replica can wait for a node that is yet to come without holding up others.
-A place outlives the actor in it: the successor takes it over, and when its node is lost, Ray
-reserves it on another as soon as one has room.
+In: what each actor needs. Out: places, reserved as Ray placement groups: one for all ranks of a
+model, one for each replica, so that a replica can wait for a node that is yet to come without
+holding up others. A place outlives the actor in it: the successor takes it over, and when its node
+is lost, Ray reserves it on another as soon as one has room.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class Place:
 class Places:
     ranks: Sequence[Place]
     replicas: Sequence[Place]
+    roles: Mapping[str, Sequence[Place]]  # by the name of the model beside the policy
 
 
 def check_capacity(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) -> None:
@@ -104,20 +105,23 @@ async def reserved(
     ranks: Sequence[Need],
     replicas: Sequence[Need],
     *,
+    roles: Mapping[str, Sequence[Need]],
     min_replicas: int,
     timeout_s: float,
 ) -> AsyncIterator[Places]:
-    """Reserve a place for each; given back at the end of the block. All ranks and the first
-    `min_replicas` replicas have theirs when the block begins.
+    """Reserve a place for each; given back at the end of the block. All ranks, the workers of all
+    other models and the first `min_replicas` replicas have theirs when the block begins.
 
     Raises ClusterTooSmall if the cluster is too small for these, or if others have not freed the
     room for them within `timeout_s` (cluster.start_timeout_s).
     """
-    needed = [*ranks, *replicas[:min_replicas]]
+    needed = [*ranks, *(need for of_role in roles.values() for need in of_role)]
+    needed += replicas[:min_replicas]
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     check_capacity(needed, nodes)
     # Ray looks for room in this order: as above, the largest first; what may wait, last.
-    parts: list[Sequence[Need]] = [ranks, *([need] for need in replicas[:min_replicas])]
+    parts: list[Sequence[Need]] = [ranks, *roles.values()]
+    parts += [[need] for need in replicas[:min_replicas]]
     parts.sort(key=lambda part: _largest_first(part[0]))
     parts += [[need] for need in replicas[min_replicas:]]
     places: dict[Need, Place] = {}
@@ -138,7 +142,9 @@ async def reserved(
                 "(cluster.start_timeout_s). Wait for them, or add a node."
             ) from None
         yield Places(
-            ranks=[places[need] for need in ranks], replicas=[places[need] for need in replicas]
+            ranks=[places[need] for need in ranks],
+            replicas=[places[need] for need in replicas],
+            roles={name: [places[need] for need in needs] for name, needs in roles.items()},
         )
     finally:
         for group in {place.group for place in places.values()}:

@@ -278,6 +278,10 @@ class RayReplica:
     def name(self) -> str:
         return self.worker.name
 
+    @property
+    def home(self) -> str:
+        return self.node_id
+
     async def start(self, timeout_s: float) -> None:
         self.node_id, self._actor_id = await self._call("place", timeout_s=timeout_s)
         await self._call("start", timeout_s=timeout_s)

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    RayActorError,
+    RayTaskError,
+    TaskUnschedulableError,
+    WorkerCrashedError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.dataflow.arena import Arena, BlockWriter, Lease, map_arena, read_only
 from rlsys.dataflow.blocks import (
@@ -35,6 +43,9 @@ from rlsys.layout.transport.shared_memory import MemoryGone
 from rlsys.workers import RowsLost
 
 from .calls import Heartbeat
+
+# For the process that writes rows on another node to start.
+PUT_START_S = 60.0
 
 T = TypeVar("T")
 Cells = Mapping[str, Sequence[Cell]]  # by column
@@ -194,6 +205,9 @@ class StoreClient:
         """Give the lease back; nothing can be put any more."""
         self._run(self._close())
 
+    async def close_async(self) -> None:
+        await self._run_async(self._close())
+
     # What each call does is a generator that yields remote calls and is sent their answers, so that
     # waiting in a thread and in an event loop share it.
 
@@ -311,6 +325,39 @@ class StoreClient:
             except ValueError:  # Ray's word for an actor that is dead
                 raise ShardLost(f"shard {shard} of the store died") from None
         return self._handles[shard]
+
+
+async def put_on_node(
+    node_id: str, rows: Sequence[Columns], address: StoreAddress
+) -> Sequence[BlockRef]:
+    """Write rows into the shard of any node, each as a block. ShardLost if the node has died."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        client = StoreClient(address)
+        blocks: Sequence[BlockRef] = [await client.put_async(columns) for columns in rows]
+        await client.close_async()
+        return blocks
+    task = (
+        ray.remote(_put_all)
+        .options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote(rows, address)
+    )
+    limit_s = PUT_START_S + len(rows) * address.timeout_s
+    try:
+        blocks = await asyncio.wait_for(task, limit_s)
+    except (WorkerCrashedError, NodeDiedError, TaskUnschedulableError) as error:
+        raise ShardLost(f"rows could not be written on node {node_id}: {error}") from None
+    return blocks
+
+
+def _put_all(rows: Sequence[Columns], address: StoreAddress) -> Sequence[BlockRef]:
+    client = StoreClient(address)
+    blocks = [client.put(columns) for columns in rows]
+    client.close()
+    return blocks
 
 
 def _split(wanted: Cells, shards: set[str]) -> dict[str, Cells]:

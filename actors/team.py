@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,8 +12,16 @@ from typing import Any, TypeVar
 import ray
 
 from rlsys.checkpoint import Checkpoints
-from rlsys.config import RunConfig
-from rlsys.dataflow.graph import Dataflow, ScoreStage, TrainStage
+from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig
+from rlsys.dataflow.graph import (
+    PER,
+    POLICY,
+    Dataflow,
+    InferStage,
+    PerBatchStage,
+    ScoreStage,
+    TrainStage,
+)
 from rlsys.dataflow.signal import Signal
 from rlsys.errors import first_error
 from rlsys.observe.trace import TraceBatch, Tracer
@@ -21,14 +29,15 @@ from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import pack_rewards
 
 from .calls import Worker, WorkerError, end_all
-from .factories import RewardFactory, RolloutFactory, TrainerFactory
+from .factories import InferenceFactory, RewardFactory, RolloutFactory, TrainerFactory
 from .fleet import RayFleet
+from .inference import InferenceActor, RayPool
 from .learner import RayLearner
 from .placement import Place, Places
 from .reward import RayScorer, RewardActor
 from .rollout import RolloutActor
 from .snapshots import SnapshotKeepers
-from .store import ShardAddress
+from .store import ShardAddress, StoreAddress
 from .store_shards import StoreShards
 from .tracing import TraceCollector
 from .trainer import TrainerActor
@@ -64,34 +73,31 @@ async def hired(
         for node in ray.nodes():
             if node["Alive"]:
                 await shards.ensure(node["NodeID"])
-        actors = _Actors(config, flow, tokenizer, places, shards)
-        learner = RayLearner(
-            actors.rank,
-            SnapshotKeepers(
-                timeout_s=config.cluster.start_timeout_s,
-                heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
-            ),
-            num_ranks=config.trainer.num_ranks,
-            keeps_snapshots=config.trainer.snapshot_every > 0,
-            start_timeout_s=config.cluster.start_timeout_s,
-            newest_checkpoint=checkpoints.newest,
-            warm_start_dir=checkpoints.warm_start,
-        )
-        ending.callback(learner.close)
+        actors = _Actors(config, flow, tokenizer, places, shards, checkpoints)
+        learners = {stage.model.name: actors.learner(stage) for stage in flow.all(TrainStage)}
+        for learner in learners.values():
+            ending.callback(learner.close)
+        pools = {stage.model.name: actors.pool(stage) for stage in flow.row_stages}
         fleet = RayFleet(
             places.replicas,
             actors.replica,
-            learner,
+            learners[POLICY],
             shards,
             start_timeout_s=config.cluster.start_timeout_s,
         )
-        ending.push_async_callback(
-            lambda: end_all([*learner.ranks, *(replica.worker for replica in fleet.replicas)])
-        )
-        scorer = RayScorer(actors.reward, num_workers=config.reward.num_workers)
+        num_scorers = config.reward.num_workers if flow.all(ScoreStage) else 0
+        scorer = RayScorer(actors.reward, num_workers=num_scorers)
+
+        def engines() -> list[Worker]:
+            ranks = [rank for learner in learners.values() for rank in learner.ranks]
+            workers = [worker for pool in pools.values() for worker in pool.workers]
+            return [*ranks, *workers, *(replica.worker for replica in fleet.replicas)]
+
+        ending.push_async_callback(lambda: end_all(engines()))
         ending.callback(lambda: _kill(scorer.workers))
         yield Team(
-            learner=learner,
+            learners=learners,
+            pools=pools,
             fleet=fleet,
             scorer=scorer,
             shards=shards,
@@ -103,7 +109,8 @@ async def hired(
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    learner: RayLearner
+    learners: Mapping[str, RayLearner]  # by the name of the model
+    pools: Mapping[str, RayPool]
     fleet: RayFleet
     scorer: RayScorer
     shards: StoreShards
@@ -158,9 +165,18 @@ class Team:
             await asyncio.gather(main, *beside, return_exceptions=True)
 
     @property
+    def learner(self) -> RayLearner:
+        """The policy's."""
+        return self.learners[POLICY]
+
+    @property
     def workers(self) -> list[Worker]:
-        replicas = (replica.worker for replica in self.fleet.replicas)
-        return [*self.learner.ranks, *replicas, *self.scorer.workers]
+        return [
+            *(rank for learner in self.learners.values() for rank in learner.ranks),
+            *(worker for pool in self.pools.values() for worker in pool.workers),
+            *(replica.worker for replica in self.fleet.replicas),
+            *self.scorer.workers,
+        ]
 
     async def _repair(self, on_shard_lost: Callable[[str], None]) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -181,6 +197,12 @@ class Team:
             if replica.node_id in ("", lost.node_id):  # or it is not known yet
                 with contextlib.suppress(WorkerError):  # whoever collects from it notices
                     await replica.worker.call("use_store", self.shards.address)
+        writers = [learner for learner in self.learners.values() if learner.writes]
+        for worker in [rank for learner in writers for rank in learner.ranks] + [
+            worker for pool in self.pools.values() for worker in pool.workers
+        ]:
+            with contextlib.suppress(WorkerError):  # its next call tells of it
+                await worker.call("use_store", self.shards.address)
 
 
 class _Actors:
@@ -193,28 +215,84 @@ class _Actors:
         tokenizer: Any,
         places: Places,
         shards: StoreShards,
+        checkpoints: Checkpoints,
     ) -> None:
         self._config = config
         self._flow = flow
         self._tokenizer = tokenizer
         self._places = places
         self._shards = shards
+        self._checkpoints = checkpoints
         self.max_pending = 100_000 if config.observe.trace else 0
 
-    def rank(self, rank: int) -> Worker:
-        train = self._flow.stage(TrainStage)
+    def learner(self, stage: TrainStage) -> RayLearner:
+        config, model = self._config, stage.model
+        role = model.config
+        trainer = role.trainer if isinstance(role, TrainedRoleConfig) else config.trainer
+        own = [one for one in self._flow.step_stages if isinstance(one, InferStage)]
+        computed = [
+            one
+            for one in self._flow.step_stages
+            if isinstance(one, PerBatchStage) and one.has_tokens and model.name == POLICY
+        ]
+        return RayLearner(
+            lambda rank: self._rank(stage, rank),
+            SnapshotKeepers(
+                timeout_s=config.cluster.start_timeout_s,
+                heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+            ),
+            model=model.name,
+            num_ranks=trainer.num_ranks,
+            keeps_snapshots=trainer.snapshot_every > 0,
+            start_timeout_s=config.cluster.start_timeout_s,
+            newest_checkpoint=self._checkpoints.newest,
+            warm_start_dir=self._checkpoints.warm_start,
+            stages=computed,
+            per_token=PER[model.head] == "token",
+            open_store=self._store_of,
+            writes=bool(computed) or any(one.model == model for one in own),
+        )
+
+    def pool(self, stage: InferStage) -> RayPool:
+        role = stage.model.config
+        assert isinstance(role, RoleConfig)
+
+        def start(worker: int) -> Worker:
+            make_engine = InferenceFactory(
+                config=self._config,
+                model=stage.model,
+                beginning=str(self._checkpoints.beginning(self._config.model.path)),
+            )
+            column = stage.writes[0]
+            options = self._places.roles[stage.model.name][worker].options
+            name = f"{stage.model.name}-{worker}"
+            per_token = column.per == "token"
+            return self._start(name, InferenceActor, options, make_engine, column.name, per_token)
+
+        return RayPool(start, self._store_of, num_workers=role.num_workers)
+
+    async def _store_of(self, node_id: str) -> StoreAddress:
+        """With a shard on this node."""
+        await self._shards.ensure(node_id)
+        return self._shards.address
+
+    def _rank(self, stage: TrainStage, rank: int) -> Worker:
+        model = stage.model
         make_engine = TrainerFactory(
             config=self._config,
-            loss=train.loss,
-            aggregation=train.aggregation,
+            stage=stage,
+            beginning=str(self._checkpoints.beginning(self._config.model.path)),
         )
-        options = self._places.ranks[rank].options
-        name = f"trainer-{rank}"
-        every = self._config.trainer.snapshot_every
+        places = self._places.ranks if model.name == POLICY else self._places.roles[model.name]
+        name = f"trainer-{rank}" if model.name == POLICY else f"{model.name}-{rank}"
+        role = model.config
+        trainer = role.trainer if isinstance(role, TrainedRoleConfig) else self._config.trainer
+        every = trainer.snapshot_every
+        options = places[rank].options
         return self._start(name, TrainerActor, options, rank, make_engine, every, ordered=True)
 
-    def replica(self, name: str, number: int, place: Place) -> Worker:
-        make_engine = RolloutFactory(config=self._config, replica=number)
+    def replica(self, name: str, place: Place) -> Worker:
+        make_engine = RolloutFactory(config=self._config)
         return self._start(name, RolloutActor, place.options, make_engine)
 
     def reward(self, number: int) -> Worker:

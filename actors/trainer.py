@@ -17,17 +17,17 @@ import ray
 from rlsys.layout.transport.shared_memory import MemoryGone
 from rlsys.layout.transport.shm import read_weights
 from rlsys.observe.trace import TraceBatch, Tracer
-from rlsys.types import MicroBatch, StepResult, TrainRow, WeightManifest
-from rlsys.workers import LearnerDied, TrainTask
+from rlsys.types import MicroBatch, StepResult, WeightManifest
+from rlsys.workers import LearnerDied, Rows, Written
 
 from .calls import HEARTBEAT_GROUP, Heartbeat
+from .rows import read_rows, write_column
 from .store import StoreAddress, StoreClient
 
 if TYPE_CHECKING:
+    from rlsys.dataflow.graph import PerBatchStage
     from rlsys.engines.training.protocol import TrainingEngine
     from rlsys.engines.training.snapshot import SnapshotFile
-
-TRAIN_COLUMNS = ("prompt_token_ids", "token_ids", "sampler_logprobs", "policy_versions")
 
 # (rank, host of rank 0, port there) -> this rank's engine, built in the actor's own process.
 EngineFactory = Callable[[int, str, int], "TrainingEngine"]
@@ -95,6 +95,10 @@ class TrainerActor(Heartbeat):
     def drain_trace(self) -> TraceBatch:
         return self._tracer.drain()
 
+    def use_store(self, store: StoreAddress) -> None:
+        """It has another shard on this node."""
+        self._store = StoreClient(store)
+
     @ray.method(concurrency_group="beside")
     def read_weights(self, manifest: WeightManifest) -> npt.NDArray[np.uint8]:
         """The bytes of a published version, for replicas on other nodes. Raises MemoryGone."""
@@ -112,26 +116,52 @@ class TrainerActor(Heartbeat):
     def reset_optimizer(self) -> None:
         self._engine.reset_optimizer()
 
-    def accumulate(self, tasks: list[TrainTask]) -> None:
-        with self._working("accumulate", rows=len(tasks)):
-            columns = self._store.get([task.cell for task in tasks], TRAIN_COLUMNS) if tasks else {}
-            rows = [
-                TrainRow(
-                    **{name: columns[name][i] for name in TRAIN_COLUMNS},
-                    advantages=np.full(len(columns["token_ids"][i]), task.advantage, np.float32),
-                    loss_mask=np.ones(len(columns["token_ids"][i]), np.bool_),
-                    group_id=task.group_id,
-                    group_size=task.group_size,
-                    group_num_tokens=task.group_num_tokens,
-                )
-                for i, task in enumerate(tasks)
-            ]
-            self._engine.accumulate(MicroBatch(rows=rows))
+    def accumulate(self, rows: Rows) -> None:
+        with self._working("accumulate", rows=len(rows)):
+            self._engine.accumulate(MicroBatch(rows=read_rows(rows, self._store)))
 
-    def optimizer_step(self) -> StepResult:
+    def infer(self, writes: str, per_token: bool, rows: Rows) -> Written:
+        """What the model says now."""
+        with self._working("infer", rows=len(rows)):
+            made = self._engine.infer(read_rows(rows, self._store))
+            return write_column(writes, made, self._store, per_token=per_token)
+
+    def compute(self, stage: PerBatchStage, rows: Rows) -> Written:
+        """A function over a step, of which some numbers lie in the store."""
+        import torch
+
+        from rlsys.algorithms.batches import run_batch_function
+
+        with self._working("compute", rows=len(rows)):
+            arrays = self._store.get_batch(rows.cells)
+            lengths = [len(array) for array in next(iter(arrays.values()))]
+            per_token = stage.writes[0].per == "token"
+            made = run_batch_function(
+                stage.function,
+                [
+                    torch.from_numpy(np.concatenate(arrays[column.name]))
+                    if column.name in arrays
+                    else torch.tensor(rows.scalars[column.name])
+                    for column in stage.reads
+                ],
+                group_ids=rows.group_ids,
+                row_lengths=lengths,
+                writes=[column.name for column in stage.writes],
+                per_token=per_token,
+            )
+            if not per_token:
+                return Written(scalars={name: values.tolist() for name, values in made.items()})
+            columns = {
+                name: [part.numpy() for part in values.float().split(lengths)]
+                for name, values in made.items()
+            }
+            return Written(block=self._store.put(columns))
+
+    def optimizer_step(self, last: bool = True) -> StepResult:
         with self._working("optimizer_step"):
-            result: StepResult = self._engine.optimizer_step()
-            if self._snapshot_every and result.policy_version % self._snapshot_every == 0:
+            result: StepResult = self._engine.optimizer_step(last=last)
+            is_due = self._snapshot_every and result.policy_version % self._snapshot_every == 0
+            if last and is_due:
                 self.snapshot()
         train_s, self._train_s = self._train_s, 0.0
         return replace(result, train_s=train_s)

@@ -22,8 +22,6 @@ from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import RunConfig, require
 from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
 
-POLICY = "policy"
-
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(RunConfig):
@@ -52,13 +50,14 @@ def grpo(
 ) -> Dataflow:
     """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
     flow = Dataflow()
-    rollouts = flow.generate(POLICY, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
     reward = flow.score(rollouts, rewards)
-    advantage = flow.per_group(grpo_advantage, reward)
+    advantages = flow.per_group(grpo_advantage, reward)
     flow.train(
-        POLICY,
+        policy,
         rollouts,
-        advantage,
+        advantages,
         loss=clipped_surrogate(cfg.clip_low, cfg.clip_high),
         aggregation=token_mean,
     )

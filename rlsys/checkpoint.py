@@ -28,6 +28,7 @@ from typing import TypeVar
 from rlsys.file_modes import ordinary_modes
 
 TRAINER_DIR = "trainer"
+BEGINNING_DIR = "beginning"
 CONTROLLER_FILE = "controller.json"
 MANIFEST_FILE = "manifest.json"
 
@@ -46,7 +47,12 @@ class Checkpoint:
 
     @property
     def trainer_dir(self) -> Path:
+        """The policy's."""
         return self.path / TRAINER_DIR
+
+    def role_dir(self, model: str) -> Path:
+        """Of a trained model, by its name."""
+        return self.trainer_dir if model == "policy" else self.path / f"{TRAINER_DIR}-{model}"
 
     @property
     def controller_file(self) -> Path:
@@ -89,6 +95,16 @@ class Checkpoints:
     def warm_start(self) -> Path:
         """Where the trainer keeps, while the run goes on, what its warm start had taught."""
         return self._directory / ".warm_start"
+
+    def beginning(self, model_path: str) -> str | Path:
+        """The weights that the run begins with: model.path, or what a warm start made of it, where
+        other models begin with them too."""
+        return self.taught if self.taught.is_dir() else model_path
+
+    @property
+    def taught(self) -> Path:
+        """Where the weights are kept that a warm start has taught, for other models."""
+        return self._directory / BEGINNING_DIR
 
     def all(self) -> list[Checkpoint]:
         """Complete ones, oldest first."""

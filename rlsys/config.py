@@ -33,7 +33,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy."""
+    """A model: the policy, or what plays another role beside it."""
 
     path: str = ""
     """Hugging Face hub name or directory of a causal language model with its tokenizer."""
@@ -201,6 +201,11 @@ class RolloutConfig:
             "the CPU, a share of one GPU such as 0.5, or a whole number.",
         )
 
+    @property
+    def num_first(self) -> int:
+        """Replicas that the run starts with."""
+        return self.num_replicas if self.min_replicas is None else self.min_replicas
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
@@ -224,6 +229,11 @@ class TrainerConfig:
     """AdamW's decoupled weight decay, on matrices only."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
+    num_minibatches: int = 1
+    """Parts into which a step's rollouts are split, each with an update of the weights of its own,
+    as PPO does it; all updates of a step share its learning rate."""
+    num_epochs: int = 1
+    """Passes over a step's rollouts, each with all its updates."""
     micro_batch_tokens: int = 16384
     """Tokens (prompt and completion) of one rank's forward and backward pass, at most; a single
     longer rollout still gets a pass of its own."""
@@ -252,6 +262,9 @@ class TrainerConfig:
             f"trainer.max_grad_norm={self.max_grad_norm} would zero or flip every gradient; "
             "use a positive norm.",
         )
+        for name in ("num_minibatches", "num_epochs"):
+            number = getattr(self, name)
+            require(number >= 1, f"trainer.{name}={number} would train on nothing; use at least 1.")
         require(
             self.warmup_steps >= 0,
             f"trainer.warmup_steps={self.warmup_steps} is negative; use 0 for no warm-up.",
@@ -290,9 +303,60 @@ class TrainerConfig:
             "trainer.num_ranks for more devices.",
         )
 
+    @property
+    def updates_per_step(self) -> int:
+        """Of the weights, between two versions of the policy."""
+        return self.num_minibatches * self.num_epochs
+
 
 # For Python, numpy and a few threads' stacks.
 MIN_REWARD_MEMORY_GIB = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleConfig:
+    """A model beside the policy that is not trained: a reference, a teacher, a reward model."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Whose weights; an empty path takes the policy's, as they are at the beginning."""
+    num_workers: int = 1
+    """Processes, each with the whole model, that share the rollouts."""
+    num_cpus: float = 1
+    """CPU cores that Ray reserves for one of them; also its compute threads."""
+    num_gpus: float = 0
+    """GPUs that Ray reserves for one of them; shares of one let several roles use it."""
+    pass_tokens: int = 16384
+    """Tokens of one forward pass, at most; a single longer rollout still gets a pass of its own."""
+
+    def __post_init__(self) -> None:
+        conform(self, "role")
+        require(
+            1 <= self.num_workers <= MAX_PROCESSES,
+            f"num_workers={self.num_workers} of a role is no number of processes; use 1 to "
+            f"{MAX_PROCESSES}.",
+        )
+        require(
+            self.num_cpus >= MIN_CPUS and self.num_gpus >= 0,
+            f"num_cpus={self.num_cpus}, num_gpus={self.num_gpus} of a role: use at least "
+            f"{MIN_CPUS} cores and no fewer than 0 GPUs.",
+        )
+        require(
+            self.pass_tokens >= 1,
+            f"pass_tokens={self.pass_tokens} of a role admits no rollout; use at least 1.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRoleConfig:
+    """A model beside the policy that is trained too, such as a critic."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """What it begins with; an empty path takes the policy's weights."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Its own ranks and optimizer."""
+
+    def __post_init__(self) -> None:
+        conform(self, "role")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +443,8 @@ class ClusterConfig:
     """Ray address to join, "auto" for the one around; unset: RAY_ADDRESS, or a cluster started
     for this run on this machine."""
     store_gib: float = 0.5
-    """Shared memory per node for rollouts between stages; producers wait when it is full."""
+    """Shared memory of each node for rollouts between stages; the cluster holds the sum. A group
+    waits until a node with a replica has room for its longest rollouts in half of it."""
     start_timeout_s: float = 300.0
     """Limit for one actor's start, model loading included."""
     call_timeout_s: float = 600.0
@@ -516,6 +581,25 @@ class RunConfig:
             self.keep_checkpoints >= 1,
             f"keep_checkpoints={self.keep_checkpoints} would delete the newest one; use >= 1.",
         )
+        updates, eta = self.trainer.updates_per_step, self.asynchrony.max_staleness
+        require(
+            eta >= updates - 1,
+            f"asynchrony.max_staleness={eta} counts updates of the weights, and a step makes "
+            f"{updates} (trainer.num_minibatches x trainer.num_epochs): the last of them trains on "
+            f"tokens {updates - 1} updates old at least; use max_staleness >= {updates - 1}.",
+        )
+        require(
+            self.prompts_per_step % (self.trainer.num_ranks * self.trainer.num_minibatches) == 0,
+            f"prompts_per_step={self.prompts_per_step} does not divide over trainer.num_ranks="
+            f"{self.trainer.num_ranks} and trainer.num_minibatches={self.trainer.num_minibatches}; "
+            "use a multiple of their product.",
+        )
+
+    @property
+    def max_version_lag(self) -> int:
+        """Versions of the policy between the weights of a token and those at the beginning of the
+        step that trains on it, at most: max_staleness, which counts updates, in versions."""
+        return (self.asynchrony.max_staleness + 1) // self.trainer.updates_per_step - 1
 
     @property
     def rollouts_per_step(self) -> int:

@@ -20,7 +20,7 @@ ZERO_ADVANTAGE_FRAC = "groups/zero_advantage_frac"  # groups whose rewards are a
 COMPLETION_TOKENS_MEAN = "completion/tokens_mean"
 COMPLETION_TRUNCATED_FRAC = "completion/truncated_frac"  # ended by the limit on tokens
 
-STALENESS_MEAN = "staleness/mean"  # optimizer steps, over rollouts
+STALENESS_MEAN = "staleness/mean"  # updates of the weights, over rollouts
 STALENESS_MAX = "staleness/max"
 
 LOSS = "loss"
@@ -28,6 +28,8 @@ GRAD_NORM = "grad_norm"  # before clipping
 ENTROPY = "entropy"  # nats per token
 KL_SAMPLER_TRAINER = "kl/sampler_trainer"  # mean(log μ − log π_prox), nats per token
 KL_SAMPLER_TRAINER_K3 = "kl/sampler_trainer_k3"  # mean(exp(x) − 1 − x), x = log π_prox − log μ
+VALUE_MEAN = "value/mean"  # of a critic, over tokens
+SCORE_MEAN = "score/mean"  # of a reward model, over rows
 
 ROLLOUTS_ISSUED = "rollouts/issued"  # these three count since the run began
 ROLLOUTS_TRAINED = "rollouts/trained"
@@ -49,6 +51,11 @@ THROUGHPUT_TRAINED_ROLLOUTS = "throughput/trained_rollouts_per_s"
 # What the clock decides: two runs that agree in everything else may differ here. How many rollouts
 # wait before a stage at the end of a step is such an accident too.
 TIMING_FAMILIES = ("time/", "throughput/", "queue/")
+
+
+def column_mean(name: str) -> str:
+    """Of a column with a value per rollout, over the rollouts of the step."""
+    return f"{name}/mean"
 
 
 def reward_component(name: str) -> str:
@@ -83,6 +90,17 @@ def actor_work_s(actor: str) -> str:
 
 def actor_wait_s(actor: str) -> str:
     return f"time/wait_s/{actor}"
+
+
+def pass_at(k: int) -> str:
+    """Of held-out prompts: one of k samples is right. With "/low" and "/high": the ends of its 95 %
+    interval, as of `mean_at`."""
+    return f"eval/pass@{k}"
+
+
+def mean_at(num_samples: int) -> str:
+    """Mean reward of so many samples of each held-out prompt."""
+    return f"eval/mean@{num_samples}"
 
 
 def by_reason(line: Mapping[str, float], total: str) -> dict[str, float]:

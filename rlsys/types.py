@@ -92,14 +92,18 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRow:
-    """One rollout as the trainer sees it; ragged, no padding."""
+    """One rollout as a model sees it; ragged, no padding.
+
+    `columns` hold what the loss asks for, a value a completion token, by the name that the loss
+    gives it: "sampler_logprobs", "advantages", "reference_logprobs", "values", "returns" and so on.
+    What a row has one of (its advantage) stands at each of its tokens.
+    """
 
     prompt_token_ids: Int32Array  # [P]
     token_ids: Int32Array  # [T]
-    sampler_logprobs: Float32Array  # [T]
     policy_versions: Int32Array  # [T]
-    advantages: Float32Array  # [T]
-    loss_mask: BoolArray  # [T], False for tokens that the policy did not sample
+    loss_mask: BoolArray  # [T], False for tokens that the policy did not sample; may have gaps
+    columns: Mapping[str, Float32Array]  # each [T]
     group_id: int
     group_size: int
     group_num_tokens: int  # loss_mask tokens of the whole group, for per-prompt means
@@ -118,7 +122,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step, over the global batch; equal on every rank."""
+    """One step: all updates of the weights by one batch, on all ranks; equal on every rank."""
 
     policy_version: int  # after the step
     metrics: dict[str, float]  # loss, grad_norm, entropy, kl/sampler_trainer, staleness/..., ...

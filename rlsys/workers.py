@@ -1,4 +1,4 @@
-"""What the controller asks of the actors: four protocols and the messages that travel.
+"""What the controller asks of the actors: five protocols and the messages that travel.
 
 Messages carry metadata only. Token ids and log-probabilities stay in the store's shared memory;
 a `Cell` says where.
@@ -7,10 +7,10 @@ a `Cell` says where.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlsys.dataflow.blocks import Cell
+from rlsys.dataflow.blocks import BlockRef, Cell
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import FinishReason, GenerationRequest, StepResult, WeightManifest
 
@@ -65,14 +65,29 @@ TellScores = Callable[[Mapping[int, Score]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainTask:
-    """One rollout of a micro-batch."""
+class Rows:
+    """N rollouts as a model's worker is given them; all sequences are parallel.
 
-    cell: Cell
-    advantage: float
-    group_id: int
-    group_size: int
-    group_num_tokens: int  # completion tokens of the whole group
+    Columns that one stage wrote share their list of cells, which so travels once.
+    """
+
+    cells: Mapping[str, Sequence[Cell]]  # columns with a value per token: where they lie
+    scalars: Mapping[str, Sequence[float]]  # columns with a value per row
+    group_ids: Sequence[int]
+    group_sizes: Sequence[int]
+    group_num_tokens: Sequence[int]  # completion tokens of the row's whole group
+
+    def __len__(self) -> int:
+        return len(self.group_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What a stage has made of N rows: columns with a value per token as a block, whose places are
+    the rows in their order; columns with a value per row as they are."""
+
+    block: BlockRef | None = None
+    scalars: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +110,10 @@ class ReplicaDied(RuntimeError):
 class LearnerDied(RuntimeError):
     """A rank of the trainer is gone, or does not answer, so that none can go on; the message names
     it and says why."""
+
+
+class PoolDied(RuntimeError):
+    """Workers of a pool die one after another; the message says of what."""
 
 
 class RowsLost(RuntimeError):
@@ -120,6 +139,10 @@ class Replica(Protocol):
     @property
     def name(self) -> str:
         """Of this life: "rollout-0" is followed by "rollout-0.1"."""
+
+    @property
+    def home(self) -> str:
+        """The node in whose memory its rollouts lie; its replicas share the store's budget."""
 
     async def submit(
         self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
@@ -159,20 +182,43 @@ class Scorer(Protocol):
         task has one."""
 
 
+class Pool(Protocol):
+    """Workers that share a stage's rows: a frozen model's, for one."""
+
+    @property
+    def num_workers(self) -> int: ...
+
+    async def run(self, rows: Rows) -> Written:
+        """By whoever is free. A worker that dies is replaced, and its rows go to another; raises
+        RowsLost, and PoolDied when its successors die too."""
+
+
 class Learner(Protocol):
-    """All ranks of the trainer. Calls are carried out one after another, in the order in which they
-    were made, whether or not the one before has been answered. Once one has failed, those behind it
-    fail too, and nothing but `restart` mends that.
+    """All ranks of a trained model. Calls are carried out one after another, in the order in which
+    they were made, whether or not the one before has been answered. Once one has failed, those
+    behind it fail too, and nothing but `restart` mends that.
 
     Every method raises LearnerDied for any death of a rank. An error of the mathematics
     (FloatingPointError, ValueError), or rows that are gone (RowsLost), stays what it is.
     """
 
-    async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
+    @property
+    def num_ranks(self) -> int: ...
+
+    async def infer(self, writes: str, shares: Sequence[Rows]) -> Sequence[Written]:
+        """What the model says now, as column `writes`; `shares[r]` goes to rank r, which answers
+        for it. Raises RowsLost."""
+
+    async def compute(self, stage: str, rows: Rows) -> Written:
+        """A stage's function over all rows of a step, where its numbers lie with the tokens. Raises
+        RowsLost."""
+
+    async def accumulate(self, shares: Sequence[Rows]) -> None:
         """Forward and backward; `shares[r]` goes to rank r. Raises RowsLost."""
 
-    async def optimizer_step(self) -> StepResult:
-        """Answers when the snapshot of the new state is safe, where one is due."""
+    async def optimizer_step(self, *, last: bool = True) -> StepResult:
+        """Answers when the snapshot of the new state is safe, where one is due. The `last` update
+        on a step's rows makes a new version."""
 
     async def publish(self) -> WeightManifest: ...
 

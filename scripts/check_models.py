@@ -39,7 +39,7 @@ from rlsys.engines.rms_norm import use_fast_norms
 from rlsys.engines.training.collate import collate
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.token_policy import TokenPolicy
-from rlsys.types import GenerationRequest, MicroBatch, SamplingParams, TrainRow
+from rlsys.types import GenerationRequest, SamplingParams, TrainRow
 from scripts.small_models import build, names
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -131,14 +131,14 @@ def _check_trainer(path: Path, model: Any) -> str:
         seed=0,
     )
     try:
-        found = engine.logprobs(MicroBatch(rows=rows))
+        found = engine.infer(rows)
         for row, logprobs in zip(rows, found, strict=True):
             _compare(torch.from_numpy(logprobs), _expected(model, row), "log-probabilities")
         remark = _check_gradients(path, model, rows)
         if limit is None:
             return remark
         try:
-            engine.logprobs(MicroBatch(rows=_rows(model, limit + 2)))  # the last is no input
+            engine.infer(_rows(model, limit + 2))  # the last is no input
         except ValueError:
             return f"{remark}; rows beyond {limit} tokens are refused"
         raise AssertionError(f"rows of more than {limit} tokens are not refused")
@@ -212,10 +212,9 @@ def _row(prompt: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any]) -> TrainRow
     return TrainRow(
         prompt_token_ids=prompt.astype(np.int32),
         token_ids=tokens.astype(np.int32),
-        sampler_logprobs=np.zeros(count, np.float32),
         policy_versions=np.zeros(count, np.int32),
-        advantages=np.ones(count, np.float32),
         loss_mask=np.ones(count, np.bool_),
+        columns={},
         group_id=0,
         group_size=1,
         group_num_tokens=count,

@@ -40,7 +40,7 @@ def test_imports_go_one_way() -> None:
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
     "algorithms types errors fields metrics interrupts pipes blocking file_modes",
-    "config checkpoint",
+    "config checkpoint evaluation scaling",
     "run_directory layout",
     "rewards",
     "data",
@@ -50,7 +50,7 @@ ROOMS = (
     "controller",
     "observe",
     "simulation audit estimate tiny_models",
-    "history launching cli",
+    "history launching cli model_evaluation",
     "__init__",
 )
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}

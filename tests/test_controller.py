@@ -24,21 +24,31 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
+from rlsys.controller.generation import request_seed
 from rlsys.dataflow.graph import Dataflow, Prompts
 from rlsys.dataflow.ledger import Ledger
+from rlsys.engines.generation.sampling import stream_key
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time
 from rlsys.simulation.workers import (
     Record,
     SimulatedFleet,
     SimulatedLearner,
+    SimulatedPool,
     SimulatedPrompts,
     SimulatedReplica,
     SimulatedScorer,
     exponential,
 )
 from rlsys.types import WeightManifest
-from rlsys.workers import ReplicaDied, Scored, ScoreTask, TellScores, Unreadable, WeightsGone
+from rlsys.workers import (
+    ReplicaDied,
+    Scored,
+    ScoreTask,
+    TellScores,
+    Unreadable,
+    WeightsGone,
+)
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -51,10 +61,11 @@ def no_loss(*_: Any) -> Any:
 
 def flow(group_size: int) -> Dataflow:
     built = Dataflow()
-    rollouts = built.generate("policy", Prompts(config=DataConfig()), group_size=group_size)
+    policy = built.model("policy")
+    rollouts = built.generate(policy, Prompts(config=DataConfig()), group_size=group_size)
     reward = built.score(rollouts, [lambda rollout: 0.0])
     advantage = built.per_group(center, reward)
-    built.train("policy", rollouts, advantage, loss=no_loss, aggregation=no_loss)
+    built.train(policy, rollouts, advantage, loss=no_loss, aggregation=no_loss)
     return built
 
 
@@ -78,10 +89,13 @@ class World:
     replicas: list[SimulatedReplica]
     scorer: SimulatedScorer = field(default_factory=SimulatedScorer)
     learner: SimulatedLearner = field(default_factory=SimulatedLearner)
+    others: dict[str, SimulatedLearner] = field(default_factory=dict)
+    pools: dict[str, SimulatedPool] = field(default_factory=dict)
     observer: Record = field(default_factory=Record)
     ledger: Ledger = field(default_factory=lambda: Ledger(lambda event: None, groups_per_step=4))
     checkpoints: list[int] = field(default_factory=list)
-    store_bytes: int = 1 << 20
+    store_bytes: int = 1 << 20  # of each node
+    max_row_bytes: int = 1 << 10
     freed: list[Any] = field(default_factory=list)
     dataflow: Dataflow | None = None
     fleet: SimulatedFleet = field(default_factory=SimulatedFleet)
@@ -97,7 +111,9 @@ class World:
 
         dataflow = self.dataflow or flow(self.config.group_size)
         self.store = dataflow.open_store(
-            max_bytes=self.store_bytes, max_row_bytes=1 << 10, on_free=self.freed.append
+            max_bytes=self.store_bytes,
+            max_row_bytes=self.max_row_bytes,
+            on_free=self.freed.append,
         )
         self.controller = Controller(
             flow=dataflow,
@@ -108,7 +124,8 @@ class World:
             fleet=self.fleet,
             replicas=dict(enumerate(self.replicas)),
             scorer=self.scorer,
-            learner=self.learner,
+            learners={"policy": self.learner, **self.others},
+            pools=self.pools,
             observer=self.observer,
             checkpoint=save,
             carried=self.carried,
@@ -192,7 +209,9 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     assert max(w.observer.staleness) <= max_staleness
     assert not w.ledger.open_groups
     assert w.ledger.num_trained == w.config.num_steps * w.config.prompts_per_step
-    assert [len(step) for step in w.learner.trained[:-1]] == [w.config.rollouts_per_step] * 4
+    assert [sum(map(len, step)) for step in w.learner.trained[:-1]] == [
+        w.config.rollouts_per_step
+    ] * 4
     if order == "issued":  # else the run may end while surplus rows are being scored
         assert w.store.bytes_live == 0
 
@@ -269,8 +288,10 @@ def test_deaths_cost_time_and_nothing_else(
     assert max(w.observer.staleness) <= max_staleness
     assert not w.ledger.open_groups
     assert w.ledger.num_trained == w.config.num_steps * w.config.prompts_per_step
-    assert [len(step) for step in w.learner.trained[:-1]] == [w.config.rollouts_per_step] * 4
-    trained = [{task.group_id for task in step} for step in w.learner.trained[:-1]]
+    assert [sum(map(len, step)) for step in w.learner.trained[:-1]] == [
+        w.config.rollouts_per_step
+    ] * 4
+    trained = [{g for rows in step for g in rows.group_ids} for step in w.learner.trained[:-1]]
     recorded = [set(event["groups"]) for event in _surviving(events) if event["event"] == "trained"]
     assert trained == recorded
     assert w.checkpoints[-1] == w.config.num_steps
@@ -351,7 +372,7 @@ def test_the_trainer_waits_for_no_answer() -> None:
 def test_on_policy_trains_groups_in_the_order_of_issue() -> None:
     w = world(asynchrony=AsyncConfig(max_staleness=0))
     run_in_virtual_time(w.run())
-    trained = [task.group_id for step in w.learner.trained for task in step]
+    trained = [g for step in w.learner.trained for rows in step for g in rows.group_ids]
     assert trained == sorted(trained)
     assert max(w.observer.staleness) == 0
 
@@ -359,8 +380,11 @@ def test_on_policy_trains_groups_in_the_order_of_issue() -> None:
 def test_advantages_reach_the_trainer() -> None:
     w = world(num_steps=1)
     run_in_virtual_time(w.run())
-    assert [task.advantage for task in w.learner.trained[0]] == [-0.5, 0.5] * 4
-    assert {task.group_num_tokens for task in w.learner.trained[0]} == {6}
+    assert [x for rows in w.learner.trained[0] for x in rows.scalars["advantages"]] == [
+        -0.5,
+        0.5,
+    ] * 4
+    assert {n for rows in w.learner.trained[0] for n in rows.group_num_tokens} == {6}
 
 
 def test_a_reward_that_always_fails_ends_the_run() -> None:
@@ -513,7 +537,9 @@ def test_what_a_checkpoint_has_of_open_groups_goes_on_after_a_crash() -> None:
     later.ledger = Ledger.replay(events[:at_crash], events.append, groups_per_step=4)
     later.ledger.resume(step=2)
     open_ids = {group.group_id for group in later.ledger.open_groups}
-    later.carried, later.first_step, later.learner.version = work, 2, 2
+    homes = dict.fromkeys(open_ids, "node")
+    later.carried = dataclasses.replace(work, homes=homes)
+    later.first_step = later.learner.version = 2
     later.observer.first_step = 2
     run_in_virtual_time(later.run())
     kept = {rollout.request_id for rollout in work.finished}
@@ -603,7 +629,7 @@ def test_groups_that_the_learner_has_read_are_not_issued_again() -> None:
 
     async def lose_a_shard() -> None:
         await asyncio.sleep(3.0)
-        assert len(w.learner.trained[0]) == 8  # all of the first step
+        assert sum(map(len, w.learner.trained[0])) == 8  # all of the first step
         w.replicas[0].shard = "shard-2"
         w.controller.shard_lost("shard")
 
@@ -611,7 +637,7 @@ def test_groups_that_the_learner_has_read_are_not_issued_again() -> None:
         await asyncio.gather(w.run(), lose_a_shard())
 
     run_in_virtual_time(run())
-    trained = [task.group_id for step in w.learner.trained for task in step]
+    trained = [g for step in w.learner.trained for rows in step for g in rows.group_ids]
     assert sorted(trained) == sorted([*range(8)] * 2)
     assert (w.ledger.num_issued, w.ledger.num_trained) == (8, 8)
 
@@ -627,9 +653,22 @@ def test_open_groups_of_a_crashed_run_are_issued_again() -> None:
     w.ledger.issue(0, prompt_index=0, version=0)
     w.ledger.issue(1, prompt_index=1, version=0)
     run_in_virtual_time(w.run())
-    trained = {task.group_id for step in w.learner.trained for task in step}
+    trained = {g for step in w.learner.trained for rows in step for g in rows.group_ids}
     assert trained == set(range(8))
     assert (w.ledger.num_issued, w.ledger.num_trained) == (8, 8)
+
+
+def test_requests_of_different_seeds_groups_and_places_have_streams_of_their_own() -> None:
+    seeds = [0, 1, 2**24, 2**40, 2**63, 2**64 - 1, -1]
+    made = {
+        request_seed(seed, group_id, index)
+        for seed in seeds
+        for group_id in range(40)
+        for index in range(40)
+    }
+    assert len({stream_key(seed) for seed in made}) == len(seeds) * 40 * 40
+    assert all(0 <= seed < 2**64 for seed in made)
+    assert request_seed(7, 3, 1) == 7854715285349225158  # in every life of a run
 
 
 def test_the_virtual_clock_tells_a_deadlock() -> None:

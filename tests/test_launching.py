@@ -161,10 +161,11 @@ def launch(tmp_path: Path, rows: Any = None, **fields: Any) -> rlsys.RunResult:
     own = fields.pop("own_model", OwnModel(name="own"))
     config = rlsys.RunConfig(**(sizes | fields))
     flow = rlsys.Dataflow()
-    rollouts = flow.generate("policy", rlsys.Prompts(config=config.data, rows=rows), group_size=2)
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, rlsys.Prompts(config=config.data, rows=rows), group_size=2)
     advantage = flow.per_group(rlsys.algorithms.grpo_advantage, flow.score(rollouts, [right]))
     flow.train(
-        "policy",
+        policy,
         rollouts,
         advantage,
         loss=rlsys.algorithms.clipped_surrogate(0.2, 0.2),

@@ -1,22 +1,28 @@
-"""Advantages: how much better a rollout was than expected.
+"""Advantages of whole rollouts: how much better one was than expected.
 
-In: rewards. Out: one advantage for each of them.
+Shape legend: G rollouts of one group, B rollouts of a batch.
 
-Shape legend: G rollouts of one group, B rollouts of a batch, T tokens of one rollout.
+The functions of one group, `(rewards [G], ...) -> [G]`, run as soon as that group is complete;
+`min_group_size` says how large it must be (groups.py). Those of a batch, `(rewards [B], ...,
+group_index) -> [B]`, wait for all rollouts of a step; `group_index` [B] int64 numbers their groups
+from 0.
 
-The functions of one group, `(rewards [G]) -> [G]`, can run as soon as that group is complete. Those
-of a batch also take `group_index` [B] int64, which numbers the groups from 0, and must wait for all
-of it. Standard deviations are those of a sample (Bessel's correction). Where all rewards are equal
-every advantage is exactly 0, whatever the rounding of their mean.
+Standard deviations are those of a sample (Bessel's correction) unless a paper says otherwise. Where
+all rewards are equal every advantage is exactly 0, whatever the rounding of their mean.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 
+from rlsys.algorithms.groups import needs_group
 from rlsys.algorithms.ratios import log_ratio
 
 
+@needs_group(2)
 def grpo_advantage(rewards: torch.Tensor, *, epsilon: float = 1e-4) -> torch.Tensor:
     """(r − mean) / (std + ε): GRPO, 2402.03300. [G] -> [G].
 
@@ -25,6 +31,7 @@ def grpo_advantage(rewards: torch.Tensor, *, epsilon: float = 1e-4) -> torch.Ten
     return _standardised(rewards, _centred(rewards, "GRPO"), epsilon)
 
 
+@needs_group(2)
 def dr_grpo_advantage(rewards: torch.Tensor) -> torch.Tensor:
     """r − mean: Dr. GRPO, 2503.20783. [G] -> [G].
 
@@ -33,6 +40,7 @@ def dr_grpo_advantage(rewards: torch.Tensor) -> torch.Tensor:
     return _centred(rewards, "Dr. GRPO")
 
 
+@needs_group(2)
 def rloo_advantage(rewards: torch.Tensor) -> torch.Tensor:
     """r − mean of the other G − 1 rewards: RLOO, 2402.14740. [G] -> [G].
 
@@ -43,59 +51,115 @@ def rloo_advantage(rewards: torch.Tensor) -> torch.Tensor:
     return centred * (group_size / (group_size - 1))  # = r − (Σr − r)/(G − 1)
 
 
-def reinforce_plus_plus_advantage(
-    rewards: torch.Tensor, *, group_index: torch.Tensor | None = None, epsilon: float = 1e-8
-) -> torch.Tensor:
-    """Rewards normalised over the global batch: REINFORCE++, 2501.03262. [B] -> [B].
+@needs_group(2)
+def opo_advantage(rewards: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+    """r − Σ length·r / Σ length: OPO, 2505.23585. [G], [G] -> [G].
 
-    With `group_index` the mean of each group is subtracted first (the paper's variant with a
-    baseline).
+    The baseline of least variance where the squared gradient grows with the length. `num_tokens` is
+    the length of each completion; where all are empty the plain mean is taken.
     """
-    if group_index is not None:
-        rewards = _centred_by_group(rewards, group_index)
+    centred = _centred(rewards, "OPO")  # exact zeros, and smaller numbers to weigh
+    lengths = num_tokens.to(rewards.dtype)
+    lengths = torch.where(lengths.sum() > 0, lengths, torch.ones_like(lengths))
+    return centred - (lengths * centred).sum() / lengths.sum()
+
+
+def remax_advantage(rewards: torch.Tensor, greedy_rewards: torch.Tensor) -> torch.Tensor:
+    """r − r of the greedy completion of the same prompt: ReMax, 2310.10505. [G], [G] -> [G].
+
+    `greedy_rewards` repeats that one reward. A group of one will do.
+    """
+    return rewards - greedy_rewards
+
+
+@dataclass(frozen=True)
+class pass_at_k_advantage:
+    """The mean advantage of a rollout over all sets of k that it is in, where a set is worth 1 if
+    any rollout of it is right: pass@k training, 2508.10751. [G] -> [G].
+
+    A rollout is right where its reward is more than `right_above`. With F wrong ones of G, the mean
+    of a set is m = 1 − C(F, k)/C(G, k), its standard deviation (of the population) √(m(1 − m)):
+
+        right   (1 − m)/std          wrong   (1 − m − C(F−1, k−1)/C(G−1, k−1))/std
+
+    Raises ValueError for a group of k or fewer, whose advantages would all be 0.
+    """
+
+    k: int
+    right_above: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"k={self.k} draws no rollout; use k >= 1, such as 4.")
+
+    @property
+    def min_group_size(self) -> int:
+        return self.k + 1
+
+    def __call__(self, rewards: torch.Tensor) -> torch.Tensor:
+        group_size = rewards.numel()
+        if group_size < self.min_group_size:
+            raise ValueError(
+                f"k={self.k} makes every pass@k advantage of a group of {group_size} zero; use "
+                f"group_size >= {self.min_group_size}."
+            )
+        right = rewards > self.right_above
+        num_wrong = group_size - int(right.sum())
+        mean = 1 - math.comb(num_wrong, self.k) / math.comb(group_size, self.k)
+        if mean in (0.0, 1.0):
+            return torch.zeros_like(rewards)
+        std = math.sqrt(mean * (1 - mean))
+        others_fail = math.comb(num_wrong - 1, self.k - 1) / math.comb(group_size - 1, self.k - 1)
+        of_wrong = (1 - mean - others_fail) / std
+        return torch.where(right, (1 - mean) / std, of_wrong).to(rewards.dtype)
+
+
+def reinforce_plus_plus_advantage(
+    rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-8
+) -> torch.Tensor:
+    """Rewards normalised over the rollouts of a batch: REINFORCE++ where nothing but the rollout's
+    reward is known. [B], [B] -> [B].
+
+    The paper (2501.03262) has a KL penalty in the reward and normalises over
+    the tokens of the batch: `reinforce_plus_plus_token_advantage` does that. Here each rollout
+    counts once, whatever its length.
+    """
     return _standardised(rewards, _centred(rewards, "REINFORCE++"), epsilon)
 
 
+@needs_group(2)
+def reinforce_plus_plus_baseline_advantage(
+    rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-8
+) -> torch.Tensor:
+    """r − mean of the group, normalised over the batch: REINFORCE++ with baseline, 2501.03262.
+    [B], [B] -> [B].
+
+    Advantages of a rollout are one number, so each rollout counts once; some implementations
+    count it once a token.
+    """
+    advantages = _centred_by_group(rewards, group_index)
+    return _standardised(advantages, _centred(advantages, "REINFORCE++"), epsilon)
+
+
+@needs_group(2)
 def scale_rl_advantage(
     rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-8
 ) -> torch.Tensor:
-    """(r − mean of the group) / standard deviation of these differences over the batch. [B] -> [B].
+    """(r − mean of the group) / standard deviation of these differences over the batch.
+    [B], [B] -> [B].
 
-    ScaleRL, 2510.13786: Â_i / Â_std, "the standard deviation of all advantages in a
-    batch".
+    ScaleRL, 2510.13786: Â_i / Â_std, "the standard deviation of all advantages in a batch"; not of
+    the raw rewards, as some implementations have it. Groups of equal rewards get exact zeros and
+    are trained on nothing, without being replaced, as in the paper.
     """
     advantages = _centred_by_group(rewards, group_index)
     return _standardised(advantages, advantages, epsilon)
 
 
-def gae(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    discount: float,
-    trace_decay: float,
-    bootstrap_value: float = 0.0,
-) -> torch.Tensor:
-    """A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} − V_t: GAE, 1506.02438, equation 16.
-
-    `rewards` and `values` are [T]; the result too. `bootstrap_value` is V after the last token: 0
-    where the episode ended, the critic's value where it was cut off. The critic's targets are
-    the advantages plus `values`.
-    """
-    advantages = torch.empty_like(rewards)
-    next_value, advantage = rewards.new_tensor(bootstrap_value), rewards.new_zeros(())
-    for t in range(rewards.numel() - 1, -1, -1):
-        delta = rewards[t] + discount * next_value - values[t]
-        advantage = delta + discount * trace_decay * advantage
-        advantages[t] = advantage
-        next_value = values[t]
-    return advantages
-
-
 def distillation_advantage(
     student_logprobs: torch.Tensor, teacher_logprobs: torch.Tensor
 ) -> torch.Tensor:
-    """−(log π_θ − log π_teacher) per token, detached: on-policy distillation. [T], [T] -> [T].
+    """−(log π_θ − log π_teacher) per token, detached: on-policy distillation. [N], [N] -> [N].
 
     Its mean over the student's own rollouts is minus the reverse KL divergence.
     """

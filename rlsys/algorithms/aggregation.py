@@ -34,6 +34,36 @@ def prompt_mean(group_size: int, group_num_tokens: int, row_num_tokens: int) -> 
     return 1.0 / max(group_num_tokens, 1), 1.0 / group_size
 
 
+def sequence_sum(
+    group_size: int, group_num_tokens: int, row_num_tokens: int
+) -> tuple[float, float]:
+    """Mean over rollouts of the sum over a rollout's tokens: the policy gradient as it is derived,
+    where a long rollout counts for its length; REINFORCE, Williams (1992), RLOO, 2402.14740."""
+    return 1.0, 1.0
+
+
+@dataclass(frozen=True)
+class token_sum:
+    """Sum over all tokens of a step, whose number of rollouts is `num_rollouts`.
+
+    Nothing is normalised, so the learning rate must fit the batch: the loss is `sequence_sum`'s
+    times num_rollouts. A step of fewer rollouts counts as if it had them all.
+    """
+
+    num_rollouts: int
+
+    def __post_init__(self) -> None:
+        if self.num_rollouts < 1:
+            raise ValueError(
+                f"token_sum({self.num_rollouts}) sums up no rollouts; use rollouts_per_step."
+            )
+
+    def __call__(
+        self, group_size: int, group_num_tokens: int, row_num_tokens: int
+    ) -> tuple[float, float]:
+        return 1.0, 1.0 / self.num_rollouts
+
+
 @dataclass(frozen=True)
 class constant_length:
     """Mean over rollouts of the token sum over a constant: Dr. GRPO, 2503.20783.

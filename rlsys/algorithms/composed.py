@@ -3,26 +3,39 @@
     corrected(clipped_surrogate(0.2, 0.28, denominator="proximal"), tis(2.0))     w · clip on u
     corrected(reinforce(), icepop(0.5, 5.0))                                      w · A · ∇log π
     corrected(cispo(5.0), opsm(0.5))                                              a mask on any loss
+    with_kl(cispo(5.0), "k3", 0.001)                                           + c · KL(π_θ ‖ π_ref)
 
 Notation and `denominator` are those of losses.py. Tokens come from μ, so an unbiased gradient
 carries ρ = w·u once. A loss on ρ that is weighted by w as well carries w²·u, and leans by that
 towards what the trainer has come to prefer: `corrected` refuses it when it is made.
+
+    m2po(0.04)                                              ρ · A, without its outliers
+    distill(cispo(5.0))                                     A = log π_teacher − log π_θ
+
+A composed loss asks for what its parts ask for (`needs` and the others of inputs.py).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
+from rlsys.algorithms.advantages import distillation_advantage
 from rlsys.algorithms.corrections import Correction, tis
-from rlsys.algorithms.inputs import LossFn, LossInputs, TokenLoss
-from rlsys.algorithms.losses import clipped_surrogate
-from rlsys.algorithms.ratios import floored
+from rlsys.algorithms.inputs import LossFn, LossInputs, TokenLoss, needs_of, uses_advantages
+from rlsys.algorithms.kl import Estimator, check_estimator, estimate, k1, k3
+from rlsys.algorithms.losses import cispo, clipped_surrogate
+from rlsys.algorithms.masks import second_moment, token_covariance
+from rlsys.algorithms.ratios import bounded_exp, check_coefficient, floored, log_ratio
+from rlsys.algorithms.sequences import mean_over_rollout
+from rlsys.algorithms.wrapping import Wrapper, denominator_of, union
 
 
 @dataclass(frozen=True)
-class corrected:
+class corrected(Wrapper):
     """`loss` with each token weighted by `correction`; metrics of both.
 
     Raises ValueError where the gradient would carry w twice, and for a loss that does not say by
@@ -35,7 +48,7 @@ class corrected:
     def __post_init__(self) -> None:
         if not self.correction.weighs:
             return
-        denominator = _denominator(self.loss)
+        denominator = denominator_of(self.loss)
         if denominator == "sampler":
             raise ValueError(
                 f"corrected({self.loss}, {self.correction}) counts the importance weight twice: "
@@ -53,7 +66,15 @@ class corrected:
 
     @property
     def denominator(self) -> str:
-        return "sampler" if self.correction.weighs else _denominator(self.loss)
+        return "sampler" if self.correction.weighs else denominator_of(self.loss)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return union(needs_of(self.loss), needs_of(self.correction))
+
+    @property
+    def uses_advantages(self) -> bool:
+        return uses_advantages(self.loss) or uses_advantages(self.correction)
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         loss, metrics = self.loss(inputs)
@@ -75,7 +96,7 @@ def decoupled_clipped_surrogate(
 
 
 @dataclass(frozen=True)
-class interpolate_proximal:
+class interpolate_proximal(Wrapper):
     """`loss` with log π_prox = α log μ + (1 − α) sg(log π_θ), α = 1/staleness, or 0 without any.
 
     A-3PO: the proximal policy of decoupled PPO without a forward pass for it.
@@ -85,7 +106,7 @@ class interpolate_proximal:
 
     @property
     def denominator(self) -> str:
-        inner = _denominator(self.loss)
+        inner = denominator_of(self.loss)
         return "interpolated" if inner == "proximal" else inner
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
@@ -96,27 +117,132 @@ class interpolate_proximal:
 
 
 @dataclass(frozen=True)
-class entropy_bonus:
+class entropy_bonus(Wrapper):
     """`loss` − coefficient · H(π_θ), with the exact entropy of the trainer's distribution."""
 
     loss: LossFn
     coefficient: float
 
-    @property
-    def denominator(self) -> str:
-        return _denominator(self.loss)
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.coefficient):
+            raise ValueError(f"coefficient={self.coefficient} is no number; use one such as 0.001.")
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         loss, metrics = self.loss(inputs)
         return loss - self.coefficient * inputs.entropy, metrics
 
 
-def _denominator(loss: LossFn) -> str:
-    denominator: str | None = getattr(loss, "denominator", None)
-    if denominator is None:
-        raise ValueError(
-            f"{loss} does not say by whose policy it divides, so a weight on it may count twice; "
-            'give it an attribute denominator: "sampler", "proximal", or "none" for a loss without '
-            "a ratio."
+@dataclass(frozen=True)
+class with_kl(Wrapper):
+    """`loss` + coefficient · KL(π_θ ‖ π_ref), estimated per token: "k1", "k2", "k3" or
+    "unbiased_k3" of kl.py. GRPO (2402.03300, equation 4) takes k3, with 0.04.
+
+    On tokens of π_θ itself the gradient of k2 is that of the divergence; that of k3 is so to first
+    order; that of k1 has mean 0 and holds nothing back. On older tokens only "unbiased_k3" has the
+    divergence's value and gradient: the others leave π_θ/μ out.
+    """
+
+    loss: LossFn
+    estimator: Estimator
+    coefficient: float
+    extra: ClassVar[tuple[str, ...]] = ("reference_logprobs",)
+
+    def __post_init__(self) -> None:
+        check_estimator(self.estimator)
+        check_coefficient(self.coefficient)
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        loss, metrics = self.loss(inputs)
+        divergence = estimate(
+            self.estimator,
+            inputs.trainer_logprobs,
+            inputs.column("reference_logprobs"),
+            inputs.sampler_logprobs,
         )
-    return denominator
+        return loss + self.coefficient * divergence, metrics | {"kl/reference": divergence.detach()}
+
+
+def m2po(max_second_moment: float = 0.04) -> corrected:
+    """−M · ρ · A, M = 0 for the tokens that lie farthest off-policy: M2PO, 2510.01161.
+
+    `second_moment` (masks.py) chooses them; no clip holds the others. The loss is that of cispo
+    without a bound, whose gradient is the paper's, ρ · A · ∇log π_θ.
+    """
+    return corrected(cispo(math.inf), second_moment(max_second_moment))
+
+
+@dataclass(frozen=True)
+class kl_cov(Wrapper):
+    """`loss` + coefficient · KL(π_prox ‖ π_θ) on the tokens that lower the entropy most: KL-Cov,
+    2505.22617.
+
+    Those whose `token_covariance` (masks.py) is at least `min_covariance`. The paper takes the top
+    2e-3 to 2e-4 of a batch and coefficient 1; a pass sees a part of the batch, so here a threshold
+    decides, and the result does not depend on micro-batches. The divergence is k3; the authors'
+    code has |log ratio|. It acts from a batch's second optimizer step on: before, π_θ = π_prox.
+    """
+
+    loss: LossFn
+    min_covariance: float
+    coefficient: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_coefficient(self.coefficient)
+
+    @property
+    def uses_advantages(self) -> bool:
+        return True
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        loss, metrics = self.loss(inputs)
+        held = token_covariance(inputs) >= self.min_covariance
+        divergence = k3(inputs.proximal_logprobs, inputs.trainer_logprobs).masked_fill(~held, 0.0)
+        return loss + self.coefficient * divergence, metrics | {
+            "kl/covariance_held_frac": held.to(loss.dtype)
+        }
+
+
+@dataclass(frozen=True)
+class distill(Wrapper):
+    """`loss` with A = log π_teacher − log π_θ, detached: on-policy distillation, Lu (2025), which
+    lowers the reverse KL divergence to the teacher; also GKD, 2306.13649, at λ = 1.
+
+    Advantages that come in are not used.
+    """
+
+    loss: LossFn
+    extra: ClassVar[tuple[str, ...]] = ("teacher_logprobs",)
+    uses_advantages: ClassVar[bool] = False
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        advantages = distillation_advantage(
+            inputs.trainer_logprobs, inputs.column("teacher_logprobs")
+        )
+        loss, metrics = self.loss(replace(inputs, advantages=advantages))
+        return loss, metrics | {"kl/teacher": -advantages}
+
+
+@dataclass(frozen=True)
+class observed(Wrapper):
+    """`loss` as it is, with metrics of how far π_prox is from the policy μ that sampled.
+
+    Means over tokens: `offpolicy/kl` and `/k3` estimate KL(μ ‖ π_prox), `/chi_squared` is
+    mean(w²) − 1, `/perplexity_ratio` that of π_prox to μ over a token's rollout; `/weight` and
+    `/weight_squared` give `offpolicy/effective_sample_frac` (metrics.py).
+    """
+
+    loss: LossFn
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        loss, metrics = self.loss(inputs)
+        gap = log_ratio(inputs.proximal_logprobs, inputs.sampler_logprobs)
+        w = bounded_exp(gap)
+        sampled_from = (inputs.sampler_logprobs, inputs.proximal_logprobs)
+        return loss, metrics | {
+            "offpolicy/kl": k1(*sampled_from),
+            "offpolicy/k3": k3(*sampled_from),
+            "offpolicy/weight": w,
+            "offpolicy/weight_squared": w.square(),
+            "offpolicy/chi_squared": w.square() - 1,
+            "offpolicy/perplexity_ratio": bounded_exp(mean_over_rollout(-gap, inputs.row_index)),
+        }

@@ -1,9 +1,10 @@
-"""Corrections for the gap between the policy that sampled (μ) and the trainer's (π_prox, π_θ).
+"""Importance weights for the gap between the policy that sampled (μ) and the trainer's at the start
+of the step (π_prox).
 
 A correction gives each token a weight [N], without gradient, and metrics [N]; `corrected`
-(composed.py) multiplies a loss with it. One that weighs by w = π_prox/μ goes with losses that leave
-w to it; a mask, of weights 0 and 1, goes with every loss. A token with weight 0 drops out of the
-gradient and stays in the denominator of the aggregation.
+(composed.py) multiplies a loss with it. One that weighs by w = π_prox/μ, as all of this page, goes
+with losses that leave w to it; a mask (masks.py), of weights 0 and 1, goes with every loss. A token
+with weight 0 drops out of the gradient and stays in the denominator of the aggregation.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from rlsys.algorithms.inputs import LossInputs, TokenLoss
-from rlsys.algorithms.ratios import bounded_exp, check_cap, log_ratio, ratio
+from rlsys.algorithms.ratios import bounded_exp, check_bounds, check_cap, log_ratio, ratio
 from rlsys.algorithms.sequences import mean_over_rollout, sum_over_rollout
 
 
@@ -31,8 +32,9 @@ class Correction(Protocol):
 class tis:
     """min(w, cap) of each token: truncated importance sampling. cap is 2 (small models) to 8."""
 
-    cap: float
+    cap: float = 2.0
     weighs: ClassVar[bool] = True
+    uses_advantages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_cap("cap", self.cap)
@@ -47,17 +49,16 @@ class sequence_tis:
     """min(w, cap) with one w for a whole rollout: the product over its tokens, or their geometric
     mean, which does not shrink or grow with the length."""
 
-    cap: float
-    geometric_mean: bool
+    cap: float = 2.0
+    geometric_mean: bool = False
     weighs: ClassVar[bool] = True
+    uses_advantages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_cap("cap", self.cap)
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        over_rollout = mean_over_rollout if self.geometric_mean else sum_over_rollout
-        gap = log_ratio(inputs.proximal_logprobs, inputs.sampler_logprobs)
-        w = bounded_exp(over_rollout(gap, inputs.row_index))
+        w = _of_rollouts(inputs, self.geometric_mean)
         return w.clamp(max=self.cap), _truncation_metrics(w, self.cap)
 
 
@@ -65,41 +66,63 @@ class sequence_tis:
 class icepop:
     """w inside [low, high], 0 outside: IcePop, 2510.18855. The paper: 0.5 and 5."""
 
-    low: float
-    high: float
+    low: float = 0.5
+    high: float = 5.0
     weighs: ClassVar[bool] = True
+    uses_advantages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high:
-            raise ValueError(
-                f"icepop({self.low}, {self.high}) keeps no token; use 0 <= low < high, such as "
-                "0.5 and 5."
-            )
+        check_bounds(type(self).__name__, self.low, self.high)
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         w = ratio(inputs.proximal_logprobs, inputs.sampler_logprobs)
-        dropped = (w < self.low) | (w > self.high)
-        metrics = {"correction/weight": w, "correction/masked_frac": dropped.to(w.dtype)}
-        return w.masked_fill(dropped, 0.0), metrics
+        return _inside(w, self.low, self.high)
 
 
 @dataclass(frozen=True)
-class opsm:
-    """0 for every token of a rollout with A < 0 and mean_t log(μ/π_θ) > threshold, else 1.
+class sequence_icepop:
+    """w inside [low, high], 0 outside, with one w for a whole rollout: IcePop's mask on the
+    sequence's weight, as `sequence_tis` is tis on it."""
 
-    Off-policy sequence masking, DeepSeek-V3.2, 2512.02556: bad rollouts that the
-    policy would hardly sample any more teach it nothing.
-    """
+    low: float = 0.5
+    high: float = 5.0
+    geometric_mean: bool = True
+    weighs: ClassVar[bool] = True
+    uses_advantages: ClassVar[bool] = False
 
-    threshold: float
-    weighs: ClassVar[bool] = False
+    def __post_init__(self) -> None:
+        check_bounds(type(self).__name__, self.low, self.high)
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        gap = log_ratio(inputs.sampler_logprobs, inputs.trainer_logprobs.detach())
-        far = mean_over_rollout(gap, inputs.row_index) > self.threshold
-        dropped = (far & (inputs.advantages < 0)).to(gap.dtype)
-        return 1 - dropped, {"correction/opsm_masked_frac": dropped}
+        return _inside(_of_rollouts(inputs, self.geometric_mean), self.low, self.high)
+
+
+@dataclass(frozen=True)
+class batch_weights:
+    """The weights of column `importance_weights`, such as `batch_normalised_weights` makes over a
+    whole batch (token_advantages.py): truncated, with mean 1."""
+
+    weighs: ClassVar[bool] = True
+    uses_advantages: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ("importance_weights",)
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        weights = inputs.column("importance_weights")
+        return weights, {"correction/weight": weights}
 
 
 def _truncation_metrics(w: torch.Tensor, cap: float) -> dict[str, torch.Tensor]:
     return {"correction/weight": w, "correction/truncated_frac": (w > cap).to(w.dtype)}
+
+
+def _of_rollouts(inputs: LossInputs, geometric_mean: bool) -> torch.Tensor:
+    """w of the rollout of each token: the product over its tokens, or their geometric mean."""
+    over_rollout = mean_over_rollout if geometric_mean else sum_over_rollout
+    gap = log_ratio(inputs.proximal_logprobs, inputs.sampler_logprobs)
+    return bounded_exp(over_rollout(gap, inputs.row_index))
+
+
+def _inside(w: torch.Tensor, low: float, high: float) -> TokenLoss:
+    dropped = (w < low) | (w > high)
+    metrics = {"correction/weight": w, "correction/masked_frac": dropped.to(w.dtype)}
+    return w.masked_fill(dropped, 0.0), metrics

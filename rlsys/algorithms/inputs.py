@@ -1,13 +1,26 @@
-"""What a loss is: a function of `LossInputs`, which the training engine makes for each forward pass
-of the trainer, and calls the loss with.
+"""What a loss is: a function of the inputs that the training engine makes for each forward pass of
+a trained model, and calls the loss with.
 
-Shape legend: N completion tokens with loss mask 1, of all rollouts of the pass.
+    LossInputs    a policy: log-probabilities of tokens            one loss a token, [N]
+    ValueInputs   a critic: values of tokens                       one loss a token, [N]
+    ScoreInputs   a reward model: scores of whole rollouts         one loss a row, [R]
+
+Shape legend: N completion tokens with loss mask 1, R rows (rollouts), of one pass.
+
+A loss may say what it asks for, as attributes; the engine and the graph read them with the
+functions of the same names:
+
+    needs              columns, beside the fields, that `columns` must hold       default ()
+    uses_advantages    whether it reads `advantages`                              default True
+    whole_groups       whether all rows of a group must lie in one pass           default False
+
+A loss that wraps others asks for what it and they ask for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +32,14 @@ class LossInputs:
     All tokens of a rollout lie in the same pass. N may be 0: a rank without rows takes part in the
     collectives of the others. A log-probability may be −inf; `rlsys.algorithms.ratios` has what
     stays finite there.
+
+    `columns` holds what the loss needs beyond the fields: [N] each, a scalar of a row repeated over
+    its tokens. Names that losses of this package ask for:
+
+        reference_logprobs   by the reference policy
+        teacher_logprobs     by the teacher, of the student's tokens
+        importance_weights   π_prox/μ, made over a whole batch
+        preference           1 for the chosen rollout of a pair, −1 for the rejected one
     """
 
     trainer_logprobs: torch.Tensor  # [N] float32, carries the gradient
@@ -28,8 +49,71 @@ class LossInputs:
     entropy: torch.Tensor  # [N] exact, of the trainer's distribution, in nats; carries its gradient
     staleness: torch.Tensor  # [N] int64: policy_version of the trainer less that of the token
     row_index: torch.Tensor  # [N] int64, 0 <= row_index < N: which rollout a token belongs to
+    group_index: torch.Tensor | None = None  # [N] int64, which group; None where rows have none
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def column(self, name: str) -> torch.Tensor:
+        return _column(self.columns, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueInputs:
+    """Flat tensors over the N completion tokens, with loss mask 1, of one pass of a critic.
+
+    Columns: `values`, by the critic when the batch was prepared, and `returns`, its targets.
+    """
+
+    values: torch.Tensor  # [N] float32, carries the gradient: of the text before the token
+    row_index: torch.Tensor  # [N] int64
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def column(self, name: str) -> torch.Tensor:
+        return _column(self.columns, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreInputs:
+    """One score a row, of one pass of a reward model over whole rollouts. R may be 0."""
+
+    scores: torch.Tensor  # [R] float32, carries the gradient
+    group_index: torch.Tensor  # [R] int64: rows of one prompt share it; any numbers
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)  # [R] each
+
+    def column(self, name: str) -> torch.Tensor:
+        return _column(self.columns, name)
 
 
 # Per-token loss [N] and named per-token metrics [N]; metrics are averaged over the global batch.
 TokenLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 LossFn = Callable[[LossInputs], TokenLoss]
+ValueLossFn = Callable[[ValueInputs], TokenLoss]
+# Of rows: [R] each. The engine aggregates them as rollouts of one token.
+ScoreLossFn = Callable[[ScoreInputs], TokenLoss]
+
+
+def needs_of(loss: object) -> tuple[str, ...]:
+    """Names of the columns that a loss or a correction asks for."""
+    needs: tuple[str, ...] = getattr(loss, "needs", ())
+    return needs
+
+
+def uses_advantages(loss: object) -> bool:
+    """Whether a policy's loss reads `advantages`; where it does not, any will do."""
+    uses: bool = getattr(loss, "uses_advantages", True)
+    return uses
+
+
+def whole_groups(loss: object) -> bool:
+    """Whether all rows of a group must lie in one pass, as the two rows of a pair."""
+    whole: bool = getattr(loss, "whole_groups", False)
+    return whole
+
+
+def _column(columns: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    found = columns.get(name)
+    if found is None:
+        raise ValueError(
+            f"the loss reads column {name!r}, but the pass has {sorted(columns)}; give the train "
+            "stage that column, and before it a stage that writes it."
+        )
+    return found

@@ -18,11 +18,15 @@ trainer has p = μ and q = π_prox.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 
 from rlsys.algorithms.ratios import MAX_LOG_RATIO, log_ratio, ratio
 
 MAX_K3 = 10.0
+
+Estimator = Literal["k1", "k2", "k3", "unbiased_k3"]
 
 
 def k1(logprobs_p: torch.Tensor, logprobs_q: torch.Tensor) -> torch.Tensor:
@@ -47,3 +51,29 @@ def unbiased_k3(
     DeepSeek-V3.2, 2512.02556. The gradient flows through the ratio too.
     """
     return ratio(trainer_logprobs, sampler_logprobs) * k3(trainer_logprobs, ref_logprobs)
+
+
+def estimate(
+    name: Estimator,
+    trainer_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    sampler_logprobs: torch.Tensor,
+) -> torch.Tensor:
+    """KL(π_θ ‖ π_ref) of tokens of μ by the estimator of that name, [N]."""
+    match name:
+        case "k1":
+            return k1(trainer_logprobs, ref_logprobs)
+        case "k2":
+            return k2(trainer_logprobs, ref_logprobs)
+        case "k3":
+            return k3(trainer_logprobs, ref_logprobs)
+        case "unbiased_k3":
+            return unbiased_k3(trainer_logprobs, ref_logprobs, sampler_logprobs)
+
+
+def check_estimator(name: str) -> None:
+    """Raise ValueError for a name that is no estimator's."""
+    if name not in get_args(Estimator):
+        raise ValueError(
+            f"estimator={name!r} is unknown; use one of {', '.join(get_args(Estimator))}."
+        )

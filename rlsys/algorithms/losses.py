@@ -18,8 +18,8 @@ The papers' π_old is both μ and π_prox, because their samplers and trainers a
 leaves the choice, the loss has it as a field, "sampler" unless said otherwise: with one optimizer
 step per batch u is 1, and a clip on it never binds.
 
-Every loss is a frozen dataclass that is called like the function it is named after, so it can be
-printed, compared and sent to another process.
+Constants that a paper publishes are the defaults. Every loss is a frozen dataclass that is called
+like the function it is named after, so it can be printed, compared and sent to another process.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class reinforce:
 class clipped_surrogate:
     """−min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A): PPO, 1707.06347, equation 7; r is ρ or u.
 
-    `clip_high` > `clip_low` is DAPO's clip-higher (2503.14476, equation 10). `dual_clip` c > 1
+    `clip_high` > `clip_low`, 0.2 and 0.28, is DAPO's clip-higher (2503.14476, equation 10).
+    `dual_clip` c > 1
     bounds the loss of a token with A < 0 by −c·A (1912.09729).
     """
 
-    clip_low: float
-    clip_high: float
+    clip_low: float = 0.2
+    clip_high: float = 0.2
     dual_clip: float | None = None
     denominator: Denominator = "sampler"
 
@@ -82,8 +83,8 @@ class gspo:
     clips are tiny: 3e-4 and 4e-4.
     """
 
-    clip_low: float
-    clip_high: float
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
     denominator: Denominator = "sampler"
 
     def __post_init__(self) -> None:
@@ -96,21 +97,59 @@ class gspo:
 
 
 @dataclass(frozen=True)
-class cispo:
-    """−sg(min(ρ, max_ratio)) · A · log π_θ: MiniMax-M1, 2506.13585, equation 4; used by ScaleRL.
+class gmpo:
+    """−s·A, s = exp(mean_t of log r, clipped where it moved too far): GMPO, 2507.20673;
+    r is ρ or u.
 
-    No token loses its gradient; a large ratio only stops to grow. The upper bound alone is set, as
-    in the paper; it is 4 to 8.
+    The geometric mean of the rollout's token ratios in the place of PPO's arithmetic one. The clip
+    acts on each token, one-sided: log r at most `log_clip` for A > 0, at least −log_clip for A < 0;
+    the paper's (e^−0.4, e^0.4) is far wider than PPO's. Every token carries its rollout's s;
+    aggregate with `sequence_mean`.
     """
 
-    max_ratio: float
+    log_clip: float = 0.4
+    denominator: Denominator = "sampler"
+
+    def __post_init__(self) -> None:
+        _check_denominator(self.denominator)
+        if not self.log_clip > 0:
+            raise ValueError(
+                f"log_clip={self.log_clip} leaves no room for the policy to move; use a positive "
+                "bound of log ratios, such as 0.4."
+            )
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        moved = _moved(inputs, self.denominator)
+        good, bad = moved.clamp(max=self.log_clip), moved.clamp(min=-self.log_clip)
+        bounded = torch.where(inputs.advantages > 0, good, bad)
+        s = bounded_exp(mean_over_rollout(bounded, inputs.row_index))
+        metrics = {"ratio/mean": s.detach(), "ratio/clipped_frac": (bounded != moved).to(s.dtype)}
+        return -s * inputs.advantages, metrics
+
+
+@dataclass(frozen=True)
+class cispo:
+    """−sg(clip(ρ, min_ratio, max_ratio)) · A · log π_θ: MiniMax-M1, 2506.13585, equation 4; used by
+    ScaleRL.
+
+    No token loses its gradient; a large ratio only stops to grow. The paper sets no lower bound
+    (0); max_ratio is 4 to 8.
+    """
+
+    max_ratio: float = 5.0
+    min_ratio: float = 0.0
     denominator: ClassVar[Denominator] = "sampler"
 
     def __post_init__(self) -> None:
         check_cap("max_ratio", self.max_ratio)
+        if not 0 <= self.min_ratio < self.max_ratio:
+            raise ValueError(
+                f"min_ratio={self.min_ratio} is not below max_ratio={self.max_ratio}; use 0 for no "
+                "lower bound."
+            )
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        return _truncated_importance(inputs, self.max_ratio)
+        return _truncated_importance(inputs, self.max_ratio, self.min_ratio)
 
 
 @dataclass(frozen=True)
@@ -140,8 +179,8 @@ class sapo_soft:
     algorithm of the same short name.)
     """
 
-    temperature_positive: float
-    temperature_negative: float
+    temperature_positive: float = 1.0
+    temperature_negative: float = 1.05
     denominator: Denominator = "sampler"
 
     def __post_init__(self) -> None:
@@ -171,8 +210,8 @@ class dppo_mask:
     does not bound ρ of a rare token, so it is truncated, at 20 as in verl.
     """
 
-    max_rise: float
-    max_fall: float
+    max_rise: float = 0.2
+    max_fall: float = 0.2
     max_ratio: float = 20.0
     denominator: ClassVar[Denominator] = "sampler"
 
@@ -194,17 +233,6 @@ class dppo_mask:
         loss, metrics = _truncated_importance(inputs, self.max_ratio)
         masked = {"ratio/masked_frac": dropped.to(loss.dtype)}
         return loss.masked_fill(dropped, 0.0), metrics | masked
-
-
-def clipped_value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, clip: float
-) -> torch.Tensor:
-    """A critic's loss per token, [N] each: ½ max((V − R)², (clip(V, V_old ± clip) − R)²).
-
-    PPO's value loss, clipped around the value that the critic gave at the start of the step.
-    """
-    clipped = torch.clamp(values, old_values - clip, old_values + clip)
-    return torch.maximum((values - returns).square(), (clipped - returns).square()) / 2
 
 
 def _moved(inputs: LossInputs, denominator: Denominator) -> torch.Tensor:
@@ -232,10 +260,13 @@ def _clipped(
     return -objective, metrics
 
 
-def _truncated_importance(inputs: LossInputs, max_ratio: float) -> TokenLoss:
+def _truncated_importance(
+    inputs: LossInputs, max_ratio: float, min_ratio: float = 0.0
+) -> TokenLoss:
     rho = ratio(inputs.trainer_logprobs.detach(), inputs.sampler_logprobs)
-    loss = -rho.clamp(max=max_ratio) * inputs.advantages * floored(inputs.trainer_logprobs)
-    return loss, {"ratio/mean": rho, "ratio/clipped_frac": (rho > max_ratio).to(rho.dtype)}
+    weight = rho.clamp(min_ratio, max_ratio)
+    loss = -weight * inputs.advantages * floored(inputs.trainer_logprobs)
+    return loss, {"ratio/mean": rho, "ratio/clipped_frac": (rho != weight).to(rho.dtype)}
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:

@@ -6,6 +6,8 @@ finite, and so are the gradients, which are exactly 0 where a bound holds.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 # Stands for −inf: its exp is 0 in every type, and 0 times it is 0, where 0 · −inf is NaN. No policy
@@ -40,3 +42,19 @@ def check_cap(name: str, cap: float) -> None:
     """Raise ValueError for an upper bound of a ratio that leaves nothing."""
     if not cap > 0:
         raise ValueError(f"{name}={cap} stops every gradient; use a positive cap, usually 2 to 10.")
+
+
+def check_coefficient(coefficient: float) -> None:
+    """Raise ValueError for a coefficient of a penalty that would reward, or is no number."""
+    if not 0 <= coefficient < math.inf:
+        raise ValueError(
+            f"coefficient={coefficient} turns the penalty around; use 0 or more, such as 0.001."
+        )
+
+
+def check_bounds(name: str, low: float, high: float) -> None:
+    """Raise ValueError for bounds of a ratio that keep nothing."""
+    if not 0 <= low < high:
+        raise ValueError(
+            f"{name}({low}, {high}) keeps no token; use 0 <= low < high, such as 0.5 and 5."
+        )

@@ -23,15 +23,19 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from rlsys.config import RunConfig, require
 from rlsys.controller.generation import GenerationSide, Prompts
+from rlsys.controller.inference import InferenceSide
+from rlsys.controller.learners import Learners
 from rlsys.controller.scoring import RewardsFailed, ScoringSide
 from rlsys.controller.state import NO_WORK, Group, Observer, OpenWork, RunState, TrainedStep
 from rlsys.controller.training import TrainingSide
-from rlsys.dataflow.graph import Dataflow, GenerateStage, PerGroupStage
+from rlsys.dataflow.graph import Dataflow, GenerateStage
 from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.store import StreamStore
 from rlsys.errors import first_error
 from rlsys.types import WeightManifest
-from rlsys.workers import Fleet, Learner, Replica, Scorer
+from rlsys.workers import Fleet, Learner, Pool, Replica, Scorer
+
+NO_POOLS: Mapping[str, Pool] = {}
 
 __all__ = [
     "Controller",
@@ -69,7 +73,8 @@ class Controller:
         fleet: Fleet,
         replicas: Mapping[int, Replica],
         scorer: Scorer,
-        learner: Learner,
+        learners: Mapping[str, Learner],
+        pools: Mapping[str, Pool] = NO_POOLS,
         observer: Observer,
         checkpoint: Callable[[int, OpenWork], Awaitable[None]],
         weights: WeightManifest | None = None,
@@ -83,11 +88,14 @@ class Controller:
             f"the dataflow samples groups of group_size={sampled} (flow.generate), the "
             f"configuration says group_size={config.group_size}; give both the same.",
         )
+        for replica in replicas.values():
+            store.add_home(replica.home)
+        # Where one has died by now, nobody knows yet how many nodes there are going to be.
         require(
-            store.has_room(config.prompts_per_step),
+            len(replicas) < config.rollout.num_first or config.prompts_per_step <= store.max_groups,
             f"a step of prompts_per_step={config.prompts_per_step} groups would wait for ever: "
-            f"{store.describe()}. Raise cluster.store_gib, or lower prompts_per_step, "
-            "data.max_prompt_tokens or sampling.max_tokens.",
+            f"{_capacity(store)}. Raise cluster.store_gib (of each node), or lower "
+            "prompts_per_step, data.max_prompt_tokens or sampling.max_tokens.",
         )
         self._state = RunState(
             config=config,
@@ -99,12 +107,20 @@ class Controller:
         )
         self._checkpoint = checkpoint
         self._generation = GenerationSide(
-            self._state, prompts, fleet=fleet, replicas=replicas, newest=weights, carried=carried
+            self._state,
+            prompts,
+            fleet=fleet,
+            replicas=replicas,
+            newest=weights,
+            carried=carried,
+            is_in_training=lambda group_id: self._training.has_taken(group_id),
         )
-        self._scoring = ScoringSide(self._state, scorer, flow.stage(PerGroupStage))
+        self._scoring = ScoringSide(self._state, scorer, flow)
+        self._inference = InferenceSide(self._state, flow.row_stages, pools)
         self._training = TrainingSide(
             self._state,
-            learner,
+            Learners(learners),
+            flow,
             publish=self._generation.pool.publish,
             roll_back=self._roll_back,
             checkpoint=self._save,
@@ -120,6 +136,7 @@ class Controller:
                     for name, loop in (
                         *self._generation.loops().items(),
                         *self._scoring.loops().items(),
+                        *self._inference.loops().items(),
                         ("watch", self._watch()),
                     )
                 ]
@@ -157,6 +174,23 @@ class Controller:
                 raise StallError(
                     f"nothing has happened for {limit:g} s (cluster.call_timeout_s): "
                     f"{self._training.describe()}, {len(self._state.groups)} groups are open, "
-                    f"{self._generation.pool.describe()}; {self._state.store.describe()}. Raise "
-                    "the limit if a part of the run takes longer than that."
+                    f"{self._generation.pool.describe()}; {self._state.store.describe()}. "
+                    f"{self._advice()}"
                 ) from None
+
+    def _advice(self) -> str:
+        state = self._state
+        if state.config.prompts_per_step > state.store.max_groups:
+            return (
+                f"A step of prompts_per_step={state.config.prompts_per_step} groups does not fit "
+                f"any more: {_capacity(state.store)}. Add a node with room for a replica, or raise "
+                "cluster.store_gib (of each node), and run again with --resume."
+            )
+        return "Raise the limit if a part of the run takes longer than that."
+
+
+def _capacity(store: StreamStore) -> str:
+    return (
+        f"the store holds {store.max_groups} groups of the longest rollouts, on the "
+        f"{len(store.homes)} node(s) that have a replica ({store.describe()})"
+    )

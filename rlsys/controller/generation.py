@@ -2,20 +2,25 @@
 
 prompts ─► issue ──► ReplicaPool ──► collected ─► store
              ▲ gate                └► parts ─► PartialRollouts
+             └── rollouts that a dead replica left behind
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from rlsys.controller.partials import PartialRollouts
+from rlsys.controller.placing import Placing
 from rlsys.controller.replicas import Batch, ReplicaPool
 from rlsys.controller.state import Group, OpenWork, RolloutNote, RunState
 from rlsys.dataflow.blocks import BlockRef
+from rlsys.dataflow.router import Router
+from rlsys.dataflow.signal import first_of
 from rlsys.types import GenerationRequest, Prompt, WeightManifest
 from rlsys.workers import Collected, FinishedRollout, Fleet, Part, Replica
 
@@ -28,7 +33,8 @@ class Prompts(Protocol):
 
 
 class GenerationSide:
-    """`carried`: what a resumed run's checkpoint has of groups that had not ended."""
+    """`carried`: what a resumed run's checkpoint has of groups that had not ended.
+    `is_in_training`: the trainer has a group, and must not lose it."""
 
     def __init__(
         self,
@@ -39,6 +45,7 @@ class GenerationSide:
         replicas: Mapping[int, Replica],
         newest: WeightManifest | None,
         carried: OpenWork,
+        is_in_training: Callable[[int], bool],
     ) -> None:
         self._state = state
         self._prompts = prompts
@@ -46,9 +53,13 @@ class GenerationSide:
         self._attempts: Counter[int] = Counter()  # issues of each group
         self._deaths: Counter[int] = Counter()  # of replicas, while they sampled this group
         self._carried = _by_group([*carried.finished, *carried.parts])
+        self._carried_homes = carried.homes
         self._partials = PartialRollouts(state.store)
+        self._router = Router()
+        self._placing = Placing(state, self._router, is_in_training=is_in_training)
         self.pool = ReplicaPool(
             state,
+            router=self._router,
             fleet=fleet,
             replicas=replicas,
             newest=newest,
@@ -82,25 +93,73 @@ class GenerationSide:
             state.store.unpin(rows)
 
     async def _issue(self) -> None:
-        """Consumes prompts. Waits until the gate is open and a replica is there; weights that every
-        replica has loaded, and dropped groups, open the gate. All groups that may go are issued at
-        once, so that what a replica gets together does not depend on timing."""
+        """Consumes prompts, and rollouts that were left behind. Waits until there is one that may
+        go, and a replica for it, and room; weights that every replica has loaded, and dropped
+        groups, open the gate. All that may go is sent at once, so that what a replica gets together
+        does not depend on timing."""
         state = self._state
         while True:
             with state.waiting("generate", "gate"):
-                await state.gate_moved.until(lambda: self._state.gate.num_open > 0)
+                await state.may_issue.until(self._has_work)
             with state.waiting("generate", "replica"):
-                await self.pool.wait_for_one()
-            with state.waiting("generate", "store"):
-                await state.store.wait_for_room(timeout_s=state.config.cluster.call_timeout_s)
-            batches: list[Batch] = []
-            while state.gate.num_open and state.store.has_room():
-                group = self._next_group()
+                await state.may_issue.until(lambda: bool(self._router.replicas))
+            if batches := self._next_batches():
+                await self.pool.submit(batches)
+                state.progress.notify()
+            elif self._has_work():
+                with state.waiting("generate", "store"):
+                    await first_of(state.may_issue, state.store.more_room)
+
+    def _has_work(self) -> bool:
+        return self._state.gate.num_open > 0 or self._placing.first_left_behind() is not None
+
+    def _next_batches(self) -> list[Batch]:
+        """All that may go and has room, in its order: first what was left behind."""
+        state, placing = self._state, self._placing
+        self._router.keep_only(state.groups)
+        batches: list[Batch] = []
+        while (left := placing.first_left_behind()) is not None:
+            if not (placed := placing.place_left_behind(left)):
+                return batches
+            batches += self._batches(left, placed)
+        while state.gate.num_open and placing.has_room(self._next_id):
+            group = self._next_group()
+            if group.group_id in self._carried:
                 self._restore(group)
-                if group.group_id in state.groups:  # else the shard with its rows is lost
-                    batches += self._batches([group])
-            await self.pool.submit(batches, keep_only=state.groups)
-            state.progress.notify()
+                if group.group_id not in state.groups:  # the shard with its rows is lost
+                    continue
+            lacking = [i for i, note in enumerate(group.rollouts) if note.finished is None]
+            placed = placing.place(group, lacking) if lacking else {}
+            if lacking and not placed:  # what was restored has taken the room
+                placing.leave_behind(group, lacking)
+            batches += self._batches(group, placed)
+        return batches
+
+    def _batches(self, group: Group, placed: Mapping[str, Sequence[int]]) -> list[Batch]:
+        batches = []
+        for replica, indices in placed.items():
+            requests = [
+                GenerationRequest(
+                    request_id=_request_id(group, index),
+                    prompt_token_ids=group.prompt.token_ids,
+                    sampling=self._sampling,
+                    seed=request_seed(self._state.config.seed, group.group_id, index),
+                )
+                for index in indices
+            ]
+            self._router.assign(
+                replica,
+                [request.request_id for request in requests],
+                affinity=group.group_id,
+                num_tokens=len(group.prompt.token_ids) + self._sampling.max_tokens,
+            )
+            batches.append(Batch(replica=replica, requests=requests))
+        return batches
+
+    @property
+    def _next_id(self) -> int:
+        state = self._state
+        return state.to_reissue[0].group_id if state.to_reissue else state.ledger.num_issued
 
     def _next_group(self) -> Group:
         """The next group to issue: one that was lost, or that a crash left open, else a new one."""
@@ -130,45 +189,42 @@ class GenerationSide:
         return group
 
     def _restore(self, group: Group) -> None:
-        """Give a group of a resumed run what its checkpoint has of it."""
-        for told in self._carried.pop(group.group_id, []):
+        """Give a group of a resumed run what its checkpoint has of it. Rollouts that had ended lie
+        on one node, and are let go if that has no room for them any more."""
+        carried = self._carried.pop(group.group_id)
+        ended = [
+            _index_of(told.request_id) for told in carried if isinstance(told, FinishedRollout)
+        ]
+        rows = [group.rows[index] for index in ended]
+        has_room = not rows or self._placing.place_restored(
+            rows, self._carried_homes[group.group_id]
+        )
+        for told in carried:
             index = _index_of(told.request_id)
             told = replace(told, request_id=_request_id(group, index))
             if isinstance(told, Part):
                 self._partials.add(told)
-            else:
+            elif has_room:
                 self._write([told])
+            else:
+                self._state.store.discard(told.cell[0], [told.cell[1]])
 
-    def _batches(self, groups: Sequence[Group]) -> list[Batch]:
-        """The requests of what these groups lack."""
-        seed, size = self._state.config.seed << 40, self._state.config.group_size
-        return [
-            Batch(
-                group_id=group.group_id,
-                num_tokens=len(group.prompt.token_ids) + self._sampling.max_tokens,
-                requests=[
-                    GenerationRequest(
-                        request_id=_request_id(group, index),
-                        prompt_token_ids=group.prompt.token_ids,
-                        sampling=self._sampling,
-                        seed=seed + group.group_id * size + index,
-                    )
-                    for index, note in enumerate(group.rollouts)
-                    if note.finished is None
-                ],
-            )
-            for group in groups
-            if any(note.finished is None for note in group.rollouts)
-        ]
-
-    def _left_behind(self, request_ids: Sequence[str]) -> list[Batch]:
-        """A replica died with these requests: those that are to go on elsewhere."""
-        groups = {group.group_id: group for r in request_ids if (group := self._group_of(r))}
-        self._deaths.update(groups.keys())
-        for group_id in [g for g in groups if self._deaths[g] == MAX_DEATHS]:
-            del groups[group_id]
-            self._state.drop(group_id, "replica died")
-        return self._batches([groups[group_id] for group_id in sorted(groups)])
+    def _left_behind(self, request_ids: Sequence[str]) -> None:
+        """A replica died with these requests. Those that are wanted go on elsewhere."""
+        state = self._state
+        left: defaultdict[int, list[int]] = defaultdict(list)
+        for request_id in request_ids:
+            if (group := self._group_of(request_id)) is not None:
+                left[group.group_id].append(_index_of(request_id))
+        self._deaths.update(left.keys())
+        for group_id, indices in left.items():
+            group = state.groups[group_id]
+            if self._deaths[group_id] == MAX_DEATHS:
+                state.drop(group_id, "replica died")
+            else:
+                state.store.withdraw([group.rows[index] for index in indices])
+                self._placing.leave_behind(group, indices)
+        state.may_issue.notify()
 
     def _collected(self, collected: Collected) -> None:
         """What a replica has told, into the store."""
@@ -241,7 +297,14 @@ class GenerationSide:
             request_ids = [_request_id(group, i) for i in range(len(group.rollouts))]
             for request_id in request_ids:
                 self._partials.forget(request_id)
-            await self.pool.abort(group.replica, request_ids)
+            await self.pool.abort(request_ids)
+
+
+def request_seed(seed: int, group_id: int, index: int) -> int:
+    """Of one rollout, in [0, 2^64): the same in every life of a run, and unlike those of all other
+    rollouts of runs with this and any other seed."""
+    digest = hashlib.blake2b(f"{seed} {group_id} {index}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest())
 
 
 def _request_id(group: Group, index: int) -> str:

@@ -6,8 +6,7 @@ One loop for each place that a replica may have:
                         ▲                  │
     published weights ──┴──► sync ─────────┴──► gate
 
-Requests of a replica that died go on elsewhere with what they had; where no replica is left, they
-wait for the next one that is admitted.
+Requests of a replica that died are told, to go on elsewhere with what they had.
 """
 
 from __future__ import annotations
@@ -36,31 +35,31 @@ NOTHING_LOADED = -1  # of the history that the run is in
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Requests that share a prefix, a whole group's or what is left of one."""
+    """Requests for one replica that share a prefix: a whole group's, or what is left of one."""
 
-    group_id: int
+    replica: str
     requests: Sequence[GenerationRequest]
-    num_tokens: int  # of each, at most
 
 
 class ReplicaPool:
     """`replicas`, by the number of their place, are there already; all others come from `fleet`.
     `newest`: the weights to load before a replica is admitted; None: those of model.path.
 
-    What the replicas tell goes to `on_collected`. The requests that a replica leaves behind go to
-    `on_death`, which returns those of them that are still wanted.
+    What the replicas tell goes to `on_collected`, the requests that a replica leaves behind to
+    `on_death`.
     """
 
     def __init__(
         self,
         state: RunState,
         *,
+        router: Router,
         fleet: Fleet,
         replicas: Mapping[int, Replica],
         newest: WeightManifest | None,
         partials: PartialRollouts,
         on_collected: Callable[[Collected], None],
-        on_death: Callable[[Sequence[str]], Sequence[Batch]],
+        on_death: Callable[[Sequence[str]], None],
     ) -> None:
         self._state = state
         self._fleet = fleet
@@ -69,13 +68,11 @@ class ReplicaPool:
         self._partials = partials
         self._on_collected = on_collected
         self._on_death = on_death
-        self._router = Router()
+        self._router = router
         self._serving: dict[str, Replica] = {}
         self._versions: dict[str, int] = {}  # of those that serve
         self._history = 0  # counts roll-backs: versions of different histories are no equals
         self._fruitful: set[str] = set()  # names of those that have finished a rollout
-        self._admitted = Signal()
-        self._homeless: list[Batch] = []  # submitted while no replica served
         self._published: WeightManifest | None = None
         self._weights_published = Signal()
         self._num_places = state.config.rollout.num_replicas
@@ -96,9 +93,6 @@ class ReplicaPool:
             **{f"replica {n}": self._keep(n, self._initial.get(n)) for n in places},
         }
 
-    async def wait_for_one(self) -> None:
-        await self._admitted.until(lambda: bool(self._serving))
-
     def publish(self, manifest: WeightManifest) -> None:
         """New weights are there."""
         self._newest = self._published = manifest
@@ -110,24 +104,14 @@ class ReplicaPool:
         self._newest = self._published = None
         self._versions = dict.fromkeys(self._versions, NOTHING_LOADED)
 
-    async def submit(self, batches: Sequence[Batch], *, keep_only: Mapping[int, Any]) -> None:
-        """Each batch to the replica that has the least to do; `keep_only`: groups of which more
-        requests may come."""
-        self._router.keep_only(keep_only)
-        by_replica: dict[str, tuple[Replica, list[GenerationRequest]]] = {}
+    async def submit(self, batches: Sequence[Batch]) -> None:
+        """Batches that the router has assigned."""
+        by_replica: dict[str, list[GenerationRequest]] = {}
         for batch in batches:
-            if not self._serving:
-                self._homeless.append(batch)
-                continue
-            name = self._router.route(
-                ids(batch.requests),
-                affinity=batch.group_id,
-                num_tokens=batch.num_tokens,
-            )
-            if batch.group_id in self._state.groups:
-                self._state.groups[batch.group_id].replica = name
-            by_replica.setdefault(name, (self._serving[name], []))[1].extend(batch.requests)
-        await asyncio.gather(*(self._send(*item) for item in by_replica.values()))
+            by_replica.setdefault(batch.replica, []).extend(batch.requests)
+        await asyncio.gather(
+            *(self._send(self._serving[name], requests) for name, requests in by_replica.items())
+        )
 
     async def tell_progress(self) -> None:
         """All that running requests have sampled is told before this returns."""
@@ -135,14 +119,12 @@ class ReplicaPool:
             with contextlib.suppress(ReplicaDied):
                 self._on_collected(Collected(finished=[], parts=await replica.progress()))
 
-    async def abort(self, name: str | None, request_ids: Sequence[str]) -> None:
-        wanted = set(request_ids)
-        self._homeless = [
-            batch for batch in self._homeless if wanted.isdisjoint(ids(batch.requests))
-        ]
-        if (replica := self._serving.get(name or "")) is not None:
-            with contextlib.suppress(ReplicaDied):  # whoever collects from it notices
-                await replica.abort(request_ids)
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Whoever samples these requests stops."""
+        for name, replica in list(self._serving.items()):
+            if name in self._serving and (here := self._router.outstanding(name, request_ids)):
+                with contextlib.suppress(ReplicaDied):  # whoever collects from it notices
+                    await replica.abort(here)
 
     def describe(self) -> str:
         if not self._serving:
@@ -188,17 +170,16 @@ class ReplicaPool:
                     await self._weights_published.next()
         # No wait from here on: whatever is published next finds it among those that serve.
         version = loaded.version if loaded is not None else self._state.gate.version
-        self._router.add(replica.name)
+        self._router.add(replica.name, home=replica.home)
+        self._state.store.add_home(replica.home)
         self._serving[replica.name] = replica
         self._versions[replica.name] = version
         self._state.observer.replica_joined(replica.name, version=version)
-        self._admitted.notify()
         self._open_gate()
+        self._state.may_issue.notify()
 
     async def _collect(self, replica: Replica) -> NoReturn:
         """Consumes rollouts of one replica as they end; a long poll, answered when one has."""
-        homeless, self._homeless = self._homeless, []
-        await self.submit(homeless, keep_only=self._state.groups)
         while True:
             collected = await replica.collect()
             for rollout in collected.finished:
@@ -210,14 +191,16 @@ class ReplicaPool:
                 self._state.progress.notify()
 
     async def _bury(self, name: str, replica: Replica | None, death: ReplicaDied) -> None:
-        """Its requests go on elsewhere, with what had been sampled of them."""
+        """Its requests are to go on elsewhere, with what had been sampled of them."""
         request_ids: list[str] = []
         if self._serving.pop(name, None) is not None:
             del self._versions[name]
             request_ids = self._router.remove(name)
+        if replica is not None and replica.home not in self._router.homes:
+            self._state.store.remove_home(replica.home)
         self._state.observer.replica_died(name, str(death), num_requests=len(request_ids))
         self._open_gate()
-        await self.submit(self._on_death(request_ids), keep_only=self._state.groups)
+        self._on_death(request_ids)
         if replica is not None:
             await replica.bury(self._state.store.live_rows)
 
@@ -286,8 +269,4 @@ class ReplicaPool:
         oldest = min(self._versions.values(), default=NOTHING_LOADED)
         if oldest >= gate.version:
             gate.samplers_at(oldest)
-            self._state.gate_moved.notify()
-
-
-def ids(requests: Sequence[GenerationRequest]) -> list[str]:
-    return [request.request_id for request in requests]
+            self._state.may_issue.notify()

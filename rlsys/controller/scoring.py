@@ -1,6 +1,6 @@
-"""The controller's loops between generation and training: rewards, then advantages.
+"""The controller's loops between generation and training: rewards, and functions over groups.
 
-store ─► score ──► reward workers ──► store ─► advantage (a function over a group) ─► store
+store ─► score ──► reward workers ──► store ─► per group ─► store
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from rlsys.controller.state import RunState
-from rlsys.dataflow.graph import PerGroupStage
+from rlsys.controller.state import FACTS, RunState
+from rlsys.dataflow.graph import Dataflow, PerGroupStage, ScoreStage
 from rlsys.dataflow.selection import FIRST_COMPLETE, whole_groups
-from rlsys.dataflow.store import RowBatch
+from rlsys.dataflow.store import RowBatch, Subscription
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.workers import RolloutText, Score, Scorer, ScoreTask, Unreadable
 
@@ -30,21 +30,25 @@ class RewardsFailed(RuntimeError):
 
 
 class ScoringSide:
-    def __init__(self, state: RunState, scorer: Scorer, advantage: PerGroupStage) -> None:
+    def __init__(self, state: RunState, scorer: Scorer, flow: Dataflow) -> None:
         self._state = state
         self._scorer = scorer
-        self._advantage = advantage
         self._num_failed_in_a_row = 0
         step_rows = state.config.rollouts_per_step
-        self._to_score = state.store.subscribe("score", at_most=step_rows)
-        self._to_advantage = state.store.subscribe(
-            advantage.name, at_most=step_rows, selection=whole_groups(FIRST_COMPLETE)
-        )
+        self._loops: dict[str, Coroutine[Any, Any, None]] = {}
+        for score in flow.all(ScoreStage):
+            rollouts = state.store.subscribe(score.name, at_most=step_rows)
+            self._loops[score.name] = self._score(score, rollouts)
+        for stage in flow.all(PerGroupStage):
+            groups = state.store.subscribe(
+                stage.name, at_most=step_rows, selection=whole_groups(FIRST_COMPLETE)
+            )
+            self._loops[stage.name] = self._per_group(stage, groups)
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
-        return {"score": self._score(), "advantage": self._advantages()}
+        return self._loops
 
-    async def _score(self) -> None:
+    async def _score(self, stage: ScoreStage, rollouts: Subscription) -> None:
         """Consumes rollouts that have ended. Waits for one; takes all there are, and does not wait
         for their scores before it takes the next, so that a slow one holds up no other."""
         async with asyncio.TaskGroup() as calls:
@@ -53,16 +57,22 @@ class ScoringSide:
                 with self._state.waiting("score", "workers"):
                     await slots.acquire()
                 with self._state.waiting("score", "rollouts"):
-                    batch = await self._to_score.take(timeout_s=None)
+                    batch = await rollouts.take(timeout_s=None)
                 tasks = [self._task(batch, i) for i in range(len(batch))]
-                call = calls.create_task(self._score_batch(batch.rows, tasks))
+                call = calls.create_task(self._score_batch(stage, batch.rows, tasks))
                 call.add_done_callback(lambda _: slots.release())
 
-    async def _score_batch(self, rows: Sequence[int], tasks: Sequence[ScoreTask]) -> None:
-        await self._scorer.score(tasks, lambda scores: self._scored(rows, tasks, scores))
+    async def _score_batch(
+        self, stage: ScoreStage, rows: Sequence[int], tasks: Sequence[ScoreTask]
+    ) -> None:
+        await self._scorer.score(tasks, lambda scores: self._scored(stage, rows, tasks, scores))
 
     def _scored(
-        self, rows: Sequence[int], tasks: Sequence[ScoreTask], scores: Mapping[int, Score]
+        self,
+        stage: ScoreStage,
+        rows: Sequence[int],
+        tasks: Sequence[ScoreTask],
+        scores: Mapping[int, Score],
     ) -> None:
         """Part of a batch has its scores; those are told at once, the rest follows."""
         store, groups = self._state.store, self._state.groups
@@ -83,14 +93,14 @@ class ScoringSide:
             # Issued again in the meantime, the group has other rows.
             if group and row in group.rows:
                 note = group.rollouts[task.index]
-                note.reward = result.total
                 note.components = result.components
                 note.text = text
                 live_rows.append(row)
-                rewards.append(note.reward)
+                rewards.append(result.total)
         if live_rows:
-            store.write("score", live_rows, scalars={"reward": rewards})
-        store.release("score", [rows[place] for place in scores])
+            self._num_failed_in_a_row = 0
+            store.write(stage.name, live_rows, scalars={stage.writes[0].name: rewards})
+        store.release(stage.name, [rows[place] for place in scores])
         self._state.progress.notify()
 
     def _task(self, batch: RowBatch, i: int) -> ScoreTask:
@@ -121,24 +131,39 @@ class ScoringSide:
             )
         state.drop(group_id, f"reward {failure.kind}")
 
-    async def _advantages(self) -> None:
-        """Consumes groups whose rewards are all there. Waits for one; computes at once."""
-        state, stage = self._state, self._advantage
+    async def _per_group(self, stage: PerGroupStage, groups: Subscription) -> None:
+        """Consumes groups whose columns are all there. Waits for one; computes at once."""
+        state = self._state
         size = state.config.group_size
         while True:
-            with state.waiting(stage.name, "rewards"):
-                batch = await self._to_advantage.take(timeout_s=None)
-            self._num_failed_in_a_row = 0
-            advantages: list[float] = []
+            with state.waiting(stage.name, "groups"):
+                batch = await groups.take(timeout_s=None)
+            rows: list[int] = []
+            results: list[float] = []
             for start in range(0, len(batch), size):
-                columns = [
-                    torch.tensor(batch.scalars[column.name][start : start + size])
-                    for column in stage.reads
-                ]
-                values = stage.function(*columns).tolist()
+                of_group = slice(start, start + size)
                 group = state.groups[batch.group_ids[start]]
-                for index, value in zip(batch.indices[start : start + size], values, strict=True):
-                    group.rollouts[index].advantage = value
-                advantages += values
-            state.store.write(stage.name, batch.rows, scalars={stage.writes[0].name: advantages})
+                values = stage.function(
+                    *(
+                        torch.tensor(
+                            [FACTS[column.name](note) for note in group.rollouts]
+                            if column.name in FACTS
+                            else batch.scalars[column.name][of_group]
+                        )
+                        for column in stage.reads
+                    )
+                )
+                if values is None:
+                    state.drop(group.group_id, "refused")
+                    continue
+                if values.shape != (size,):
+                    raise ValueError(
+                        f"{stage.function} returned shape {tuple(values.shape)} for a group of "
+                        f"{size} rollouts; return one value each, or None to refuse the group."
+                    )
+                rows += batch.rows[of_group]
+                results += values.tolist()
+            if rows:
+                state.store.write(stage.name, rows, scalars={stage.writes[0].name: results})
             state.store.release(stage.name, batch.rows)
+            state.progress.notify()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Protocol
 
 from rlsys.config import RunConfig
 from rlsys.dataflow.admission import AdmissionGate
+from rlsys.dataflow.graph import NUM_TOKENS, TRUNCATED
 from rlsys.dataflow.ledger import Ledger, OpenGroup
 from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.store import StreamStore
@@ -24,9 +26,7 @@ class RolloutNote:
     """What is remembered of a rollout until its group is trained."""
 
     finished: FinishedRollout | None = None  # None: it is still being sampled
-    reward: float = 0.0
-    components: Mapping[str, float] = field(default_factory=dict)
-    advantage: float = 0.0
+    components: Mapping[str, float] = field(default_factory=dict)  # of its reward
     text: RolloutText | None = None
 
     @property
@@ -51,6 +51,13 @@ class RolloutNote:
         return self.finished
 
 
+# Columns with a value per row that no stage writes.
+FACTS: Mapping[str, Callable[[RolloutNote], float]] = {
+    NUM_TOKENS.name: lambda note: note.num_tokens,
+    TRUNCATED.name: lambda note: note.finish_reason is FinishReason.LENGTH,
+}
+
+
 @dataclass(kw_only=True)
 class Group:
     """One prompt and its rollouts, from issue to the end."""
@@ -61,7 +68,7 @@ class Group:
     rollouts: list[RolloutNote]
     version: int = 0  # the oldest that any of its tokens may have
     attempt: int = 0  # counts issues of the same group: what an earlier one sampled is not used
-    replica: str | None = None  # where its requests went last
+    left_behind: list[int] = field(default_factory=list)  # rollouts that no replica samples
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +91,7 @@ class OpenWork:
 
     finished: Sequence[FinishedRollout] = ()
     parts: Sequence[Part] = ()  # of running rollouts, those of each in their order
+    homes: Mapping[int, str] = field(default_factory=dict)  # where a group's lie, in a resumed run
 
 
 NO_WORK = OpenWork()
@@ -96,6 +104,7 @@ class TrainedStep:
     step: int
     result: StepResult
     groups: Sequence[Group]
+    columns: Mapping[int, Mapping[str, Sequence[float]]]  # by group: those with a value per row
 
 
 class Observer(Protocol):
@@ -144,21 +153,21 @@ class RunState:
         self.clock = clock
         self.gate = AdmissionGate(
             groups_per_step=config.prompts_per_step,
-            max_staleness=config.asynchrony.max_staleness,
+            max_staleness=config.max_version_lag,
             num_steps=config.num_steps,
             over_issue=config.asynchrony.over_issue,
         )
         self.gate.restore(num_trained=ledger.num_trained, version=step)
-        self.groups: dict[int, Group] = {}
-        self.to_reissue = deque(ledger.open_groups)
+        self.groups: dict[int, Group] = {}  # in the order of their last issue, as in the store
+        self.to_reissue = deque(ledger.open_groups)  # in the order of their ids
         self.cancelled: asyncio.Queue[Group] = asyncio.Queue()  # replicas may still sample them
-        self.gate_moved = Signal()
+        self.may_issue = Signal()  # the gate, the replicas, or what they left behind has changed
         self.progress = Signal()  # of any kind
 
     def oldest_version_allowed(self, num_steps: int) -> int:
         """Tokens of an older version may not enter the gradient of the step that comes after
         `num_steps` others."""
-        return num_steps - self.config.asynchrony.max_staleness
+        return num_steps - self.config.max_version_lag
 
     def drop(self, group_id: int, reason: str) -> None:
         """End a group without training it; another is issued in its stead."""
@@ -179,11 +188,10 @@ class RunState:
         """From the beginning, under its own id, as soon as the gate lets it; the store has dropped
         its rows."""
         del self.groups[group.group_id]
-        self.to_reissue.append(
-            OpenGroup(
-                group_id=group.group_id, prompt_index=group.prompt.index, version=group.version
-            )
+        opened = OpenGroup(
+            group_id=group.group_id, prompt_index=group.prompt.index, version=group.version
         )
+        bisect.insort(self.to_reissue, opened, key=lambda opened: opened.group_id)
         self._cancel(group)
 
     def roll_back(self, step: int) -> None:
@@ -201,7 +209,7 @@ class RunState:
     def _cancel(self, group: Group) -> None:
         self.gate.give_back()
         self.cancelled.put_nowait(group)
-        self.gate_moved.notify()
+        self.may_issue.notify()
 
     @contextlib.contextmanager
     def waiting(self, stage: str, reason: str) -> Iterator[None]:

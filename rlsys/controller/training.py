@@ -1,8 +1,11 @@
 """The training side of the controller: groups to micro-batches, optimizer steps, weights out.
 
-store ─► groups with advantages ─► parts of a step ─► ranks ─► optimizer step ─► publish
+store ─► groups ─► [ step stages ] ─► parts of a step ─► ranks ─► optimizer step ─► publish
 
-The learner answers its calls in the order in which they were made. So the optimizer step and the
+A part goes to the learners as soon as a pass is full; where stages work on the whole step, or
+several updates share it, the step waits for its last group.
+
+A learner answers its calls in the order in which they were made. So the optimizer step and the
 publication are asked for right behind a step's last part, and the next step's parts right behind
 those: the trainer never waits for an answer to travel.
 
@@ -14,16 +17,28 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
+import torch
+
+from rlsys.algorithms.batches import run_batch_function
+from rlsys.config import TrainedRoleConfig, TrainerConfig
+from rlsys.controller.learners import Learners
 from rlsys.controller.state import RunState, TrainedStep
-from rlsys.dataflow.batching import ReadyGroup, StepAssembler
-from rlsys.dataflow.blocks import Cell
+from rlsys.controller.step_rows import StepRows
+from rlsys.dataflow.batching import ReadyGroup, StepAssembler, mini_batches, split
+from rlsys.dataflow.graph import (
+    Dataflow,
+    InferStage,
+    PerBatchStage,
+    TrainStage,
+)
 from rlsys.dataflow.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
 from rlsys.dataflow.store import RowBatch
 from rlsys.errors import first_error
 from rlsys.types import StepResult, WeightManifest
-from rlsys.workers import Learner, LearnerDied, RowsLost, TrainTask
+from rlsys.workers import LearnerDied, Rows, RowsLost, Written
 
 # Parts of a step handed to the trainer at a time: one that runs, and the next that waits for it.
 MAX_PARTS_IN_FLIGHT = 2
@@ -39,7 +54,8 @@ class TrainingSide:
     def __init__(
         self,
         state: RunState,
-        learner: Learner,
+        learners: Learners,
+        flow: Dataflow,
         *,
         publish: Callable[[WeightManifest], None],
         roll_back: Callable[[int], None],
@@ -47,7 +63,14 @@ class TrainingSide:
     ) -> None:
         config = state.config
         self._state = state
-        self._learner = learner
+        self._learners = learners
+        self._step_stages = flow.step_stages
+        self._train_stages = {stage.model.name: stage for stage in flow.all(TrainStage)}
+        self._trainers = {
+            name: _trainer(stage, config.trainer) for name, stage in self._train_stages.items()
+        }
+        self._updates = max(trainer.updates_per_step for trainer in self._trainers.values())
+        self._waits_for_step = bool(self._step_stages) or self._updates > 1
         self._publish = publish
         self._roll_back = roll_back
         self._checkpoint = checkpoint
@@ -55,19 +78,23 @@ class TrainingSide:
             groups_per_step=config.prompts_per_step,
             num_ranks=config.trainer.num_ranks,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
-            stream=config.asynchrony.stream,
+            stream=config.asynchrony.stream and not self._waits_for_step,
         )
         order = IN_ORDER if config.asynchrony.order == "issued" else FIRST_COMPLETE
         self._to_train = state.store.subscribe(
             "train", at_most=config.group_size, selection=whole_groups(order)
         )
-        self._cells: dict[int, Cell] = {}  # of rows that were taken
+        self._rows = StepRows(state.store)
         self._taken: dict[int, ReadyGroup] = {}  # groups that were taken and not trained yet
         self._handed_out: set[int] = set()  # those of them that the learner may have read
         self._lost: set[int] = set()  # and those of these whose rows are lost since
         self._num_handed_out = state.step  # steps of which the learner has every part
-        self._in_flight: deque[asyncio.Task[None]] = deque()  # parts, without an answer yet
+        self._in_flight: deque[list[asyncio.Task[None]]] = deque()  # parts, without an answer yet
         self._checkpointed = state.step
+
+    def has_taken(self, group_id: int) -> bool:
+        """The group is part of a step that is under way, or of the next."""
+        return group_id in self._taken
 
     def describe(self) -> str:
         return f"step {self._num_handed_out + 1} lacks {self._assembler.num_wanted} groups"
@@ -100,8 +127,11 @@ class TrainingSide:
             await self._checkpoint_if_due()  # where the learner died before it was written
             while self._num_handed_out < self._state.config.num_steps:
                 await self._hand_out(tasks)
-                stepped = tasks.create_task(self._learner.optimizer_step())
-                published = tasks.create_task(self._learner.publish())
+                stepped = [
+                    tasks.create_task(learner.optimizer_step())
+                    for learner in self._learners.values()
+                ]
+                published = tasks.create_task(self._learners.policy.publish())
                 if finishing is not None:
                     await finishing
                 group_ids = self._assembler.group_ids
@@ -118,11 +148,47 @@ class TrainingSide:
                 with self._state.waiting("train", "groups"):
                     batch = await self._to_train.take(timeout_s=None)
                 self._assembler.add(self._fresh(batch))
+            if self._waits_for_step and not await self._is_prepared(tasks):
+                continue
             while (part := self._assembler.next_part()) is not None:
-                self._handed_out.update(ready.group_id for share in part for ready in share)
+                self._handed_out.update(ready.group_id for ready in part)
                 if len(self._in_flight) == MAX_PARTS_IN_FLIGHT:
-                    await self._in_flight.popleft()
-                self._in_flight.append(tasks.create_task(self._train(part)))
+                    await asyncio.wait(self._in_flight.popleft())
+                # Tasks start in the order in which they are made, and so the learners' calls do.
+                calls = [tasks.create_task(self._answered(call)) for call in self._calls(part)]
+                self._in_flight.append(calls)
+
+    async def _is_prepared(self, tasks: asyncio.TaskGroup) -> bool:
+        """Whether the step has all its groups, and they all columns."""
+        if self._assembler.num_wanted:
+            return False
+        groups = self._assembler.groups
+        self._rows.start_anew(groups)
+        for stage in self._step_stages:
+            with self._state.waiting("train", stage.name):
+                # As a task, so that it starts behind the calls that were made before.
+                await tasks.create_task(self._run_step_stage(stage, groups))
+            if self._assembler.groups != groups:  # one of them was lost meanwhile
+                return False
+        return True
+
+    async def _run_step_stage(
+        self, stage: PerBatchStage | InferStage, groups: Sequence[ReadyGroup]
+    ) -> None:
+        reads = [column.name for column in stage.reads]
+        if isinstance(stage, InferStage):
+            learner = self._learners[stage.model.name]
+            shares = split(groups, learner.num_ranks)
+            written = await learner.infer(
+                stage.writes[0].name, [self._rows.rows(share, reads) for share in shares]
+            )
+            for share, of_share in zip(shares, written, strict=True):
+                self._rows.add(share, of_share)
+        elif stage.has_tokens:
+            rows = self._rows.rows(groups, reads)
+            self._rows.add(groups, await self._learners.policy.compute(stage.name, rows))
+        else:
+            self._rows.add(groups, _computed(stage, self._rows.rows(groups, reads)))
 
     def shard_lost(self, group_id: int) -> bool:
         """A group's rows are gone. Whether it is to be issued again at once: not if the learner may
@@ -142,14 +208,16 @@ class TrainingSide:
         start = state.clock()
         self._in_flight.clear()
         reached = state.step
-        step = await self._learner.restart(reached)
+        step = await self._learners.restart(reached)
         if step == reached:
             for group_id in sorted(self._lost):
                 self._forget(group_id)
                 state.issue_again(state.groups[group_id])
-            state.store.requeue("train", sorted(self._cells))
+            taken = sorted(row for ready in self._taken.values() for row in ready.row_ids)
+            state.store.requeue("train", taken)
+            for group_id in self._taken:
+                self._rows.forget(group_id)
             self._taken.clear()
-            self._cells.clear()
         else:
             self._roll_back(step)
             for group_id in list(self._taken):
@@ -163,14 +231,12 @@ class TrainingSide:
             str(death), step=step, lost_steps=reached - step, seconds=state.clock() - start
         )
         state.progress.notify()
-        self._publish(await self._learner.publish())
+        self._publish(await self._learners.policy.publish())
 
     def _forget(self, group_id: int) -> None:
         """Let a group's rows go."""
-        rows = self._taken.pop(group_id).row_ids
-        for row in rows:
-            del self._cells[row]
-        self._state.store.release("train", rows)
+        self._rows.forget(group_id)
+        self._state.store.release("train", self._taken.pop(group_id).row_ids)
 
     def _fresh(self, batch: RowBatch) -> list[ReadyGroup]:
         """Drops groups with a token older than the bound: none may enter a gradient."""
@@ -183,45 +249,47 @@ class TrainingSide:
                 state.drop(group.group_id, "stale")
                 state.store.release("train", rows)
                 continue
-            cells = batch.cells["token_ids"][start : start + size]
-            self._cells.update(zip(rows, cells, strict=True))
+            self._rows.take(batch, slice(start, start + size), group)
             self._taken[group.group_id] = ReadyGroup(
                 group_id=group.group_id, row_ids=tuple(rows), num_tokens=group.num_tokens
             )
             ready.append(self._taken[group.group_id])
         return ready
 
-    async def _train(self, shares: list[list[ReadyGroup]]) -> None:
-        await self._learner.accumulate(
-            [[task for ready in share for task in self._tasks(ready)] for share in shares]
-        )
-        self._state.progress.notify()
-
-    def _tasks(self, ready: ReadyGroup) -> list[TrainTask]:
-        group = self._state.groups[ready.group_id]
-        return [
-            TrainTask(
-                cell=self._cells[row],
-                advantage=note.advantage,
-                group_id=group.group_id,
-                group_size=len(group.rollouts),
-                group_num_tokens=group.num_completion_tokens,
+    def _calls(self, part: Sequence[ReadyGroup]) -> Iterator[Coroutine[Any, Any, Any]]:
+        """All that the learners do with these groups, in order, but for the step's last update."""
+        for model, learner in self._learners.items():
+            trainer = self._trainers[model]
+            columns = [column.name for column in self._train_stages[model].trains_on]
+            updates = mini_batches(
+                part,
+                num_minibatches=trainer.num_minibatches,
+                num_epochs=trainer.num_epochs,
+                seed=self._state.config.seed + self._num_handed_out,
             )
-            for row, note in zip(ready.row_ids, group.rollouts, strict=True)
-        ]
+            for number, groups in enumerate(updates):
+                if number:
+                    yield learner.optimizer_step(last=False)
+                shares = split(groups, learner.num_ranks)
+                yield learner.accumulate([self._rows.rows(share, columns) for share in shares])
+
+    async def _answered(self, call: Coroutine[Any, Any, Any]) -> None:
+        await call
+        self._state.progress.notify()
 
     async def _finish_step(
         self,
         group_ids: Sequence[int],
-        stepped: Awaitable[StepResult],
+        stepped: Sequence[Awaitable[StepResult]],
         published: Awaitable[WeightManifest],
     ) -> None:
         state = self._state
-        result = await stepped
+        result = self._learners.result([await result for result in stepped])
         # No wait within: a step is done as a whole, or not at all.
         state.step += 1
         state.gate.trainer_at(state.step)
         trained = [state.groups.pop(group_id) for group_id in sorted(group_ids)]
+        columns = {group_id: self._rows.scalars(group_id) for group_id in group_ids}
         state.ledger.train(
             {group.group_id: group.oldest_version for group in trained}, step=state.step
         )
@@ -230,7 +298,9 @@ class TrainingSide:
         self._handed_out.difference_update(group_ids)
         self._lost.difference_update(group_ids)
         self._drop_what_comes_too_late()
-        state.observer.step_trained(TrainedStep(step=state.step, result=result, groups=trained))
+        state.observer.step_trained(
+            TrainedStep(step=state.step, result=result, groups=trained, columns=columns)
+        )
         state.progress.notify()
         self._publish(await published)
         await self._checkpoint_if_due()
@@ -259,6 +329,24 @@ class TrainingSide:
         for group_id, group in list(state.groups.items()):
             if group.version < oldest_allowed and group_id not in chosen:
                 state.drop(group_id, "stale")
+
+
+def _trainer(stage: TrainStage, policys: TrainerConfig) -> TrainerConfig:
+    config = stage.model.config
+    return config.trainer if isinstance(config, TrainedRoleConfig) else policys
+
+
+def _computed(stage: PerBatchStage, rows: Rows) -> Written:
+    """Of a function over one value per row."""
+    made = run_batch_function(
+        stage.function,
+        [torch.tensor(rows.scalars[column.name]) for column in stage.reads],
+        group_ids=rows.group_ids,
+        row_lengths=None,
+        writes=[column.name for column in stage.writes],
+        per_token=False,
+    )
+    return Written(scalars={name: values.tolist() for name, values in made.items()})
 
 
 def _death_of_the_learner(error: BaseException) -> LearnerDied | RowsLost | None:

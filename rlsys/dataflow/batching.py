@@ -3,7 +3,7 @@
 A pure state machine. In: groups that are ready to train, in the order in which they should be
 trained. Out: parts of the step, each a list of groups for every data-parallel rank.
 
-    add(group) × n ──► next_part() ──► [rank 0: groups, rank 1: groups, ...]
+    add(group) × n ──► next_part() ──► groups ──split──► [rank 0: groups, rank 1: groups, ...]
 
 A part is due when a pass on every rank is full (streaming), and in any case when the step's last
 group is there. Parts follow from the groups' order and sizes alone, never from timing.
@@ -11,6 +11,7 @@ group is there. Parts follow from the groups' order and sizes alone, never from 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -44,6 +45,11 @@ class StepAssembler:
         return self._num_taken == self.groups_per_step
 
     @property
+    def groups(self) -> Sequence[ReadyGroup]:
+        """Those that the step has so far."""
+        return tuple(self._groups)
+
+    @property
     def group_ids(self) -> list[int]:
         return [group.group_id for group in self._groups]
 
@@ -58,8 +64,8 @@ class StepAssembler:
                 return self._groups.pop(place)
         return None
 
-    def next_part(self) -> list[list[ReadyGroup]] | None:
-        """The part that is due, split over the ranks by tokens; None if none is."""
+    def next_part(self) -> list[ReadyGroup] | None:
+        """The part that is due; None if none is."""
         pending = self._groups[self._num_taken :]
         if not pending:
             return None
@@ -74,8 +80,7 @@ class StepAssembler:
             return None
         part = pending[:size] if self.stream else pending
         self._num_taken += len(part)
-        shares = karmarkar_karp([group.num_tokens for group in part], self.num_ranks)
-        return [[part[i] for i in sorted(share)] for share in shares]
+        return part
 
     def finish(self) -> None:
         """Start the next step."""
@@ -85,3 +90,24 @@ class StepAssembler:
     def reset(self) -> None:
         """Start the step anew: what it had is handed in again."""
         self._groups, self._num_taken = [], 0
+
+
+def split(groups: Sequence[ReadyGroup], num_ranks: int) -> list[list[ReadyGroup]]:
+    """Over the ranks, by tokens."""
+    shares = karmarkar_karp([group.num_tokens for group in groups], num_ranks)
+    return [[groups[i] for i in sorted(share)] for share in shares]
+
+
+def mini_batches(
+    groups: Sequence[ReadyGroup], *, num_minibatches: int, num_epochs: int, seed: int
+) -> list[list[ReadyGroup]]:
+    """What each optimizer update of a step trains on: in every epoch each group once, in parts that
+    differ by one group at most, shuffled where there are several."""
+    chance = random.Random(seed)
+    updates = []
+    for _ in range(num_epochs):
+        order = list(groups)
+        if num_minibatches > 1:
+            chance.shuffle(order)
+        updates += [order[part::num_minibatches] for part in range(num_minibatches)]
+    return updates

@@ -5,17 +5,24 @@ that it writes. Edges follow from the columns. The controller runs this object.
 
     generate ─► token_ids, sampler_logprobs, ... ─► score ─► reward ─► ... ─► train
 
-Rows are rollouts. Tensor columns (token ids, log-probabilities) live in the store's shared memory;
-scalar columns (a reward, an advantage) travel with the row's metadata.
+Rows are rollouts. A stage runs as soon as what it reads is there:
+
+    for each row    infer (a frozen model), score
+    for each group  per_group
+    for each step   per_batch, infer (a model that is trained: its weights at the step's beginning)
+    for each step   train; rows stream in where nothing else waits for the whole step
+
+Columns hold one value per row, which travels with the row's metadata, or one per token, whose bytes
+live in the store's shared memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rlsys.config import DataConfig, require
+from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig, require
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.schema import StageSpec
 from rlsys.dataflow.store import StreamStore
@@ -24,23 +31,41 @@ if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes se
     import torch
 
     from rlsys.algorithms.aggregation import Aggregation
-    from rlsys.algorithms.inputs import LossFn
 
-# One tensor [G] per column read -> [G], one value per rollout of the group.
-GroupFn = Callable[..., "torch.Tensor"]
+# One tensor [G] per column read -> [G], one value per rollout of the group; None refuses the group.
+GroupFn = Callable[..., "torch.Tensor | None"]
 RewardFn = Callable[..., Any]
 
-Kind = Literal["generate", "score", "per_group", "train"]
+Role = RoleConfig | TrainedRoleConfig
+Per = Literal["row", "token"]
+Head = Literal["logits", "value", "score"]
 
-ROLLOUT_TENSORS = ("prompt_token_ids", "token_ids", "sampler_logprobs", "policy_versions")
+POLICY = "policy"
+
+# What sampling writes, in bytes a token.
+PROMPT_COLUMN = "prompt_token_ids"
+ROLLOUT_COLUMNS = (PROMPT_COLUMN, "token_ids", "sampler_logprobs", "policy_versions")
+BYTES_PER_VALUE = 4
+
+# A row's columns of one writer are padded to the arena's alignment.
+PADDING_BYTES = 64
+
+# What a model makes of a row: one value for each of its tokens, or one for all.
+PER: dict[Head, Per] = {"logits": "token", "value": "token", "score": "row"}
 
 
 @dataclass(frozen=True)
 class Column:
-    """One field of every row. `tensor`: its bytes lie in the store; else it is a float."""
+    """One field of every row."""
 
     name: str
-    tensor: bool = False
+    per: Per = "row"
+
+
+# Of every rollout, for functions over groups and batches: what no stage writes.
+NUM_TOKENS = Column("num_tokens")  # of the completion
+TRUNCATED = Column("truncated")  # 1: ended by the limit on tokens, else 0
+FACTS = (NUM_TOKENS, TRUNCATED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +77,38 @@ class Prompts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A function over rows: what it reads, what it writes, and what runs it."""
+class Model:
+    """A role in the algorithm. `config` says whose weights it begins with and what it runs on; None
+    is the policy's own (model, trainer and rollout of the run's configuration)."""
 
     name: str
-    kind: Kind
+    head: Head = "logits"
+    config: Role | None = None
+
+    @property
+    def may_train(self) -> bool:
+        return self.config is None or isinstance(self.config, TrainedRoleConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A function over rows: what it reads, what it writes."""
+
+    name: str
     reads: tuple[Column, ...] = ()
     writes: tuple[Column, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateStage(Stage):
-    model: str
+    model: Model
     prompts: Prompts
     group_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferStage(Stage):
+    model: Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +122,28 @@ class PerGroupStage(Stage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainStage(Stage):
-    model: str
-    loss: LossFn
-    aggregation: Aggregation
+class PerBatchStage(Stage):
+    function: Callable[..., Any]
 
+    @property
+    def has_tokens(self) -> bool:
+        """It reads or writes a value per token, so that it runs where the bytes are."""
+        return any(column.per == "token" for column in (*self.reads, *self.writes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStage(Stage):
+    model: Model
+    loss: Callable[..., Any]
+    aggregation: Aggregation
+    watches: tuple[Column, ...]  # of what it reads, only for the metrics
+
+    @property
+    def trains_on(self) -> tuple[Column, ...]:
+        return tuple(column for column in self.reads if column not in self.watches)
+
+
+StepStage = PerBatchStage | InferStage
 
 S = TypeVar("S", bound=Stage)
 
@@ -97,14 +157,33 @@ class Dataflow:
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []
+        self.models: dict[str, Model] = {}
 
-    def generate(self, model: str, prompts: Prompts, *, group_size: int) -> tuple[Column, ...]:
+    def model(self, name: str, config: Role | None = None, *, head: Head = "logits") -> Model:
+        """A model that stages run. "policy" has no configuration of its own."""
+        require(
+            name not in self.models,
+            f"model {name!r} stands twice in the dataflow; give the second another name.",
+        )
+        require(
+            (config is None) == (name == POLICY),
+            f"flow.model({name!r}, {'no configuration' if config is None else config!r}): only "
+            f"{POLICY!r} runs by the configuration's own model, trainer and rollout; give every "
+            "other model a RoleConfig, or a TrainedRoleConfig if a stage trains it.",
+        )
+        self.models[name] = Model(name=name, head=head, config=config)
+        return self.models[name]
+
+    def generate(self, model: Model, prompts: Prompts, *, group_size: int) -> tuple[Column, ...]:
         """Sample `group_size` completions of each prompt with `model`."""
-        columns = tuple(Column(name, tensor=True) for name in ROLLOUT_TENSORS)
+        require(
+            model.name == POLICY,
+            f"flow.generate samples with {model.name!r}; replicas run {POLICY!r} alone.",
+        )
+        columns = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
         self._add(
             GenerateStage(
                 name="generate",
-                kind="generate",
                 writes=columns,
                 model=model,
                 prompts=prompts,
@@ -113,7 +192,22 @@ class Dataflow:
         )
         return columns
 
-    def score(self, rollouts: Sequence[Column], rewards: Sequence[RewardFn]) -> Column:
+    def infer(self, model: Model, rollouts: Sequence[Column], *, writes: str) -> Column:
+        """What `model` makes of each rollout: log-probabilities of its tokens (head "logits"),
+        their values ("value"), or its score ("score"). A model that is trained does so at the
+        beginning of each step, with the weights of then."""
+        return self._add(
+            InferStage(
+                name=f"infer {writes}",
+                reads=tuple(rollouts),
+                writes=(Column(writes, PER[model.head]),),
+                model=model,
+            )
+        )
+
+    def score(
+        self, rollouts: Sequence[Column], rewards: Sequence[RewardFn], *, writes: str = "reward"
+    ) -> Column:
         """Reward of each rollout, as soon as it has ended."""
         require(
             len(rewards) > 0,
@@ -122,45 +216,111 @@ class Dataflow:
         return self._add(
             ScoreStage(
                 name="score",
-                kind="score",
                 reads=tuple(rollouts),
-                writes=(Column("reward"),),
+                writes=(Column(writes),),
                 rewards=tuple(rewards),
             )
         )
 
-    def per_group(self, function: GroupFn, *columns: Column, name: str = "advantage") -> Column:
-        """`function(*[G] tensors) -> [G]` over each group, as soon as it is complete."""
+    def per_group(self, function: GroupFn, *columns: Column, name: str = "advantages") -> Column:
+        """`function(*[G] tensors) -> [G]` over each group, as soon as it is complete; None refuses
+        the group, and another is issued in its place."""
+        for column in columns:
+            require(
+                column.per == "row",
+                f"flow.per_group({function}) reads {column.name!r}, which has a value per token; a "
+                "function over a group reads one value per row. Use flow.per_batch, whose "
+                "functions get tokens too.",
+            )
+        self._check_group_size(function)
         return self._add(
-            PerGroupStage(
-                name=name,
-                kind="per_group",
+            PerGroupStage(name=name, reads=columns, writes=(Column(name),), function=function)
+        )
+
+    def per_batch(
+        self,
+        function: Callable[..., Any],
+        *columns: Column,
+        writes: Sequence[str] = ("advantages",),
+        per: Per = "row",
+    ) -> tuple[Column, ...]:
+        """`function` over all rows of a step, once they are chosen: rlsys.algorithms.batches says
+        what it is given and returns. `per`: of what it returns."""
+        from rlsys.algorithms.batches import check_batch_function
+
+        check_batch_function(function, len(columns))
+        self._check_group_size(function)
+        return self._add_all(
+            PerBatchStage(
+                name=" and ".join(writes),
                 reads=columns,
-                writes=(Column(name),),
+                writes=tuple(Column(name, per) for name in writes),
                 function=function,
             )
         )
 
     def train(
         self,
-        model: str,
+        model: Model,
         rollouts: Sequence[Column],
-        advantages: Column,
-        *,
-        loss: LossFn,
+        *columns: Column,
+        loss: Callable[..., Any],
         aggregation: Aggregation,
+        watch: Sequence[Column] = (),
     ) -> None:
-        """Gradient steps of `model`: per-token `loss`, summed up by `aggregation`."""
+        """Gradient steps of `model`: per-token `loss` over the rollouts and `columns`, summed up by
+        `aggregation`. `watch`: columns that only the metrics show."""
+        require(
+            model.may_train,
+            f"flow.train({model.name!r}): it has no trainer; give flow.model a TrainedRoleConfig.",
+        )
+        from rlsys.algorithms.inputs import needs_of, uses_advantages
+
+        has = {column.name for column in columns}
+        needs = needs_of(loss)
+        if model.head == "logits" and uses_advantages(loss):
+            needs = ("advantages", *needs)
+        lacks = [name for name in needs if name not in has]
+        require(
+            not lacks,
+            f"flow.train({model.name!r}): {loss} needs the columns {lacks}, and is given "
+            f"{sorted(has)}; add the stages that write them, and name them here.",
+        )
+        name = "train" if model.name == POLICY else f"train {model.name}"
         self._add(
             TrainStage(
-                name="train",
-                kind="train",
-                reads=(*rollouts, advantages),
+                name=name,
+                reads=_distinct((*rollouts, *columns, *watch)),
                 model=model,
                 loss=loss,
                 aggregation=aggregation,
+                watches=tuple(column for column in watch if column not in columns),
             )
         )
+
+    def check(self) -> None:
+        """Raise ValueError for what only the whole graph shows: a column that nobody reads, a stage
+        that cannot wait for the step, no generation, a policy that nobody trains."""
+        self.stage(GenerateStage)
+        self.trained(POLICY)
+        readers = {column.name for stage in self.stages for column in stage.reads}
+        for stage in self.stages:
+            unread = [c.name for c in stage.writes if c.name not in readers]
+            if isinstance(stage, GenerateStage):
+                continue
+            require(
+                not unread,
+                f"stage {stage.name!r} writes {unread}, which no stage reads; drop it, or let "
+                "flow.train watch it.",
+            )
+        late = self.step_columns
+        for stage in self.stages:
+            for column in stage.reads:
+                require(
+                    column.name not in late or isinstance(stage, TrainStage | PerBatchStage),
+                    f"stage {stage.name!r} runs as soon as it can, and reads {column.name!r}, "
+                    "which is there only when a step is complete; use flow.per_batch.",
+                )
 
     def stage(self, kind: type[S]) -> S:
         """The one stage of a kind; ValueError if there is none."""
@@ -169,25 +329,81 @@ class Dataflow:
                 return stage
         raise ValueError(
             f"the dataflow has the stages {[s.name for s in self.stages]} but no "
-            f"{kind.__name__}; a run needs generate, score and train."
+            f"{kind.__name__}; a run needs generate and train."
         )
+
+    def all(self, kind: type[S]) -> list[S]:
+        return [stage for stage in self.stages if isinstance(stage, kind)]
+
+    def trained(self, model: str) -> TrainStage:
+        """The stage that trains a model; ValueError if none does."""
+        for stage in self.all(TrainStage):
+            if stage.model.name == model:
+                return stage
+        raise ValueError(f"no stage trains {model!r}; end the dataflow with flow.train.")
+
+    @property
+    def step_stages(self) -> list[StepStage]:
+        """Those that run when a step's rows are chosen, in their order."""
+        trained = {stage.model.name for stage in self.all(TrainStage)}
+        return [
+            stage
+            for stage in self.stages
+            if isinstance(stage, PerBatchStage)
+            or (isinstance(stage, InferStage) and stage.model.name in trained)
+        ]
+
+    @property
+    def step_columns(self) -> set[str]:
+        """What those write: columns that are never in the store."""
+        return {column.name for stage in self.step_stages for column in stage.writes}
+
+    @property
+    def row_stages(self) -> list[InferStage]:
+        """Frozen models, which take rows as they come."""
+        step_stages = self.step_stages
+        return [stage for stage in self.all(InferStage) if stage not in step_stages]
+
+    @property
+    def step_reads(self) -> tuple[Column, ...]:
+        """What a step takes from the store, for all its train stages and step stages together."""
+        late = self.step_columns
+        stages = [*self.step_stages, *self.all(TrainStage)]
+        reads = (c for stage in stages for c in stage.reads)
+        return _distinct(c for c in reads if c.name not in late and c not in FACTS)
+
+    def row_bytes(self, *, max_prompt_tokens: int, max_tokens: int) -> int:
+        """The most that the store holds of one row."""
+        late = self.step_columns
+        num_bytes = 0
+        for stage in self.stages:
+            columns = [c for c in stage.writes if c.per == "token" and c.name not in late]
+            for column in columns:
+                length = max_prompt_tokens if column.name == PROMPT_COLUMN else max_tokens
+                num_bytes += length * BYTES_PER_VALUE
+            if columns:
+                num_bytes += PADDING_BYTES
+        return num_bytes
 
     def open_store(
         self, *, max_bytes: int, max_row_bytes: int, on_free: Callable[[FreedRows], None]
     ) -> StreamStore:
-        """A store with this graph's columns and stages; the arguments are StreamStore's."""
-        columns = {column for stage in self.stages for column in stage.writes}
+        """A store with this graph's columns and stages; the arguments are StreamStore's. A step is
+        one reader, called "train", whatever it consists of."""
+        late = self.step_columns
+        in_store = [
+            stage for stage in self.stages if not isinstance(stage, TrainStage | PerBatchStage)
+        ]
+        in_store = [stage for stage in in_store if stage not in self.step_stages]
+        columns = {c for stage in in_store for c in stage.writes if c.name not in late}
+        specs = [
+            StageSpec(name=stage.name, reads=_stored(stage.reads), writes=_names(stage.writes))
+            for stage in in_store
+        ]
         return StreamStore(
-            tensors=[column.name for column in columns if column.tensor],
-            scalars=[column.name for column in columns if not column.tensor],
-            stages=[
-                StageSpec(
-                    name=stage.name,
-                    reads=tuple(column.name for column in stage.reads),
-                    writes=tuple(column.name for column in stage.writes),
-                )
-                for stage in self.stages
-            ],
+            tensors=[column.name for column in columns if column.per == "token"],
+            scalars=[column.name for column in columns if column.per == "row"],
+            stages=[*specs, StageSpec(name="train", reads=_names(self.step_reads))],
             group_size=self.stage(GenerateStage).group_size,
             max_bytes=max_bytes,
             max_row_bytes=max_row_bytes,
@@ -198,16 +414,25 @@ class Dataflow:
         """The graph as a Mermaid flowchart: stages, joined by the columns that one writes and
         another reads."""
         writer = {column.name: s.name for s in self.stages for column in s.writes}
-        lines = ["flowchart LR", f"    prompts([prompts]) --> {self.stages[0].name}"]
+        place = {stage.name: f"s{number}" for number, stage in enumerate(self.stages)}
+        lines = ["flowchart LR", f"    prompts([prompts]) --> {place[self.stages[0].name]}"]
+        for stage in self.stages:
+            model = getattr(stage, "model", None)
+            label = f"{stage.name}<br/><i>{model.name}</i>" if model else stage.name
+            lines.append(f'    {place[stage.name]}["{label}"]')
         for stage in self.stages:
             by_writer: dict[str, list[str]] = {}
             for column in stage.reads:
-                by_writer.setdefault(writer[column.name], []).append(column.name)
+                if column not in FACTS:
+                    by_writer.setdefault(writer[column.name], []).append(column.name)
             for source, columns in by_writer.items():
-                lines.append(f"    {source} -- {', '.join(columns)} --> {stage.name}")
-        for stage in self.stages:
-            if isinstance(stage, TrainStage):
-                lines.append(f"    {stage.name} -. weights, version v+1 .-> {self.stages[0].name}")
+                lines.append(f"    {place[source]} -- {', '.join(columns)} --> {place[stage.name]}")
+        for stage in self.all(TrainStage):
+            users = (GenerateStage, InferStage)
+            for user in self.stages:
+                if isinstance(user, users) and user.model.name == stage.model.name:
+                    weights = f"{place[stage.name]} -. weights, version v+1 .-> {place[user.name]}"
+                    lines.append(f"    {weights}")
         return "\n".join(lines)
 
     def describe(self) -> str:
@@ -215,12 +440,22 @@ class Dataflow:
         width = max(len(stage.name) for stage in self.stages)
         lines = []
         for stage in self.stages:
-            reads = ", ".join(c.name for c in stage.reads) or "prompts"
-            writes = ", ".join(c.name for c in stage.writes) or "policy"
+            reads = ", ".join(_names(stage.reads)) or "prompts"
+            writes = ", ".join(_names(stage.writes))
+            if isinstance(stage, TrainStage):
+                writes = stage.model.name
             lines.append(f"{stage.name:<{width}}  {reads}  ->  {writes}")
         return "\n".join(lines)
 
+    def _check_group_size(self, function: Callable[..., Any]) -> None:
+        from rlsys.algorithms.groups import check_group_size
+
+        check_group_size(function, self.stage(GenerateStage).group_size)
+
     def _add(self, stage: Stage) -> Column:
+        return (*self._add_all(stage), Column(""))[0]
+
+    def _add_all(self, stage: Stage) -> tuple[Column, ...]:
         writers = {column.name: s.name for s in self.stages for column in s.writes}
         names = [s.name for s in self.stages]
         require(
@@ -229,7 +464,7 @@ class Dataflow:
         )
         for column in stage.reads:
             require(
-                column.name in writers,
+                column.name in writers or column in FACTS,
                 f"stage {stage.name!r} reads column {column.name!r}, which no earlier stage "
                 f"writes (written so far: {sorted(writers)}); add the stage that writes it first.",
             )
@@ -240,4 +475,16 @@ class Dataflow:
                 f"{writers.get(column.name)!r} does; a column has one writer, rename one.",
             )
         self.stages.append(stage)
-        return stage.writes[0] if stage.writes else Column("")
+        return stage.writes
+
+
+def _distinct(columns: Iterable[Column]) -> tuple[Column, ...]:
+    return tuple(dict.fromkeys(columns))
+
+
+def _stored(columns: Iterable[Column]) -> tuple[str, ...]:
+    return tuple(column.name for column in columns if column not in FACTS)
+
+
+def _names(columns: Iterable[Column]) -> tuple[str, ...]:
+    return tuple(column.name for column in columns)

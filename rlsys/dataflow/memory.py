@@ -1,8 +1,10 @@
 """The tensor bytes of the store: how many are reserved and live, and what goes back to the shards.
 
-A row reserves the most it can need; once all of its tensors are written it keeps what they take.
+    place ──► fill (per write) ──► settle (last write) ──► free ──► on_free(shard, lease, rows)
 
-    reserve ──► fill (per write) ──► settle (last write) ──► free ──► on_free(shard, lease, rows)
+Bytes lie in homes: a home is the memory of one node, and of the replicas that run there. A row is
+placed in the home where it is going to be sampled and reserves the most it can need there; once all
+of its tensors are written it keeps what they take.
 """
 
 from __future__ import annotations
@@ -17,46 +19,83 @@ from rlsys.dataflow.signal import Signal
 FreedRows = Mapping[str, Mapping[int, int]]
 
 
+class Home:
+    """The budget of one node."""
+
+    __slots__ = ("bytes_live", "bytes_reserved", "is_open", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.bytes_live = 0
+        self.bytes_reserved = 0
+        self.is_open = True
+
+
 class Memory:
-    """bytes_live <= bytes_reserved <= max_bytes at any time."""
+    """bytes_live <= bytes_reserved <= max_bytes at any time, in each home."""
 
     def __init__(
         self, *, max_bytes: int, max_row_bytes: int, on_free: Callable[[FreedRows], None]
     ) -> None:
-        self.max_bytes = max_bytes
+        self.max_bytes = max_bytes  # of each home
         self.max_row_bytes = max_row_bytes
-        self.bytes_live = 0
-        self.bytes_reserved = 0
         self.lost_shards: set[str] = set()
+        self.more_room = Signal()
+        self._homes: dict[str, Home] = {}
         self._on_free = on_free
         self._live_rows: dict[str, Counter[int]] = {}  # shard -> lease -> rows
         self._kept: dict[str, Counter[int]] = {}  # the same, of what belongs to no row
-        self._more_room = Signal()
 
-    def has_room(self, num_rows: int) -> bool:
-        return self.bytes_reserved + num_rows * self.max_row_bytes <= self.max_bytes
+    @property
+    def homes(self) -> list[Home]:
+        """Those where rows may be placed, and those that still have some."""
+        return list(self._homes.values())
 
-    async def wait_for_room(self, num_rows: int) -> None:
-        await self._more_room.until(lambda: self.has_room(num_rows))
+    def add_home(self, name: str) -> None:
+        """Rows may be placed there from now on."""
+        self._homes.setdefault(name, Home(name)).is_open = True
+        self.more_room.notify()
 
-    def reserve(self, num_rows: int) -> None:
-        self.bytes_reserved += num_rows * self.max_row_bytes
+    def remove_home(self, name: str) -> None:
+        """No more rows are placed there; it is forgotten with the last that it has."""
+        if (home := self._homes.get(name)) is not None:
+            home.is_open = False
+            self._forget_if_empty(home)
 
-    def fill(self, block: BlockRef, num_rows: int, num_bytes: int) -> None:
-        """Rows of a block, `num_bytes` together, were written."""
-        self.bytes_live += num_bytes
+    def home(self, name: str) -> Home | None:
+        """One where rows may be placed."""
+        home = self._homes.get(name)
+        return home if home is not None and home.is_open else None
+
+    def room(self, home: Home) -> int:
+        """How many rows of the largest size fit."""
+        return (self.max_bytes - home.bytes_reserved) // self.max_row_bytes
+
+    def place(self, home: Home, num_rows: int) -> None:
+        home.bytes_reserved += num_rows * self.max_row_bytes
+
+    def withdraw(self, home: Home) -> None:
+        """A row that has nothing yet is going to be sampled elsewhere."""
+        self.free(home, 0, settled=False)
+
+    def fill(self, block: BlockRef, num_rows: int) -> None:
+        """Rows of a block were written."""
         self._live_rows.setdefault(block.shard, Counter())[block.lease] += num_rows
 
-    def settle(self, num_bytes: int) -> None:
+    def settle(self, home: Home, num_bytes: int) -> None:
         """A row has all of its tensors, `num_bytes`: the rest of its reservation is given back."""
-        self.bytes_reserved -= self.max_row_bytes - num_bytes
-        self._more_room.notify()
+        home.bytes_reserved -= self.max_row_bytes - num_bytes
 
-    def free(self, num_bytes: int, *, settled: bool) -> None:
+    def free(self, home: Home, num_bytes: int, *, settled: bool) -> None:
         """A row ends that has `num_bytes`; its blocks go back with `hand_back`."""
-        self.bytes_live -= num_bytes
-        self.bytes_reserved -= num_bytes if settled else self.max_row_bytes
-        self._more_room.notify()
+        home.bytes_live -= num_bytes
+        home.bytes_reserved -= num_bytes if settled else self.max_row_bytes
+        self._forget_if_empty(home)
+
+    def _forget_if_empty(self, home: Home) -> None:
+        is_empty = not home.is_open and home.bytes_reserved == 0
+        if is_empty and self._homes.get(home.name) is home:
+            del self._homes[home.name]
 
     def hand_back(self, blocks: Iterable[BlockRef]) -> None:
         """Tell the shards, in one call, of rows that ended; one entry per row and block."""

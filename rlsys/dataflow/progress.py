@@ -16,7 +16,7 @@ from rlsys.dataflow.subscription import Subscription
 def check_progress(
     schema: Schema, subscriptions: Mapping[str, Subscription], *, max_groups: int
 ) -> None:
-    """max_groups: groups that fit together when every row is as long as can be.
+    """max_groups: groups that fit together when every row is as long as can be, each in one home.
 
     Suppose no stage can take anything, and no group can be added. Then at least max_groups groups
     are live, and each has a row or is a group that some stage finds ready but cannot take: follow

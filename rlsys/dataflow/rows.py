@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator
 
 from rlsys.dataflow.blocks import BlockRef, Cell
+from rlsys.dataflow.memory import Home
 
 
 class GroupRows:
@@ -18,6 +19,7 @@ class GroupRows:
     __slots__ = (
         "blocks",
         "group_id",
+        "homes",
         "is_dropped",
         "max_versions",
         "min_versions",
@@ -33,12 +35,20 @@ class GroupRows:
     )
 
     def __init__(
-        self, group_id: int, order: int, *, size: int, num_block_slots: int, num_scalars: int
+        self,
+        group_id: int,
+        order: int,
+        home: Home | None,
+        *,
+        size: int,
+        num_block_slots: int,
+        num_scalars: int,
     ) -> None:
         self.group_id = group_id
         self.order = order
         self.is_dropped = False
         self.num_live = size  # rows that are not freed
+        self.homes = [home] * size  # where each row's bytes are reserved; None: nowhere yet
         zeros = bytes(8 * size)
         self.written = array("Q", zeros)  # [size] stages that wrote their columns
         self.taken = array("Q", zeros)  # [size] stages that took the row
@@ -103,12 +113,12 @@ class RowTable:
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._orders
 
-    def add(self, group_id: int) -> range:
+    def add(self, group_id: int, home: Home | None) -> range:
         """Ids of the new rows."""
         order = self.num_added
         self.num_added += 1
         self._orders[group_id] = order
-        self._groups[order] = GroupRows(group_id, order, size=self.group_size, **self._shape)
+        self._groups[order] = GroupRows(group_id, order, home, size=self.group_size, **self._shape)
         return range(order * self.group_size, (order + 1) * self.group_size)
 
     def find(self, row: int) -> tuple[GroupRows, int] | None:
@@ -119,6 +129,10 @@ class RowTable:
 
     def group(self, order: int) -> GroupRows | None:
         return self._groups.get(order)
+
+    def of(self, group_id: int) -> GroupRows:
+        """A group that is there and not dropped."""
+        return self._groups[self._orders[group_id]]
 
     def drop(self, group_id: int) -> GroupRows:
         group = self._groups[self._orders.pop(group_id)]

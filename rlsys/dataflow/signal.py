@@ -27,3 +27,14 @@ class Signal:
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             await self._changed.wait()
+
+
+async def first_of(*signals: Signal) -> None:
+    """Wait for the next notification of any."""
+    # What they wait for is fixed before anybody else runs, so that no notification is missed.
+    waits = [asyncio.ensure_future(signal._changed.wait()) for signal in signals]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -10,28 +10,29 @@ together or not at all. In the same instant the row is a candidate of the stages
 now complete, and whoever waits for it is woken: nothing polls. Every reading stage takes each row
 exactly once. When the last of them has released it, its bytes go back to the shards.
 
-Memory: a group reserves its largest possible size when it is added, and returns what it did not
-need as its rows become complete. So bytes_live <= bytes_reserved <= max_bytes at any time, and a
-group that was added can always be completed.
+Memory: a row is placed in a home, the memory of the node where it is going to be sampled. It
+reserves its largest possible size there, and returns what it did not need when it is complete. So
+bytes_live <= bytes_reserved <= max_bytes at any time in each home, and a row that was placed can
+always be completed.
 
 Synchronous, without I/O, for one thread. Only the waits are asynchronous.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from rlsys.config import require
 from rlsys.dataflow.blocks import BlockRef, Cell
 from rlsys.dataflow.checks import StoreError, check_columns, check_source
-from rlsys.dataflow.memory import FreedRows, Memory
+from rlsys.dataflow.memory import FreedRows, Home, Memory
 from rlsys.dataflow.progress import check_progress
 from rlsys.dataflow.rows import GroupRows, RowTable
 from rlsys.dataflow.schema import Schema, StagePlan, StageSpec
 from rlsys.dataflow.selection import FIRST_COMPLETE, Selection
+from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.subscription import RowBatch, Subscription
 
 __all__ = ["FreedRows", "RowBatch", "StageSpec", "StoreError", "StreamStore", "Subscription"]
@@ -44,7 +45,8 @@ class StreamStore:
     """All rows of a run that are not used up yet.
 
     group_size: rows per group.
-    max_bytes: bound on the tensor bytes of all rows, each counted at its largest until complete.
+    max_bytes: bound on the tensor bytes of the rows of each home, every row counted at its largest
+        until complete.
     max_row_bytes: the most that the tensor columns of one row can take together.
     on_free: called with what nobody needs any more, at most once per call of a method.
 
@@ -84,12 +86,23 @@ class StreamStore:
 
     @property
     def bytes_live(self) -> int:
-        """Tensor bytes that were written and not freed."""
-        return self._memory.bytes_live
+        """Tensor bytes that were written and not freed, in all homes."""
+        return sum(home.bytes_live for home in self._memory.homes)
 
     @property
     def bytes_reserved(self) -> int:
-        return self._memory.bytes_reserved
+        return sum(home.bytes_reserved for home in self._memory.homes)
+
+    @property
+    def more_room(self) -> Signal:
+        """Notified when there may be more room in some home."""
+        return self._memory.more_room
+
+    @property
+    def max_groups(self) -> int:
+        """Groups of the longest rows that the homes hold together, each in one home."""
+        each = self._memory.max_bytes // (self.group_size * self._memory.max_row_bytes)
+        return each * len(self.homes)
 
     @property
     def num_rows(self) -> int:
@@ -102,11 +115,12 @@ class StreamStore:
 
     def describe(self) -> str:
         """One line: what is there, and how many rows each stage has before it."""
-        memory = self._memory
         ready = ", ".join(f"{name} {depth}" for name, depth in self.queue_depths().items())
+        homes = [home.bytes_reserved for home in self._memory.homes]
         return (
-            f"{self.num_rows} rows of {len(self._table)} groups, {memory.bytes_live} bytes live, "
-            f"{memory.bytes_reserved} of {memory.max_bytes} reserved; rows ready for {ready}"
+            f"{self.num_rows} rows of {len(self._table)} groups, {self.bytes_live} bytes live, "
+            f"{homes} reserved on the nodes, of {self._memory.max_bytes} on each; rows ready for "
+            f"{ready}"
         )
 
     def subscribe(
@@ -121,7 +135,7 @@ class StreamStore:
 
         at_least, at_most: rows per take; multiples of group_size for whole groups. at_least is one
             row, or one group, by default: the stage takes what is there.
-        Raises ValueError for batches that the store's bound might never admit.
+        Raises ValueError for batches that the homes which are there might never hold.
         """
         plan = self._plan(stage)
         unit = self.group_size if selection.groups else 1
@@ -145,31 +159,68 @@ class StreamStore:
             at_most=at_most,
             describe=self.describe,
         )
-        memory = self._memory
         check_progress(
             self._schema,
             {**self._subscriptions, stage: subscription},
-            max_groups=memory.max_bytes // (self.group_size * memory.max_row_bytes),
+            # The first home is yet to come, or there would be no run.
+            max_groups=max(
+                self.max_groups,
+                self._memory.max_bytes // (self.group_size * self._memory.max_row_bytes),
+            ),
         )
         self._subscriptions[stage] = subscription
         return subscription
 
-    def has_room(self, num_groups: int = 1) -> bool:
-        return self._memory.has_room(num_groups * self.group_size)
+    @property
+    def homes(self) -> list[str]:
+        """Where rows may be placed."""
+        return [home.name for home in self._memory.homes if home.is_open]
 
-    async def wait_for_room(self, *, timeout_s: float | None, num_groups: int = 1) -> None:
-        """Until more groups fit. Raises TimeoutError saying what fills the store."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._memory.wait_for_room(num_groups * self.group_size)
-        except TimeoutError:
-            raise TimeoutError(
-                f"no room for {num_groups} more groups for {timeout_s} s: the store has "
-                f"{self.describe()}. A stage is stuck, or max_bytes is too small for the pace."
-            ) from None
+    def add_home(self, home: str) -> None:
+        """Rows may be placed there from now on; once more for one that was removed."""
+        self._memory.add_home(home)
 
-    def add_group(self, group_id: int) -> range:
-        """Ids of the group's rows. A group that was dropped may come again, as new rows."""
+    def remove_home(self, home: str) -> None:
+        """Nobody samples there any more. The rows that it has stay until they end."""
+        self._memory.remove_home(home)
+
+    def room(self, home: str) -> int:
+        """How many rows can be placed there."""
+        found = self._memory.home(home)
+        return 0 if found is None else self._memory.room(found)
+
+    def home_of(self, row: int) -> str | None:
+        """Where a row is placed."""
+        group, index = self._find("place", [row])[0]
+        home = group.homes[index]
+        return None if home is None else home.name
+
+    def room_without(self, groups: Iterable[int]) -> Iterator[dict[str, int]]:
+        """How many rows could be placed in each home once all that was dropped has been let go; and
+        then for each of `groups`, if it was dropped too, with those before it."""
+        memory = self._memory
+        held = {home.name: home.bytes_reserved for home in memory.homes if home.is_open}
+
+        def let_go(group: GroupRows) -> None:
+            for index, home in enumerate(group.homes):
+                if home is not None and home.is_open and not group.is_freed(index):
+                    held[home.name] -= self._reserved(group, index)
+
+        def room() -> dict[str, int]:
+            free = {name: memory.max_bytes - num_bytes for name, num_bytes in held.items()}
+            return {name: num_bytes // memory.max_row_bytes for name, num_bytes in free.items()}
+
+        for group in self._table:
+            if group.is_dropped:
+                let_go(group)
+        yield room()
+        for group_id in groups:
+            let_go(self._table.of(group_id))
+            yield room()
+
+    def add_group(self, group_id: int, *, home: str | None = None) -> range:
+        """Ids of the group's rows, which are placed in `home`; None: `place` follows. A group that
+        was dropped may come again, as new rows."""
         missing = [
             name
             for name, plan in self._plans.items()
@@ -182,10 +233,35 @@ class StreamStore:
             )
         if group_id in self._table:
             raise StoreError(f"group {group_id} is in the store already; drop it first.")
-        if not self.has_room():
-            raise StoreError(f"group {group_id} does not fit ({self.describe()}); wait for room.")
-        self._memory.reserve(self.group_size)
-        return self._table.add(group_id)
+        found = None
+        if home is not None:
+            found = self._find_room(home, self.group_size, f"group {group_id}")
+            self._memory.place(found, self.group_size)
+        return self._table.add(group_id, found)
+
+    def place(self, rows: Sequence[int], home: str) -> None:
+        """Reserve for rows that are in no home. StoreError if they are, or do not fit."""
+        found = self._find("place", rows)
+        for row, (group, index) in zip(rows, found, strict=True):
+            if (now := group.homes[index]) is not None:
+                self._refuse("place", row, f"is placed on node {now.name!r}; withdraw it first")
+        target = self._find_room(home, len(rows), f"{len(rows)} rows")
+        self._memory.place(target, len(rows))
+        for group, index in found:
+            group.homes[index] = target
+
+    def withdraw(self, rows: Sequence[int]) -> None:
+        """Rows that nobody samples any more give their reservations back: they are in no home until
+        they are placed again. StoreError for rows that have tensors, or are in no home."""
+        found = self._find("withdraw", rows)
+        for row, (group, index) in zip(rows, found, strict=True):
+            if group.homes[index] is None or group.written[index]:
+                self._refuse("withdraw", row, "is in no home, or has been written")
+        for group, index in found:
+            home, group.homes[index] = group.homes[index], None
+            assert home is not None
+            self._memory.withdraw(home)
+        self._memory.more_room.notify()
 
     def is_live(self, row: int) -> bool:
         """The row was added, and is neither dropped nor freed."""
@@ -232,6 +308,8 @@ class StreamStore:
                 self._refuse(stage, row, f"has its columns {columns} already; they are final")
             if plan.needs and not group.taken[index] & plan.bit:
                 self._refuse(stage, row, "cannot be written: the stage has not taken it")
+            if block is not None and group.homes[index] is None:
+                self._refuse(stage, row, "cannot be written: it is placed in no home")
         if block is not None:
             self._write_block(plan, rows, found, block, places)
         for name, values in scalars.items():
@@ -242,10 +320,13 @@ class StreamStore:
             for (group, index), span, length in zip(found, versions, num_tokens, strict=True):
                 group.min_versions[index], group.max_versions[index] = span
                 group.num_tokens[index] = length
+        settle, all_tensors = self._memory.settle, self._all_tensors
         for group, index in found:
             group.written[index] |= plan.bit
-            if plan.tensor_writes and not self._all_tensors & ~group.written[index]:
-                self._memory.settle(group.num_bytes[index])
+            if plan.tensor_writes and not all_tensors & ~group.written[index]:
+                settle(_home_of(group, index), group.num_bytes[index])
+        if plan.tensor_writes:
+            self._memory.more_room.notify()
         for subscription in self._subscriptions.values():
             if subscription.needs & plan.bit:
                 subscription.offer(found)
@@ -271,6 +352,14 @@ class StreamStore:
         if not group.written[index] & plan.bit:
             return None
         return group.cell(plan.block_slot, index)
+
+    def scalars(self, rows: Sequence[int]) -> dict[str, list[float]]:
+        """All columns with a value per row, of rows that have them."""
+        found = self._find("scalars", rows)
+        return {
+            name: [group.scalars[number * self.group_size + index] for group, index in found]
+            for name, number in self._scalar_index.items()
+        }
 
     def pin(self, rows: Sequence[int]) -> None:
         """The bytes of these rows stay until `unpin`, whoever drops or releases them meanwhile."""
@@ -376,27 +465,49 @@ class StreamStore:
                     f"would have {group.num_bytes[index] + num_bytes} bytes with columns "
                     f"{sorted(plan.tensor_writes)}, max_row_bytes={memory.max_row_bytes}",
                 )
-        memory.fill(block, len(rows), sum(row_bytes))
+        memory.fill(block, len(rows))
         slot = plan.block_slot * self.group_size
         for (group, index), place, num_bytes in zip(found, places, row_bytes, strict=True):
             group.num_bytes[index] += num_bytes
+            _home_of(group, index).bytes_live += num_bytes
             group.blocks[slot + index] = block
             group.places[slot + index] = place
 
     def _free_unneeded(self, rows: Iterable[tuple[GroupRows, int]]) -> None:
         """Free those of the rows that no stage reads or will read."""
+        memory = self._memory
         blocks: list[BlockRef] = []
+        has_freed = False
         for group, index in rows:
             if group.is_dropped:
                 needed = group.in_flight(index)
             else:
                 needed = group.released[index] != self._all_readers or group.in_flight(index)
             if not needed:
-                is_settled = not self._all_tensors & ~group.written[index]
-                self._memory.free(group.num_bytes[index], settled=is_settled)
+                has_freed = True
+                if (home := group.homes[index]) is not None:
+                    is_settled = not self._all_tensors & ~group.written[index]
+                    memory.free(home, group.num_bytes[index], settled=is_settled)
                 blocks += group.free(index)
                 self._table.forget_if_freed(group)
-        self._memory.hand_back(blocks)
+        if has_freed:
+            memory.more_room.notify()
+        memory.hand_back(blocks)
+
+    def _reserved(self, group: GroupRows, index: int) -> int:
+        """Bytes of a row that is in a home."""
+        is_settled = not self._all_tensors & ~group.written[index]
+        return group.num_bytes[index] if is_settled else self._memory.max_row_bytes
+
+    def _find_room(self, home: str, num_rows: int, what: str) -> Home:
+        found = self._memory.home(home)
+        if found is None:
+            raise StoreError(f"{what} cannot be placed on node {home!r}: there are {self.homes}.")
+        if self._memory.room(found) < num_rows:
+            raise StoreError(
+                f"{what} does not fit on node {home!r} ({self.describe()}); wait for room."
+            )
+        return found
 
     def _plan(self, stage: str) -> StagePlan:
         plan = self._plans.get(stage)
@@ -431,3 +542,9 @@ class StreamStore:
         found = self._table.find(row)
         where = f" (group {found[0].group_id}, index {found[1]})" if found else ""
         raise StoreError(f"stage {stage!r}: row {row}{where} {rule}.")
+
+
+def _home_of(group: GroupRows, index: int) -> Home:
+    home = group.homes[index]
+    assert home is not None, f"row {index} of group {group.group_id} has tensors and no home"
+    return home

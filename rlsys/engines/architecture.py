@@ -10,12 +10,14 @@ Trainer and torch engine ask it once, when they have loaded a model; the torch e
 the miniature to check decoding (backbone.py). The model's own weights play no part: in their own
 precision, right and wrong can look alike.
 
-Shape legend: T tokens of a row, V vocabulary.
+What is compared are log-probabilities, or values of another head (scalar_lm.py).
+
+Shape legend: T tokens of a row, V vocabulary, or 1 for a head of one output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +29,22 @@ from rlsys.engines.context import context_length
 from rlsys.engines.miniature import VOCABULARY, WINDOW, build_miniature
 from rlsys.engines.packing import Packing
 
-# Nats, between log-probabilities. Float32 rounds attention to 1e-5, recurrent states to 1e-3; the
-# smallest fault met was 0.05.
+# Nats, between log-probabilities; values of a random head are of that size too. Float32 rounds
+# attention to 1e-5, recurrent states to 1e-3; the smallest fault met was 0.05.
 TOLERANCE = 5e-3
 
 # One longer than every window and limit of a miniature, short ones, one at a window's edge.
 ROW_LENGTHS = (3, 29, 1, WINDOW + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a head says at each token, computed in two ways."""
+
+    by_transformers: Callable[[Any, torch.Tensor], torch.Tensor]  # (model, ids [T]) -> [T, V]
+    by_engines: Callable[..., torch.Tensor]  # (model, ids [B, T], packing...) -> [B, T, V]
+    name: str
+    unit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +55,24 @@ class Architecture:
     """Whether rows may stand one after another in one row; otherwise they must be padded."""
     miniature: Any
     rows: Sequence[torch.Tensor]  # of token ids [T]
-    expected: Sequence[torch.Tensor]  # of log-probabilities [T, V], by transformers alone
+    expected: Sequence[torch.Tensor]  # of outputs [T, V], by transformers alone
 
 
-def check_architecture(model: Any) -> Architecture:
+def check_architecture(model: Any, outputs: Outputs | None = None) -> Architecture:
     """Raises ValueError, in one sentence, for a model that trainer and torch engine would get
-    wrong."""
+    wrong. `outputs`: by default log-probabilities."""
+    outputs = outputs or LOGPROBS
     kind = type(model)
     small = build_miniature(kind, model.config)
     small.to(next(model.parameters()).device)
     rows = test_rows(small.config, small.device)
     with torch.no_grad():
-        expected = [_plain_logprobs(small, row) for row in rows]
-        _require_causality(small, rows, expected)
+        expected = [outputs.by_transformers(small, row) for row in rows]
+        _require_causality(small, outputs, rows, expected)
         use_engine_layers(small)
-        _require_equality(small, rows, expected)
-        return Architecture(
-            packs=_packs(small, rows, expected), miniature=small, rows=rows, expected=expected
-        )
+        _require_equality(small, outputs, rows, expected)
+        packs = _packs(small, outputs, rows, expected)
+        return Architecture(packs=packs, miniature=small, rows=rows, expected=expected)
 
 
 def test_rows(config: Any, device: torch.device | str) -> list[torch.Tensor]:
@@ -96,8 +108,13 @@ def _logprobs(model: Any, token_ids: torch.Tensor, **options: Any) -> torch.Tens
     return logprobs
 
 
+LOGPROBS = Outputs(
+    by_transformers=_plain_logprobs, by_engines=_logprobs, name="log-probabilities", unit=" nats"
+)
+
+
 def _require_causality(
-    small: Any, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+    small: Any, outputs: Outputs, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 ) -> None:
     longest = max(range(len(rows)), key=lambda index: len(rows[index]))
     half = len(rows[longest]) // 2
@@ -105,17 +122,17 @@ def _require_causality(
     changed[half:] = (changed[half:] + 1) % min(
         small.config.get_text_config().vocab_size, VOCABULARY
     )
-    gap = difference(_plain_logprobs(small, changed)[:half], expected[longest][:half])
+    gap = difference(outputs.by_transformers(small, changed)[:half], expected[longest][:half])
     if gap > TOLERANCE:
         raise ValueError(
             f"{type(small).__name__} lets tokens see later ones (changing those moves "
-            f"log-probabilities by {gap:.1g} nats), so it cannot be sampled token by token; use a "
-            "causal language model, or set is_decoder in its configuration where it has that."
+            f"{outputs.name} by {gap:.1g}{outputs.unit}), so it cannot be sampled token by token; "
+            "use a causal language model, or set is_decoder in its configuration where it has that."
         )
 
 
 def _require_equality(
-    small: Any, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+    small: Any, outputs: Outputs, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 ) -> None:
     name = type(small).__name__
     padded = rows[0].new_zeros(len(rows), max(map(len, rows)))
@@ -123,10 +140,10 @@ def _require_equality(
         padded[index, : len(row)] = row
     try:
         with torch.enable_grad():
-            found = _logprobs(small, padded)
+            found = outputs.by_engines(small, padded)
             found.sum().backward()  # some models cannot be differentiated as they are sampled
         small.zero_grad(set_to_none=True)
-        alone = [_logprobs(small, row[None])[0] for row in rows]
+        alone = [outputs.by_engines(small, row[None])[0] for row in rows]
     except Exception as error:  # whatever a class of transformers dies of
         raise ValueError(
             f"{name} cannot be trained with the attention of rlsys ({type(error).__name__}: "
@@ -136,25 +153,28 @@ def _require_equality(
     if gap > TOLERANCE:
         raise ValueError(
             f"{name} computes its attention or its logits in a way that rlsys does not know "
-            f"(log-probabilities differ by {gap:.1g} nats); use an architecture that "
+            f"({outputs.name} differ by {gap:.1g}{outputs.unit}); use an architecture that "
             "docs/models.md calls equal."
         )
     pairs = zip(found, expected, strict=True)
     gap = max(difference(padded_row[: len(row)], row) for padded_row, row in pairs)
     if gap > TOLERANCE:
         raise ValueError(
-            f"{name} gives a row other log-probabilities beside longer rows than alone (they "
-            f"differ by {gap:.1g} nats); use an architecture that docs/models.md calls equal."
+            f"{name} gives a row other {outputs.name} beside longer rows than alone (they "
+            f"differ by {gap:.1g}{outputs.unit}); use an architecture that docs/models.md calls "
+            "equal."
         )
 
 
-def _packs(small: Any, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+def _packs(
+    small: Any, outputs: Outputs, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> bool:
     """Not where tokens see others by other means than attention (a convolution, a recurrent state)
     or know their position by other means than position_ids."""
     packing = Packing(np.array([len(row) for row in rows]), rows[0].device)
     options = {"packing": packing, "position_ids": packing.position_ids}
     try:
-        found = _logprobs(small, torch.cat(list(rows))[None], **options)[0]
+        found = outputs.by_engines(small, torch.cat(list(rows))[None], **options)[0]
     except (TypeError, ValueError, RuntimeError, IndexError):
         return False  # it takes no positions, or no row of this length
     return difference(found, torch.cat(list(expected))) <= TOLERANCE

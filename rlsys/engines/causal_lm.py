@@ -49,7 +49,7 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
             f"model.path={str(path)!r} holds no causal language model ({in_short(error)}); give a "
             "Hugging Face model directory or hub name."
         ) from error
-    _check_finite(model, path)
+    check_finite(model, path)
     use_engine_layers(model)
     return model.to(device)
 
@@ -71,7 +71,7 @@ def backbone(model: Any) -> Any:
     return found
 
 
-def _check_finite(model: Any, path: str | Path) -> None:
+def check_finite(model: Any, path: str | Path) -> None:
     """Raise ValueError for weights that are no numbers."""
     for name, parameter in model.named_parameters():
         # The sum of finite weights is finite; only for one that is not, each has to be looked at.

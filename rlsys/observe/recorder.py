@@ -11,7 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from rlsys import metrics
-from rlsys.controller import Group, TrainedStep
+from rlsys.controller import TrainedStep
+from rlsys.controller.state import FACTS
 from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.signal import Signal
 from rlsys.observe.console import RunConsole
@@ -24,6 +25,9 @@ from rlsys.types import FinishReason, WeightManifest
 
 # A shorter wait is not drawn: a busy stage has thousands.
 MIN_DRAWN_WAIT_S = 0.001
+
+# Columns that have a meaning of their own, for people.
+REWARD, ADVANTAGES = "reward", "advantages"
 
 
 class Recorder:
@@ -127,7 +131,7 @@ class Recorder:
         line: dict[str, float] = {
             metrics.STEP: trained.step,
             metrics.POLICY_VERSION: trained.result.policy_version,
-            **_rollout_metrics(trained.groups),
+            **_rollout_metrics(trained),
             **trained.result.metrics,
             metrics.ROLLOUTS_ISSUED: self._ledger.num_issued * self._group_size,
             metrics.ROLLOUTS_TRAINED: self._ledger.num_trained * self._group_size,
@@ -168,24 +172,30 @@ class Recorder:
         self._wandb.close(failed=failed)
 
 
-def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    notes = [note for group in groups for note in group.rollouts]
-    rewards = [note.reward for note in notes]
+def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:
+    notes = [note for group in trained.groups for note in group.rollouts]
+    columns: defaultdict[str, list[float]] = defaultdict(list)
+    for of_group in trained.columns.values():
+        for name, values in of_group.items():
+            if name not in FACTS:
+                columns[name] += values
     components: dict[str, list[float]] = {}
     for note in notes:
         for name, value in note.components.items():
             components.setdefault(name, []).append(value)
-    return {
-        metrics.REWARD_MEAN: statistics.fmean(rewards),
-        metrics.REWARD_STD: statistics.pstdev(rewards),
+    advantages = [of_group.get(ADVANTAGES, ()) for of_group in trained.columns.values()]
+    line = {metrics.column_mean(name): statistics.fmean(x) for name, x in columns.items()}
+    line.pop(metrics.column_mean(ADVANTAGES), None)
+    if REWARD in columns:
+        line[metrics.REWARD_STD] = statistics.pstdev(columns[REWARD])
+    if any(advantages):
+        line[metrics.ZERO_ADVANTAGE_FRAC] = statistics.fmean(not any(x) for x in advantages)
+    return line | {
         **{
             metrics.reward_component(name): statistics.fmean(values)
             for name, values in components.items()
             if len(components) > 1
         },
-        metrics.ZERO_ADVANTAGE_FRAC: statistics.fmean(
-            all(note.advantage == 0 for note in group.rollouts) for group in groups
-        ),
         metrics.COMPLETION_TOKENS_MEAN: statistics.fmean(note.num_tokens for note in notes),
         metrics.COMPLETION_TRUNCATED_FRAC: statistics.fmean(
             note.finish_reason is FinishReason.LENGTH for note in notes
@@ -194,23 +204,29 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _records(trained: TrainedStep) -> list[RolloutRecord]:
-    return [
-        RolloutRecord(
-            step=trained.step,
-            group_id=group.group_id,
-            index=index,
-            prompt=note.text.prompt,
-            completion=note.text.completion,
-            token_ids=note.text.token_ids,
-            policy_versions=note.text.policy_versions,
-            staleness=trained.step - 1 - note.min_version,
-            reward=note.reward,
-            rewards=note.components,
-            advantage=note.advantage,
-            finish_reason=str(note.finish_reason),
-            row=group.prompt.metadata,
-        )
-        for group in trained.groups
-        for index, note in enumerate(group.rollouts)
-        if note.text is not None
-    ]
+    records = []
+    for group in trained.groups:
+        columns = trained.columns[group.group_id]
+        for index, note in enumerate(group.rollouts):
+            if note.text is None:
+                continue
+            own = {name: values[index] for name, values in columns.items() if name not in FACTS}
+            records.append(
+                RolloutRecord(
+                    step=trained.step,
+                    group_id=group.group_id,
+                    index=index,
+                    prompt=note.text.prompt,
+                    completion=note.text.completion,
+                    token_ids=note.text.token_ids,
+                    policy_versions=note.text.policy_versions,
+                    staleness=trained.step - 1 - note.min_version,
+                    reward=own.pop(REWARD, 0.0),
+                    rewards=note.components,
+                    advantage=own.pop(ADVANTAGES, None),
+                    columns=own,
+                    finish_reason=str(note.finish_reason),
+                    row=group.prompt.metadata,
+                )
+            )
+    return records

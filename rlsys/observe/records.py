@@ -32,8 +32,10 @@ class RolloutRecord:
     staleness: int  # optimizer steps between its oldest token and the step that trained it
     reward: float
     rewards: Mapping[str, float]  # by reward function, before their weights
-    advantage: float
+    advantage: float | None  # None: its tokens have one each
     finish_reason: str
+    columns: Mapping[str, float] = field(default_factory=dict)
+    """What other stages of the dataflow say of it, such as a reward model's score."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The dataset row's columns beside the prompt, as the rewards saw them."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -32,15 +33,19 @@ from rlsys.workers import (
     LearnerDied,
     Part,
     ReplicaDied,
+    Rows,
+    RowsLost,
     Scored,
     ScoreTask,
     TellScores,
-    TrainTask,
+    Written,
 )
 
 T = TypeVar("T")
 
 NUM_PROMPT_TOKENS = 4
+
+LEASES = itertools.count(1 << 20)  # of what others than replicas write
 
 
 class SimulatedPrompts:
@@ -62,6 +67,7 @@ class SimulatedReplica:
     buried: bool = False
     dies_after: int | None = None  # rollouts
     shard: str = "shard"
+    home: str = "node"
     dead: bool = False
     continued: list[str] = field(default_factory=list)  # requests that came with prior tokens
     _slots: asyncio.Semaphore = field(init=False)
@@ -165,6 +171,7 @@ class SimulatedFleet:
     latency_s: Callable[[], float] = lambda: 1.0
     start_s: float = 10.0
     num_duds: int = 0
+    home: Callable[[int], str] = lambda number: "node"
     hired: list[SimulatedReplica] = field(default_factory=list)
     prepare: Callable[[SimulatedReplica], None] = lambda replica: None
 
@@ -174,7 +181,9 @@ class SimulatedFleet:
             self.num_duds -= 1
             raise ReplicaDied(f"rollout-{number} died during start")
         name = f"rollout-{number}.{len(self.hired) + 1}"
-        replica = SimulatedReplica(name=name, latency_s=self.latency_s, load_s=0.01)
+        replica = SimulatedReplica(
+            name=name, latency_s=self.latency_s, load_s=0.01, home=self.home(number)
+        )
         self.prepare(replica)
         self.hired.append(replica)
         return replica
@@ -193,6 +202,24 @@ class SimulatedScorer:
 
 
 @dataclass(kw_only=True)
+class SimulatedPool:
+    """A frozen model that writes one score per row."""
+
+    writes: str
+    latency_s: Callable[[], float] = lambda: 0.0
+    num_workers: int = 1
+    losing: Callable[[], bool] = lambda: False  # rows cannot be read, this time
+    num_rows: int = 0
+
+    async def run(self, rows: Rows) -> Written:
+        await asyncio.sleep(self.latency_s())
+        if self.losing():
+            raise RowsLost("their shard is gone")
+        self.num_rows += len(rows)
+        return Written(scalars={self.writes: [float(group_id) for group_id in rows.group_ids]})
+
+
+@dataclass(kw_only=True)
 class SimulatedLearner:
     row_s: float = 0.0
     step_s: float = 0.0  # of the optimizer
@@ -201,7 +228,10 @@ class SimulatedLearner:
     loses: int = 0  # optimizer steps that a restart cannot bring back
     version: int = 0
     deaths: int = 0
-    trained: list[list[TrainTask]] = field(default_factory=lambda: [[]])  # by step; and the next
+    num_ranks: int = 1
+    trained: list[list[Rows]] = field(default_factory=lambda: [[]])  # by step; and the next
+    updates: int = 0  # of the weights; several may make a version
+    inferred: list[tuple[str, int, list[int]]] = field(default_factory=list)  # what, when, of whom
     idle_s: list[float] = field(default_factory=list)  # before each part, without a call to do
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _busy_until_s: float | None = None
@@ -212,21 +242,44 @@ class SimulatedLearner:
         self.deaths += 1
         self._died.set()
 
-    async def accumulate(self, shares: Sequence[Sequence[TrainTask]]) -> None:
+    async def infer(self, writes: str, shares: Sequence[Rows]) -> Sequence[Written]:
+        async def work() -> list[Written]:
+            async with self._carrying_out():
+                await asyncio.sleep(self.row_s * max(len(share) for share in shares))
+                return [self._write(writes, share) for share in shares]
+
+        return await self._answer(work())
+
+    async def compute(self, stage: str, rows: Rows) -> Written:
+        """Of a stage that is named, as they are, after what it writes."""
+        return (await self.infer(stage, [rows]))[0]
+
+    def _write(self, writes: str, rows: Rows) -> Written:
+        """A token for each row."""
+        if not len(rows):
+            return Written()
+        self.inferred.append((writes, self.version, list(rows.group_ids)))
+        values = [np.zeros(1, np.float32) for _ in range(len(rows))]
+        columns = dict.fromkeys(writes.split(" and "), values)
+        return Written(block=BlockRef("shard", next(LEASES), 0, layout_of(columns)))
+
+    async def accumulate(self, shares: Sequence[Rows]) -> None:
         async def work() -> None:
             async with self._carrying_out() as idle_s:
                 self.idle_s.append(idle_s)
                 await asyncio.sleep(self.row_s * max(len(share) for share in shares))
-                self.trained[-1] += [task for share in shares for task in share]
+                self.trained[-1] += shares
 
         await self._answer(work())
 
-    async def optimizer_step(self) -> StepResult:
+    async def optimizer_step(self, *, last: bool = True) -> StepResult:
         async def work() -> StepResult:
             async with self._carrying_out():
                 await asyncio.sleep(self.step_s)
-                self.version += 1
-                self.trained.append([])
+                self.updates += 1
+                if last:
+                    self.version += 1
+                    self.trained.append([])
                 return StepResult(policy_version=self.version, metrics={}, num_tokens=0)
 
         return await self._answer(work())

@@ -81,10 +81,11 @@ async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
         trainer=TrainerConfig(micro_batch_tokens=128),  # of 7 tokens a rollout: two groups
     )
     flow = Dataflow()
-    rollouts = flow.generate("policy", Prompts(config=DataConfig()), group_size=GROUP_SIZE)
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=GROUP_SIZE)
     reward = flow.score(rollouts, [never_called])
     advantage = flow.per_group(center, reward)
-    flow.train("policy", rollouts, advantage, loss=never_called, aggregation=never_called)
+    flow.train(policy, rollouts, advantage, loss=never_called, aggregation=never_called)
 
     async def no_checkpoint(step: int, work: OpenWork) -> None:
         pass
@@ -111,7 +112,7 @@ async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
             for i in range(REPLICAS)
         },
         scorer=SimulatedScorer(latency_s=lambda: SCORE_S),
-        learner=SimulatedLearner(row_s=ROW_S),
+        learners={"policy": SimulatedLearner(row_s=ROW_S)},
         observer=Times(),
         checkpoint=no_checkpoint,
         clock=clock,

@@ -156,7 +156,7 @@ async def hiring(num_replicas: int) -> AsyncIterator[Hiring]:
     )
     running = asyncio.create_task(shards.run())
 
-    def start_actor(name: str, number: int, place: Place) -> Worker:
+    def start_actor(name: str, place: Place) -> Worker:
         actor: Any = RolloutActor
         handle = actor.options(**place.options).remote(ScriptedEngine, shards.address, Tracer(name))
         worker = Worker(
@@ -169,7 +169,9 @@ async def hiring(num_replicas: int) -> AsyncIterator[Hiring]:
         return worker
 
     learner: Any = Learner()
-    async with reserved([needs[0]], needs[1:], min_replicas=0, timeout_s=LIMIT_S) as places:
+    async with reserved(
+        [needs[0]], needs[1:], roles={}, min_replicas=0, timeout_s=LIMIT_S
+    ) as places:
         fleet = RayFleet(
             [*places.ranks, *places.replicas],
             start_actor,
@@ -285,7 +287,7 @@ def test_a_run_that_finds_no_room_says_what_it_lacks(cluster: Any) -> None:
     async def run(num_cpus: float, min_replicas: int) -> None:
         ranks = [Need(name="trainer-0", num_cpus=num_cpus, num_gpus=0, fix="trainer.num_cpus")]
         replicas = [Need(name="rollout-0", num_cpus=1, num_gpus=0, fix="rollout.num_replicas")]
-        async with reserved(ranks, replicas, min_replicas=min_replicas, timeout_s=1):
+        async with reserved(ranks, replicas, roles={}, min_replicas=min_replicas, timeout_s=1):
             await run(1, 0)  # a second run, while the first holds the room
 
     with pytest.raises(ClusterTooSmall, match=r"trainer-0 finds no place\. Lower trainer"):

@@ -29,6 +29,7 @@ from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult
 from rlsys.workers import LearnerDied
+from tests.actors.no_rows import NO_ROWS
 from tests.clusters import cluster_of_one
 
 REPOSITORY = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ class CountingEngine:
             raise errors[error](f"gloo of rank {self._rank}")
         self._num_parts += 1
 
-    def optimizer_step(self) -> StepResult:
+    def optimizer_step(self, *, last: bool = True) -> StepResult:
         self._mark("optimizer_step")
         self._state["parts"][self.policy_version] = self._num_parts
         self._num_parts = 0
@@ -156,7 +157,7 @@ class World:
     async def step(self, num_parts: int) -> list[int]:
         """One optimizer step of so many parts, asked for as the controller does: all at once.
         Returns the parts of all steps so far."""
-        parts = [self.learner.accumulate([[]] * self.num_ranks) for _ in range(num_parts)]
+        parts = [self.learner.accumulate([NO_ROWS] * self.num_ranks) for _ in range(num_parts)]
         accumulated = [asyncio.create_task(part) for part in parts]
         stepped = asyncio.create_task(self.learner.optimizer_step())
         await asyncio.gather(*accumulated, stepped)

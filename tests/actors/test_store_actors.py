@@ -14,11 +14,14 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.store import ShardAddress, ShardLost, StoreAddress, StoreClient
+from actors import carry_over
+from actors.store import ShardAddress, ShardLost, StoreAddress, StoreClient, put_on_node
 from actors.store_shards import StoreShards
+from rlsys.dataflow.archive import SavedRollout, write_rollouts
 from rlsys.dataflow.arena import PAGE_BYTES
 from rlsys.dataflow.blocks import Array, BlockRef, Cell
 from rlsys.dataflow.store import StageSpec, StreamStore
+from rlsys.workers import FinishedRollout, Part
 from tests.clusters import NODE_OPTIONS, cluster_of_one
 
 REPOSITORY = Path(__file__).parents[2]
@@ -184,6 +187,44 @@ def test_writers_wait_for_room_and_are_told_what_fills_it(nodes: Nodes) -> None:
     asyncio.run(run())
 
 
+def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    """Of three groups of 9, 5 and 3 tokens the first lies on one node, the others on the other."""
+
+    def saved(group_id: int, num_tokens: int, reason: str) -> SavedRollout:
+        return SavedRollout(
+            request_id=f"{group_id}.0.0",
+            finish_reason=reason,
+            prompt_token_ids=np.full(2 if reason else 0, 1, np.int32),
+            token_ids=np.full(num_tokens, group_id, np.int32),
+            sampler_logprobs=np.zeros(num_tokens, np.float32),
+            policy_versions=np.full(num_tokens, 4, np.int32),
+        )
+
+    async def run() -> None:
+        async with running_shards([nodes.here, nodes.there], _nothing_dies) as shards:
+            rollouts = [saved(1, 9, "stop"), saved(2, 5, "length"), saved(3, 3, "")]
+            write_rollouts(tmp_path / carry_over.FILE, rollouts)
+            homes = [nodes.here, nodes.there]
+            work = await carry_over.load(tmp_path, shards.address, homes=homes)
+            assert work.homes == {1: nodes.here, 2: nodes.there, 3: nodes.there}
+            node_of = {shard.name: shard.node_id for shard in shards.address.shards}
+            restored: list[FinishedRollout | Part] = [*work.finished, *work.parts]
+            cells = [told.cell for told in restored]
+            where = [node_of[block.shard] for block, _ in cells]
+            assert where == [nodes.here, nodes.there, nodes.there]
+            assert [told.num_tokens for told in restored] == [9, 5, 3]
+            got = await StoreClient(shards.address).get_async(cells, ["token_ids"])
+            assert [ids.tolist() for ids in got["token_ids"]] == [[1] * 9, [2] * 5, [3] * 3]
+            with pytest.raises(ShardLost, match="could not be written on node 00"):
+                await put_on_node("00" * 28, [rows([1], 1)], shards.address)
+
+    asyncio.run(run())
+
+
+def _nothing_dies(shard: ShardAddress) -> None:
+    raise AssertionError(f"{shard.name} died")
+
+
 def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
     """The last test of this module: it takes the second node away."""
 
@@ -202,6 +243,7 @@ def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
                 max_row_bytes=100,
                 on_free=shards.free,
             )
+            store.add_home("n")
             train = store.subscribe("train", at_most=2)
             near = StoreClient(shards.address)
             far = start_writer(shards.address, nodes.there)
@@ -210,7 +252,7 @@ def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
                 11: await answer(far.put.remote([11, 11], 3)),
             }
             for group_id, block in blocks.items():
-                added = store.add_group(group_id)
+                added = store.add_group(group_id, home="n")
                 store.write(
                     "generate", added, block=block, versions=[(0, 0)] * 2, num_tokens=[3, 3]
                 )

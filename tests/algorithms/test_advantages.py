@@ -1,3 +1,4 @@
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -8,12 +9,16 @@ from hypothesis import strategies as st
 from rlsys.algorithms.advantages import (
     distillation_advantage,
     dr_grpo_advantage,
-    gae,
     grpo_advantage,
+    opo_advantage,
+    pass_at_k_advantage,
     reinforce_plus_plus_advantage,
+    reinforce_plus_plus_baseline_advantage,
+    remax_advantage,
     rloo_advantage,
     scale_rl_advantage,
 )
+from rlsys.algorithms.groups import min_group_size
 
 GroupAdvantage = Callable[[torch.Tensor], torch.Tensor]
 GROUP_ADVANTAGES: list[GroupAdvantage] = [grpo_advantage, dr_grpo_advantage, rloo_advantage]
@@ -41,13 +46,55 @@ def test_batch_advantages_by_hand() -> None:
     expected = torch.tensor([0.5, -0.5, 1.0, -1.0]) / (5 / 6) ** 0.5
     torch.testing.assert_close(scale_rl_advantage(rewards, groups, epsilon=0.0), expected)
     torch.testing.assert_close(
-        reinforce_plus_plus_advantage(rewards, group_index=groups, epsilon=0.0), expected
+        reinforce_plus_plus_baseline_advantage(rewards, groups, epsilon=0.0), expected
     )
     # Without groups: mean 7/4, sample variance (9 + 49 + 81 + 1) / 16 / 3 = 35/12.
     torch.testing.assert_close(
-        reinforce_plus_plus_advantage(rewards, epsilon=0.0),
+        reinforce_plus_plus_advantage(rewards, groups, epsilon=0.0),
         torch.tensor([-0.75, -1.75, 2.25, 0.25]) / (35 / 12) ** 0.5,
     )
+
+
+def test_pass_at_k_by_hand() -> None:
+    # 3 of 4 wrong, sets of 2: 3 of 6 fail, so m = 1/2 and std = 1/2. The right one is in sets that
+    # all pass; of the 3 sets of a wrong one 2 fail, so its mean is 1/3 − 1/2.
+    found = pass_at_k_advantage(2)(torch.tensor([0.0, 1.0, 0.0, 0.0]))
+    torch.testing.assert_close(found, torch.tensor([-1 / 3, 1.0, -1 / 3, -1 / 3]))
+
+
+@pytest.mark.parametrize("num_right", range(7))
+@pytest.mark.parametrize("k", range(1, 6))
+def test_pass_at_k_is_the_mean_over_all_sets(num_right: int, k: int) -> None:
+    rewards = torch.tensor([1.0] * num_right + [0.0] * (6 - num_right))
+    sets = list(itertools.combinations(range(6), k))
+    worth = torch.tensor([float(rewards[list(members)].max()) for members in sets])
+    std = worth.std(correction=0)
+    expected = torch.stack(
+        [worth[[i in members for members in sets]].mean() - worth.mean() for i in range(6)]
+    ) / (std if std > 0 else 1.0)
+    torch.testing.assert_close(pass_at_k_advantage(k)(rewards), expected)
+
+
+def test_pass_at_k_needs_more_than_k_rollouts() -> None:
+    assert min_group_size(pass_at_k_advantage(4)) == 5
+    with pytest.raises(ValueError, match=r"k=4 .* group of 4 .*group_size >= 5"):
+        pass_at_k_advantage(4)(torch.zeros(4))
+    with pytest.raises(ValueError, match="k=0"):
+        pass_at_k_advantage(0)
+
+
+def test_opo_weighs_its_baseline_by_length() -> None:
+    rewards, lengths = torch.tensor([1.0, 0.0]), torch.tensor([3, 1])
+    torch.testing.assert_close(opo_advantage(rewards, lengths), torch.tensor([0.25, -0.75]))
+    none = torch.zeros(2, dtype=torch.int64)
+    torch.testing.assert_close(opo_advantage(rewards, none), torch.tensor([0.5, -0.5]))
+    assert opo_advantage(torch.full((3,), 0.1), torch.tensor([5, 7, 0])).tolist() == [0.0] * 3
+
+
+def test_remax_compares_with_the_greedy_completion() -> None:
+    found = remax_advantage(torch.tensor([1.0, 0.25]), torch.tensor([0.5, 0.5]))
+    assert found.tolist() == [0.5, -0.25]
+    assert remax_advantage(torch.tensor([1.0]), torch.tensor([0.0])).tolist() == [1.0]
 
 
 def test_groups_of_a_batch_may_differ_in_size() -> None:
@@ -86,23 +133,6 @@ def test_equal_rewards_give_exact_zeros(
 def test_a_group_of_one_is_refused(advantage: GroupAdvantage) -> None:
     with pytest.raises(ValueError, match="use group_size >= 2"):
         advantage(torch.tensor([1.0]))
-
-
-def test_gae_by_hand() -> None:
-    rewards, values = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.25, 0.75])
-    # δ = 0 + ½·¼ − ½, 0 + ½·¾ − ¼, 1 + ½·0 − ¾ = −0.375, 0.125, 0.25; γλ = ¼.
-    found = gae(rewards, values, discount=0.5, trace_decay=0.5)
-    torch.testing.assert_close(found, torch.tensor([-0.375 + 0.1875 / 4, 0.125 + 0.0625, 0.25]))
-    cut_off = gae(rewards, values, discount=0.5, trace_decay=0.5, bootstrap_value=2.0)
-    assert float(cut_off[2]) == pytest.approx(1 + 0.5 * 2 - 0.75)
-
-
-@given(rewards=rewards_of_a_group)
-def test_gae_without_decay_is_the_return_less_the_value(rewards: torch.Tensor) -> None:
-    values = torch.linspace(-1, 1, len(rewards))
-    returns = rewards.flip(0).cumsum(0).flip(0)
-    found = gae(rewards, values, discount=1.0, trace_decay=1.0)
-    torch.testing.assert_close(found, returns - values)
 
 
 def test_distillation_rewards_what_the_teacher_finds_likelier() -> None:

@@ -7,7 +7,9 @@ from rlsys.algorithms.aggregation import (
     constant_length,
     prompt_mean,
     sequence_mean,
+    sequence_sum,
     token_mean,
+    token_sum,
 )
 
 # Two groups of two rollouts; the token losses of each rollout.
@@ -30,6 +32,8 @@ def test_aggregations_by_hand() -> None:
     assert aggregate(sequence_mean, GROUPS) == pytest.approx((2 + 6 + 4 + 4) / 4)
     assert aggregate(prompt_mean, GROUPS) == pytest.approx((12 / 4 + 12 / 3) / 2)
     assert aggregate(constant_length(5), GROUPS) == pytest.approx((6 + 6 + 4 + 8) / 5 / 4)
+    assert aggregate(sequence_sum, GROUPS) == pytest.approx((6 + 6 + 4 + 8) / 4)
+    assert aggregate(token_sum(4), GROUPS) == pytest.approx(24)
 
 
 def test_a_rollout_without_trained_tokens_counts_as_a_rollout_of_loss_zero() -> None:
@@ -53,3 +57,5 @@ def test_the_mean_of_a_constant_is_the_constant(lengths: list[list[int]]) -> Non
 def test_a_length_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match=r"constant_length\(0\)"):
         constant_length(0)
+    with pytest.raises(ValueError, match=r"token_sum\(0\)"):
+        token_sum(0)

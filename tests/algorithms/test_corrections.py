@@ -11,7 +11,7 @@ from rlsys.algorithms.composed import (
     entropy_bonus,
     interpolate_proximal,
 )
-from rlsys.algorithms.corrections import Correction, icepop, opsm, sequence_tis, tis
+from rlsys.algorithms.corrections import Correction, icepop, sequence_tis, tis
 from rlsys.algorithms.inputs import LossFn, LossInputs, TokenLoss
 from rlsys.algorithms.losses import (
     aipo,
@@ -22,6 +22,7 @@ from rlsys.algorithms.losses import (
     reinforce,
     sapo_soft,
 )
+from rlsys.algorithms.masks import opsm
 
 
 def make_inputs(ratios: list[float]) -> LossInputs:

@@ -2,50 +2,52 @@ import math
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.algorithms import kl
 from rlsys.algorithms.composed import (
     corrected,
     decoupled_clipped_surrogate,
+    distill,
     entropy_bonus,
     interpolate_proximal,
+    kl_cov,
+    m2po,
+    observed,
+    with_kl,
 )
-from rlsys.algorithms.corrections import icepop, opsm, sequence_tis, tis
-from rlsys.algorithms.inputs import LossFn, LossInputs
+from rlsys.algorithms.inputs import (
+    LossFn,
+    LossInputs,
+    needs_of,
+    uses_advantages,
+    whole_groups,
+)
 from rlsys.algorithms.losses import (
     aipo,
     cispo,
     clipped_surrogate,
-    clipped_value_loss,
     dppo_mask,
+    gmpo,
     gspo,
     reinforce,
     sapo_soft,
 )
+from rlsys.algorithms.masks import opsm
+from rlsys.algorithms.metrics import derived_metrics
+from rlsys.algorithms.registry import parse
+from tests.algorithms.examples import LOSSES, POLICY_LOSSES
+from tests.algorithms.loss_inputs import chosen, in_float32
 
-LOSSES: list[LossFn] = [
-    reinforce(),
-    clipped_surrogate(0.2, 0.28),
-    clipped_surrogate(0.2, 0.28, dual_clip=3.0),
-    decoupled_clipped_surrogate(0.2, 0.2, max_weight=2.0),
-    interpolate_proximal(decoupled_clipped_surrogate(0.2, 0.2, max_weight=2.0)),
-    gspo(3e-4, 4e-4),
-    cispo(5.0),
-    aipo(4.0),
-    sapo_soft(1.0, 1.05),
-    dppo_mask(0.2, 0.2),
-    entropy_bonus(reinforce(), 0.01),
-    corrected(clipped_surrogate(0.2, 0.28, denominator="proximal"), tis(2.0)),
-    corrected(gspo(3e-4, 4e-4, denominator="proximal"), sequence_tis(2.0, geometric_mean=True)),
-    corrected(sapo_soft(1.0, 1.05, denominator="proximal"), icepop(0.5, 5.0)),
-    corrected(reinforce(), sequence_tis(2.0, geometric_mean=False)),
-    corrected(reinforce(), icepop(0.5, 5.0)),
-    corrected(cispo(5.0), opsm(0.5)),
-]
+
+def made(texts: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Parametrised over losses as a command line names them."""
+    return pytest.mark.parametrize("loss", [pytest.param(parse(t, "loss"), id=t) for t in texts])
 
 
 def make_inputs(
@@ -70,7 +72,22 @@ def make_inputs(
         entropy=torch.ones(num_tokens),
         staleness=torch.tensor(staleness or [0] * num_tokens),
         row_index=torch.tensor(rows or [0] * num_tokens),
+        **columns_of(rows or [0] * num_tokens, trainer.detach(), trainer.detach()),
     )
+
+
+def columns_of(rows: list[int], reference: torch.Tensor, teacher: torch.Tensor) -> dict[str, Any]:
+    """Rows 0 and 1 are a pair, the first chosen; so are 2 and 3."""
+    row = torch.tensor(rows)
+    return {
+        "group_index": row // 2,
+        "columns": {
+            "reference_logprobs": reference,
+            "teacher_logprobs": teacher,
+            "importance_weights": torch.ones_like(reference),
+            "preference": 1.0 - 2 * (row % 2).to(reference.dtype),
+        },
+    }
 
 
 def loss_and_gradient(loss: LossFn, inputs: LossInputs) -> tuple[list[float], list[float]]:
@@ -143,6 +160,64 @@ def test_truncated_importance_keeps_every_gradient(loss: LossFn) -> None:
     assert values[0] == pytest.approx(-1.2 * math.log(1.5 * 0.25))
 
 
+def test_cispo_may_have_a_lower_bound() -> None:
+    inputs = make_inputs([0.1, 0.5, 3.0, 9.0], ADVANTAGES)
+    _, gradient = loss_and_gradient(cispo(4.0, 0.25), inputs)
+    assert gradient == pytest.approx([-0.25, -0.5, 3.0, 4.0])
+    assert cispo(4.0, 0.25)(inputs)[1]["ratio/clipped_frac"].tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_gmpo_takes_the_geometric_mean_of_ratios_clipped_one_by_one() -> None:
+    inputs = make_inputs([4.0, 1.0, 4.0, 0.25], ADVANTAGES, rows=ROWS)
+    values, gradient = loss_and_gradient(gmpo(math.log(2)), inputs)
+    # Good: 4 is cut to 2, so s = √2. Bad: 1/4 is cut to 1/2, 4 is not, so s = √2 too.
+    assert values == pytest.approx([-(2**0.5), -(2**0.5), 2**0.5, 2**0.5])
+    assert gradient == pytest.approx([0.0, -(2**0.5), 2**0.5, 0.0])
+
+
+def test_m2po_leaves_the_outliers_out_and_does_not_clip_the_rest() -> None:
+    inputs = make_inputs([math.exp(0.19), math.exp(0.3), 1.0, 9.0], ADVANTAGES, rows=ROWS)
+    # (log ρ)² = 0.036, 0.09 with means 0.036, 0.063; and 0, 4.8.
+    _, gradient = loss_and_gradient(m2po(0.04), inputs)
+    assert gradient == pytest.approx([-math.exp(0.19), 0.0, 1.0, 0.0])
+
+
+def test_distillation_takes_its_advantage_from_the_teacher() -> None:
+    inputs = make_inputs([1.0, 2.0], [7.0, 7.0])
+    teacher = inputs.trainer_logprobs.detach() + torch.tensor([0.5, -1.0])
+    inputs = replace(inputs, columns={"teacher_logprobs": teacher})
+    _, gradient = loss_and_gradient(distill(cispo()), inputs)
+    assert gradient == pytest.approx([-0.5, 2.0])
+    assert distill(cispo())(inputs)[1]["kl/teacher"].tolist() == pytest.approx([-0.5, 1.0])
+    assert not uses_advantages(distill(cispo()))
+    assert needs_of(distill(cispo())) == ("teacher_logprobs",)
+
+
+def test_kl_cov_holds_the_tokens_that_lower_the_entropy() -> None:
+    # log π + H = log(0.5) + 1 = 0.31, times A: 3.1 and 0.31.
+    inputs = make_inputs([1.0, 1.0], [10.0, 1.0], probability=0.5, proximal_ratios=[2.0, 2.0])
+    values, gradient = loss_and_gradient(kl_cov(reinforce(), 1.0, coefficient=0.5), inputs)
+    free, free_gradient = loss_and_gradient(reinforce(), inputs)
+    # KL(π_prox ‖ π_θ) with log π_prox − log π_θ = log 2: ½ − 1 + log 2; its gradient ½ − 1.
+    assert values == pytest.approx([free[0] + 0.5 * (math.log(2) - 0.5), free[1]])
+    assert gradient == pytest.approx([free_gradient[0] - 0.25, free_gradient[1]])
+
+
+def test_what_is_off_policy_is_told() -> None:
+    inputs = make_inputs(
+        [1.0, 4.0, 1.0], [1.0] * 3, proximal_ratios=[0.5, 2.0, 2.0], rows=[0, 0, 1]
+    )
+    metrics = observed(cispo())(inputs)[1]
+    log2 = math.log(2)
+    assert metrics["offpolicy/kl"].tolist() == pytest.approx([log2, -log2, -log2])
+    assert metrics["offpolicy/k3"].tolist() == pytest.approx([log2 - 0.5, 1 - log2, 1 - log2])
+    assert metrics["offpolicy/chi_squared"].tolist() == pytest.approx([-0.75, 3.0, 3.0])
+    assert metrics["offpolicy/perplexity_ratio"].tolist() == pytest.approx([1.0, 1.0, 0.5])
+    means = {name: float(metric.mean()) for name, metric in metrics.items()}
+    found = derived_metrics(means)["offpolicy/effective_sample_frac"]
+    assert found == pytest.approx(4.5**2 / 3 / (0.25 + 4 + 4))
+
+
 def test_soft_gate_by_hand() -> None:
     inputs = make_inputs([1.0, 3.0, 1.0, 3.0], ADVANTAGES)
     values, gradient = loss_and_gradient(sapo_soft(1.0, 2.0), inputs)
@@ -175,19 +250,53 @@ def test_entropy_bonus_lowers_the_loss() -> None:
     assert loss_and_gradient(entropy_bonus(reinforce(), 0.5), inputs)[0] == pytest.approx([-0.5])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("estimator", "values", "gradients"),
+    [
+        ("k1", [2.0, 0.0], [1.0, 1.0]),
+        ("k2", [2.0, 0.0], [2.0, 0.0]),
+        ("k3", [math.exp(-2) + 1, 0.0], [1 - math.exp(-2), 0.0]),
+        # ρ = 1/2, 1, and its own gradient besides.
+        ("unbiased_k3", [0.5 * (math.exp(-2) + 1), 0.0], [1.0, 0.0]),
+    ],
+)
+def test_divergence_from_the_reference_is_added(
+    estimator: kl.Estimator, values: list[float], gradients: list[float]
+) -> None:
+    inputs = make_inputs([0.5, 1.0], [0.0, 0.0])
+    reference = inputs.trainer_logprobs.detach() - torch.tensor([2.0, 0.0])
+    inputs = replace(inputs, columns={"reference_logprobs": reference})
+    loss = with_kl(reinforce(), estimator, 0.5)
+    found, gradient = loss_and_gradient(loss, inputs)
+    assert found == pytest.approx([0.5 * value for value in values])
+    assert gradient == pytest.approx([0.5 * value for value in gradients])
+    assert loss(inputs)[1]["kl/reference"].tolist() == pytest.approx(values)
+
+
+def test_a_loss_asks_for_what_its_parts_ask_for() -> None:
+    loss = entropy_bonus(corrected(with_kl(with_kl(cispo(5.0), "k2", 0.1), "k3", 0.1), opsm(1)), 0)
+    assert needs_of(loss) == ("reference_logprobs",)
+    assert needs_of(cispo(5.0)) == ()
+    assert uses_advantages(loss)
+    assert not whole_groups(loss)
+    assert loss.denominator == "sampler"
+    with pytest.raises(ValueError, match=r"reads column 'reference_logprobs', but .* stage that"):
+        loss(replace(make_inputs([1.0], [1.0]), columns={}))
+
+
+@made(POLICY_LOSSES)
 def test_on_policy_every_loss_has_the_policy_gradient(loss: LossFn) -> None:
     inputs = make_inputs([1.0] * 4, [2.0, 2.0, -0.5, -0.5], rows=ROWS)
     assert loss_and_gradient(loss, inputs)[1] == pytest.approx([-2.0, -2.0, 0.5, 0.5])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@made(POLICY_LOSSES)
 def test_no_advantage_no_gradient(loss: LossFn) -> None:
     inputs = make_inputs(RATIOS, [0.0] * 4, rows=ROWS)
     assert loss_and_gradient(loss, inputs)[1] == pytest.approx([0.0] * 4)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@made(LOSSES)
 @given(log_ratios=st.lists(st.floats(-90, 90), min_size=2, max_size=6))
 def test_losses_and_gradients_stay_finite(loss: LossFn, log_ratios: list[float]) -> None:
     num_tokens = len(log_ratios)
@@ -217,7 +326,7 @@ INF = math.inf
         (0.0, 0.0, 0.0),
     ],
 )
-@pytest.mark.parametrize("loss", LOSSES)
+@made(LOSSES)
 def test_excluded_tokens_leave_everything_finite(
     loss: LossFn, triple: tuple[float, float, float], advantage: float
 ) -> None:
@@ -230,76 +339,85 @@ def test_excluded_tokens_leave_everything_finite(
             sampler_logprobs=sampler,
             proximal_logprobs=proximal,
             trainer_logprobs=trainer.requires_grad_(),
+            **columns_of(rows, sampler, proximal),
         )
         values, gradient = loss_and_gradient(loss, inputs)
         assert all(map(math.isfinite, values + gradient))
         assert all(metric.isfinite().all() for metric in loss(inputs)[1].values())
         if triple[2] == -INF:
             assert gradient[0] == 0
-        if rows == [0, 1]:
+        if rows == [0, 1] and uses_advantages(loss):
             assert gradient[1] == pytest.approx(-1.0)
-    alone = LossInputs(**{name: value[:1].detach() for name, value in vars(inputs).items()})
-    alone = replace(alone, trainer_logprobs=alone.trainer_logprobs.requires_grad_())
-    values, gradient = loss_and_gradient(loss, alone)
+    values, gradient = loss_and_gradient(loss, chosen(inputs, slice(1)))
     assert all(map(math.isfinite, values + gradient))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("seed", range(3))
-def test_gradients_are_those_of_float64(loss: LossFn, seed: int) -> None:
+def random_inputs(seed: int) -> LossInputs:
+    """Six rollouts, three pairs, of 3, 1, 2, 2, 4 and 1 tokens; three policies and a reference."""
     generator = torch.Generator().manual_seed(seed)
+    rows = [0, 0, 0, 1, 2, 2, 3, 3, 4, 4, 4, 4, 5]
 
     def around(mean: float, spread: float) -> torch.Tensor:
-        return mean + spread * torch.randn(6, generator=generator, dtype=torch.float64)
+        return mean + spread * torch.randn(13, generator=generator, dtype=torch.float64)
 
     sampler = around(-2.0, 0.1)
     proximal = sampler + around(0.0, 0.3)
-    double = LossInputs(
+    columns = columns_of(rows, sampler + around(0.0, 0.3), sampler + around(0.0, 0.3))
+    columns["columns"]["importance_weights"] = around(1.0, 0.2)
+    return LossInputs(
         trainer_logprobs=(proximal + around(0.0, 0.3)).requires_grad_(),
         proximal_logprobs=proximal,
         sampler_logprobs=sampler,
         advantages=around(0.0, 1.0),
-        entropy=torch.ones(6, dtype=torch.float64),
-        staleness=torch.tensor([0, 1, 2, 3, 0, 1]),
-        row_index=torch.tensor([0, 0, 0, 1, 2, 2]),
+        entropy=around(1.0, 0.5),
+        staleness=torch.arange(13) % 4,
+        row_index=torch.tensor(rows),
+        **columns,
     )
-    single = LossInputs(
-        **{
-            name: value.detach().float() if value.is_floating_point() else value
-            for name, value in vars(double).items()
-        }
-    )
-    single = replace(single, trainer_logprobs=single.trainer_logprobs.requires_grad_())
+
+
+@made(LOSSES)
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_are_those_of_float64(loss: LossFn, seed: int) -> None:
+    double = random_inputs(seed)
     for found, exact in zip(
-        loss_and_gradient(loss, single), loss_and_gradient(loss, double), strict=True
+        loss_and_gradient(loss, in_float32(double)), loss_and_gradient(loss, double), strict=True
     ):
         assert found == pytest.approx(exact, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@made(LOSSES)
+@pytest.mark.parametrize("parts", [[[4, 5], [0, 1, 2, 3]], [[2, 3], [1, 0], [5, 4]]])
+def test_micro_batches_and_their_order_change_nothing(loss: LossFn, parts: list[list[int]]) -> None:
+    """Whole groups, as a loss of pairs asks for; rows are numbered anew in every pass."""
+    inputs = random_inputs(7)
+    values, gradient = loss_and_gradient(loss, inputs)
+    metrics = loss(inputs)[1]
+    for rows in parts:
+        tokens = torch.cat([(inputs.row_index == row).nonzero()[:, 0] for row in rows])
+        part = chosen(inputs, tokens)
+        numbers = torch.tensor([rows.index(int(row)) for row in part.row_index])
+        part = replace(part, row_index=numbers)
+        found, part_gradient = loss_and_gradient(loss, part)
+        assert found == pytest.approx([values[i] for i in tokens])
+        assert part_gradient == pytest.approx([gradient[i] for i in tokens])
+        for name, metric in loss(part)[1].items():
+            assert metric.tolist() == pytest.approx(metrics[name][tokens].tolist())
+
+
+@made(LOSSES)
 def test_losses_take_no_tokens_and_travel(loss: LossFn) -> None:
     inputs = make_inputs(RATIOS, ADVANTAGES, rows=ROWS)
-    empty = LossInputs(**{name: value[:0] for name, value in vars(inputs).items()})
-    values, metrics = loss(empty)
+    values, metrics = loss(chosen(inputs, slice(0)))
     assert values.shape == (0,)
     assert all(metric.shape == (0,) for metric in metrics.values())
     assert pickle.loads(pickle.dumps(loss)) == loss
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@made(LOSSES)
 def test_metrics_carry_no_gradient(loss: LossFn) -> None:
     _, metrics = loss(make_inputs(RATIOS, ADVANTAGES, rows=ROWS))
     assert all(not metric.requires_grad for metric in metrics.values())
-
-
-def test_value_loss_takes_the_worse_of_clipped_and_free() -> None:
-    values, old, returns = (
-        torch.tensor([2.0, 0.1]),
-        torch.tensor([0.0, 0.0]),
-        torch.tensor([2.0, 1]),
-    )
-    found = clipped_value_loss(values, old, returns, clip=0.5)
-    assert found.tolist() == pytest.approx([1.5**2 / 2, 0.9**2 / 2])
 
 
 @pytest.mark.parametrize(
@@ -311,10 +429,17 @@ def test_value_loss_takes_the_worse_of_clipped_and_free() -> None:
         (lambda: decoupled_clipped_surrogate(0.2, 0.2, 0), "cap=0"),
         (lambda: gspo(2.0, 0.2), "clip_low=2.0"),
         (lambda: cispo(0.0), r"max_ratio=0\.0"),
+        (lambda: cispo(1.0, 2.0), r"min_ratio=2\.0"),
+        (lambda: gmpo(0.0), r"log_clip=0\.0"),
+        (lambda: m2po(0.0), r"max_mean=0\.0"),
+        (lambda: kl_cov(reinforce(), 1.0, -1.0), r"coefficient=-1\.0"),
         (lambda: aipo(-1.0), r"max_ratio=-1\.0"),
         (lambda: sapo_soft(0.0, 1.0), r"temperature_positive=0\.0"),
         (lambda: dppo_mask(0.2, 1.5), r"max_fall=1\.5"),
         (lambda: dppo_mask(0.2, 0.2, 0.0), r"max_ratio=0\.0"),
+        (lambda: with_kl(reinforce(), "k4", 0.1), "estimator='k4'"),  # type: ignore[arg-type]
+        (lambda: with_kl(reinforce(), "k3", -0.1), "coefficient=-0.1"),
+        (lambda: entropy_bonus(reinforce(), math.inf), "coefficient=inf"),
         (lambda: clipped_surrogate(0.2, 0.2, denominator="ref"), "denominator='ref'"),  # type: ignore[arg-type]
     ],
 )

@@ -8,18 +8,22 @@ from rlsys.algorithms.composed import (
     corrected,
     decoupled_clipped_surrogate,
     interpolate_proximal,
+    m2po,
+    observed,
 )
-from rlsys.algorithms.corrections import icepop, opsm, sequence_tis, tis
+from rlsys.algorithms.corrections import icepop, sequence_icepop, sequence_tis, tis
 from rlsys.algorithms.inputs import LossFn, LossInputs
 from rlsys.algorithms.losses import (
     aipo,
     cispo,
     clipped_surrogate,
     dppo_mask,
+    gmpo,
     gspo,
     reinforce,
     sapo_soft,
 )
+from rlsys.algorithms.masks import opsm
 
 MU = torch.tensor([0.35, 0.30, 0.23, 0.12], dtype=torch.float64)
 PI = torch.tensor([0.30, 0.28, 0.28, 0.14], dtype=torch.float64)  # ρ from 0.86 to 1.22
@@ -63,6 +67,10 @@ CARRYING_THE_WEIGHT_ONCE = [
     cispo(5.0),
     aipo(5.0),
     dppo_mask(1.0, 1.0),
+    gmpo(2.0),
+    m2po(4.0),
+    observed(cispo(5.0)),
+    corrected(gmpo(2.0, denominator="proximal"), sequence_icepop(0.1, 9.0)),
     corrected(clipped_surrogate(*WIDE), opsm(9.0)),
     decoupled_clipped_surrogate(*WIDE, max_weight=5.0),
     corrected(gspo(*WIDE, denominator="proximal"), sequence_tis(5.0, geometric_mean=True)),

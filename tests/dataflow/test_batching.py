@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.dataflow.batching import ReadyGroup, StepAssembler
+from rlsys.dataflow.batching import ReadyGroup, StepAssembler, mini_batches, split
 
 
 def group(group_id: int, num_tokens: int) -> ReadyGroup:
@@ -13,7 +13,8 @@ def group(group_id: int, num_tokens: int) -> ReadyGroup:
 def drain(assembler: StepAssembler) -> list[list[list[int]]]:
     parts = []
     while (part := assembler.next_part()) is not None:
-        parts.append([[g.group_id for g in share] for share in part])
+        shares = split(part, assembler.num_ranks)
+        parts.append([[g.group_id for g in share] for share in shares])
     return parts
 
 
@@ -68,3 +69,25 @@ def test_every_group_once_and_the_same_parts_whatever_the_arrivals(
     assert parts(arrivals) == one_by_one == parts([len(sizes)])
     trained = [group_id for part in one_by_one for share in part for group_id in share]
     assert sorted(trained) == list(range(len(sizes)))
+
+
+@given(
+    num_groups=st.integers(1, 20),
+    num_minibatches=st.integers(1, 4),
+    num_epochs=st.integers(1, 3),
+    seed=st.integers(0, 100),
+)
+def test_mini_batches_have_each_group_once_in_every_epoch(
+    num_groups: int, num_minibatches: int, num_epochs: int, seed: int
+) -> None:
+    groups = [group(i, 1) for i in range(num_groups)]
+    updates = mini_batches(
+        groups, num_minibatches=num_minibatches, num_epochs=num_epochs, seed=seed
+    )
+    assert len(updates) == num_minibatches * num_epochs
+    for epoch in range(num_epochs):
+        parts = updates[epoch * num_minibatches : (epoch + 1) * num_minibatches]
+        assert sorted(g.group_id for part in parts for g in part) == list(range(num_groups))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    if num_minibatches == 1:
+        assert updates[0] == groups

@@ -6,8 +6,20 @@ import pytest
 import torch
 
 from recipes.grpo import GRPOConfig, grpo
-from rlsys.config import DataConfig
+from recipes.ppo import PPOConfig, ppo
+from rlsys.algorithms import (
+    clipped_surrogate,
+    distill,
+    grpo_advantage,
+    reinforce,
+    scale_rl_advantage,
+    token_mean,
+    with_kl,
+)
+from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig
 from rlsys.dataflow.graph import Column, Dataflow, GenerateStage, Prompts, TrainStage
+
+PROMPTS = Prompts(config=DataConfig())
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -15,7 +27,7 @@ def center(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def generated(flow: Dataflow) -> tuple[Column, ...]:
-    return flow.generate("policy", Prompts(config=DataConfig()), group_size=2)
+    return flow.generate(flow.model("policy"), PROMPTS, group_size=2)
 
 
 def test_columns_connect_the_stages() -> None:
@@ -24,7 +36,7 @@ def test_columns_connect_the_stages() -> None:
     reward = flow.score(rollouts, [lambda rollout: 1.0])
     advantage = flow.per_group(center, reward)
     assert reward == Column("reward")
-    assert advantage == Column("advantage")
+    assert advantage == Column("advantages")
     assert flow.stage(GenerateStage).group_size == 2
     assert "score" in flow.describe()
     with pytest.raises(ValueError, match="no TrainStage"):
@@ -32,8 +44,10 @@ def test_columns_connect_the_stages() -> None:
 
 
 def test_a_column_that_nobody_writes_is_refused() -> None:
-    with pytest.raises(ValueError, match="'advantage' reads column 'values'"):
-        Dataflow().per_group(center, Column("values"))
+    flow = Dataflow()
+    generated(flow)
+    with pytest.raises(ValueError, match="'advantages' reads column 'values'"):
+        flow.per_group(center, Column("values"))
 
 
 def test_two_writers_of_one_column_are_refused() -> None:
@@ -43,7 +57,7 @@ def test_two_writers_of_one_column_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'score' stands twice"):
         flow.score(rollouts, [lambda rollout: 1.0])
     with pytest.raises(ValueError, match=r"writes column 'reward', as stage 'score' does"):
-        flow.per_group(center, rollouts[0], name="reward")
+        flow.per_group(center, Column("reward"), name="reward")
 
 
 def test_no_reward_is_refused() -> None:
@@ -52,7 +66,93 @@ def test_no_reward_is_refused() -> None:
         flow.score(generated(flow), [])
 
 
-def test_the_documentation_shows_the_graph_that_runs() -> None:
-    drawn = grpo(GRPOConfig(), [lambda rollout: 1.0]).to_mermaid()
+def test_the_documentation_shows_the_graphs_that_run() -> None:
     page = (Path(__file__).parents[2] / "docs" / "dataflow.md").read_text()
-    assert f"```mermaid\n{drawn}\n```" in page
+    for flow in (
+        grpo(GRPOConfig(), [lambda rollout: 1.0]),
+        ppo(PPOConfig(), [lambda rollout: 1.0]),
+    ):
+        flow.check()
+        assert f"```mermaid\n{flow.to_mermaid()}\n```" in page
+
+
+def test_what_only_the_whole_graph_shows_is_refused() -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    flow.score(rollouts, [lambda rollout: 1.0])
+    policy = flow.models["policy"]
+    with pytest.raises(ValueError, match="no stage trains 'policy'"):
+        flow.check()
+    teacher = flow.model("teacher", RoleConfig())
+    logprobs = flow.infer(teacher, rollouts, writes="teacher_logprobs")
+    flow.train(policy, rollouts, logprobs, loss=distill(reinforce()), aggregation=token_mean)
+    with pytest.raises(ValueError, match=r"'score' writes \['reward'\], which no stage reads"):
+        flow.check()
+
+
+def test_an_advantage_over_groups_of_one_is_refused() -> None:
+    flow = Dataflow()
+    rollouts = flow.generate(flow.model("policy"), PROMPTS, group_size=1)
+    reward = flow.score(rollouts, [lambda rollout: 1.0])
+    with pytest.raises(ValueError, match="group_size=1 makes every advantage of grpo_advantage"):
+        flow.per_group(grpo_advantage, reward)
+
+
+def test_a_value_per_token_is_no_value_of_a_group() -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    with pytest.raises(ValueError, match="reads 'token_ids', which has a value per token"):
+        flow.per_group(center, rollouts[1])
+
+
+def test_a_loss_without_its_columns_is_refused() -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    reward = flow.score(rollouts, [lambda rollout: 1.0])
+    advantages = flow.per_group(center, reward)
+    policy = flow.models["policy"]
+    with pytest.raises(ValueError, match=r"needs the columns \['reference_logprobs'\]"):
+        flow.train(
+            policy,
+            rollouts,
+            advantages,
+            loss=with_kl(clipped_surrogate(0.2, 0.2), "k3", 0.1),
+            aggregation=token_mean,
+        )
+    with pytest.raises(ValueError, match=r"needs the columns \['advantages'\]"):
+        flow.train(
+            policy, rollouts, reward, loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean
+        )
+
+
+def test_roles_are_told_apart() -> None:
+    flow = Dataflow()
+    with pytest.raises(ValueError, match="only 'policy' runs by the configuration's own"):
+        flow.model("critic")
+    critic = flow.model("critic", TrainedRoleConfig(), head="value")
+    frozen = flow.model("reference", RoleConfig())
+    with pytest.raises(ValueError, match="'critic' stands twice"):
+        flow.model("critic", TrainedRoleConfig())
+    with pytest.raises(ValueError, match="replicas run 'policy' alone"):
+        flow.generate(critic, PROMPTS, group_size=2)
+    rollouts = generated(flow)
+    with pytest.raises(ValueError, match=r"'reference'.: it has no trainer"):
+        flow.train(frozen, rollouts, loss=distill(reinforce()), aggregation=token_mean)
+
+
+def test_a_function_over_a_step_takes_the_columns_that_it_is_given() -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    reward = flow.score(rollouts, [lambda rollout: 1.0])
+    with pytest.raises(ValueError, match=r"flow.per_batch\(scale_rl_advantage\) is given 2"):
+        flow.per_batch(scale_rl_advantage, reward, reward)
+    assert flow.per_batch(scale_rl_advantage, reward) == (Column("advantages"),)
+
+
+def test_a_row_takes_the_bytes_of_its_columns() -> None:
+    flow = ppo(PPOConfig(), [lambda rollout: 1.0])
+    # prompt; ids, log-probabilities and versions; the reference's log-probabilities; values and
+    # what is made of them never lie in rows.
+    assert flow.row_bytes(max_prompt_tokens=10, max_tokens=100) == (
+        10 * 4 + 3 * 100 * 4 + 64 + 100 * 4 + 64
+    )

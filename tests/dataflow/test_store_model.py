@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from rlsys.dataflow.blocks import BlockRef, Cell, Layout
-from rlsys.dataflow.memory import FreedRows, Memory
+from rlsys.dataflow.memory import FreedRows, Home, Memory
 from rlsys.dataflow.rows import GroupRows
 from rlsys.dataflow.selection import (
     FIRST_COMPLETE,
@@ -40,7 +40,9 @@ from rlsys.dataflow.store import RowBatch, StageSpec, StoreError, StreamStore, S
 
 GROUP = 3
 MAX_ROW_BYTES = 24  # 3 tokens and 3 log-probabilities
-MAX_GROUPS = 4
+MAX_GROUPS = 4  # in all homes
+HOMES = ("x", "y")
+HOME_BYTES = MAX_GROUPS // len(HOMES) * GROUP * MAX_ROW_BYTES
 
 STAGES = [
     StageSpec(name="generate", writes=("tokens",)),
@@ -64,6 +66,7 @@ class Row:
     """What a row should be. `written`: the value of a scalar, or the cell of a tensor."""
 
     group_id: int
+    home: str | None
     written: dict[str, float | Cell] = field(default_factory=dict)  # by stage
     num_bytes: int = 0
     taken: set[str] = field(default_factory=set)
@@ -72,6 +75,8 @@ class Row:
 
     @property
     def reserved(self) -> int:
+        if self.home is None:
+            return 0
         return self.num_bytes if self.written.keys() >= TENSORS.keys() else MAX_ROW_BYTES
 
     @property
@@ -121,10 +126,13 @@ class StoreMachine(RuleBasedStateMachine):
             scalars=SCALARS.values(),
             stages=STAGES,
             group_size=GROUP,
-            max_bytes=MAX_GROUPS * GROUP * MAX_ROW_BYTES,
+            max_bytes=HOME_BYTES,
             max_row_bytes=MAX_ROW_BYTES,
             on_free=self.on_free,
         )
+        self.homes = set(HOMES)  # where rows may be placed
+        for home in HOMES:
+            self.store.add_home(home)
         each = GROUP if train.groups else 1
         self.subscriptions: dict[str, Subscription] = {
             "infer": self.store.subscribe("infer", at_most=4, selection=infer),
@@ -134,8 +142,8 @@ class StoreMachine(RuleBasedStateMachine):
                 "train", at_least=units * each, at_most=2 * each, selection=train
             ),
         }
-        for _ in range(num_groups):
-            self.add_group(again=False)
+        for number in range(num_groups):
+            self.add_group(again=False, home=HOMES[number % 2])
         self.generate(first, [1, 2, 3])
 
     def on_free(self, freed: FreedRows) -> None:
@@ -164,26 +172,55 @@ class StoreMachine(RuleBasedStateMachine):
 
     # What a controller does.
 
-    @rule(again=st.booleans())
-    def add_group(self, again: bool) -> None:
+    @rule(again=st.booleans(), home=st.sampled_from([*HOMES, None]))
+    def add_group(self, again: bool, home: str | None) -> None:
         """A new one, or one that has ended: it comes back with new rows."""
         in_store = {self.rows[row].group_id for row in self.live(lambda row: row.is_needed)}
         ended = sorted({row.group_id for row in self.rows.values()} - in_store)
         group_id = ended[0] if again and ended else 1000 + len(self.rows)
-        reserved = sum(row.reserved for row in self.rows.values() if row.is_needed)
-        if reserved + GROUP * MAX_ROW_BYTES > MAX_GROUPS * GROUP * MAX_ROW_BYTES:
-            assert not self.store.has_room()
-            with pytest.raises(StoreError, match="does not fit"):
-                self.store.add_group(group_id)
+        if home is not None and self.room(home) < GROUP:
+            with pytest.raises(StoreError, match=r"does not fit|cannot be placed"):
+                self.store.add_group(group_id, home=home)
             return
-        assert self.store.has_room()
-        rows = self.store.add_group(group_id)
+        if home is None and len(self.rows) > 200 * GROUP:  # they cost nothing
+            return
+        rows = self.store.add_group(group_id, home=home)
         assert list(rows) == list(range(len(self.rows), len(self.rows) + GROUP))
-        self.rows |= {row: Row(group_id) for row in rows}
+        self.rows |= {row: Row(group_id, home) for row in rows}
+
+    @rule(choice=row_choices, home=st.sampled_from(HOMES))
+    def place(self, choice: set[int], home: str) -> None:
+        rows = chosen(self.live(lambda row: row.is_needed and row.home is None), choice)
+        if self.room(home) < len(rows) or home not in self.homes:
+            with pytest.raises(StoreError, match=r"does not fit|cannot be placed"):
+                self.store.place(rows, home)
+            return
+        self.store.place(rows, home)
+        for row in rows:
+            self.rows[row].home = home
+
+    @rule(choice=row_choices)
+    def withdraw(self, choice: set[int]) -> None:
+        """Whoever was to sample these rows has died."""
+        rows = chosen(self.live(lambda row: row.home is not None and not row.written), choice)
+        self.store.withdraw(rows)
+        for row in rows:
+            self.rows[row].home = None
+
+    @rule(home=st.sampled_from(HOMES), there=st.booleans())
+    def home_comes_or_goes(self, home: str, there: bool) -> None:
+        if there:
+            self.store.add_home(home)
+            self.homes.add(home)
+        else:
+            self.store.remove_home(home)
+            self.homes.discard(home)
 
     @rule(choice=row_choices, lengths=st.lists(st.integers(0, 3), min_size=12, max_size=12))
     def generate(self, choice: set[int], lengths: list[int]) -> None:
-        rows = chosen(self.live(lambda row: "generate" not in row.written), choice)
+        rows = chosen(
+            self.live(lambda row: row.home is not None and "generate" not in row.written), choice
+        )
         self.write_tensors("generate", rows, lengths, with_dropped=True)
 
     @rule(stage=st.sampled_from(sorted(UPSTREAM)))
@@ -286,7 +323,10 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.bytes_live == sum(row.num_bytes for row in needed)
         assert self.store.bytes_reserved == sum(row.reserved for row in needed)
         assert self.store.bytes_live <= self.store.bytes_reserved
-        assert self.store.bytes_reserved <= MAX_GROUPS * GROUP * MAX_ROW_BYTES
+        for home in HOMES:
+            assert self.reserved(home) <= HOME_BYTES
+            assert self.store.room(home) == self.room(home)
+        assert set(self.store.homes) == self.homes
         here = f"shard-{self.shard}"
         expected = self.due.copy()
         live: Counter[int] = Counter()
@@ -305,9 +345,16 @@ class StoreMachine(RuleBasedStateMachine):
         """Every schedule drains: all rows can be carried to their end, and all is freed."""
         if not hasattr(self, "store"):
             return
+        for home in HOMES:
+            self.home_comes_or_goes(home, there=True)
         while self.store.num_rows:
             before = self.store.describe()
-            self.write_tensors("generate", self.live(lambda r: "generate" not in r.written), [1])
+            for row in self.live(lambda row: row.is_needed and row.home is None):
+                if homes := [home for home in HOMES if self.room(home)]:
+                    self.store.place([row], homes[0])
+                    self.rows[row].home = homes[0]
+            rows = self.live(lambda row: row.home is not None and "generate" not in row.written)
+            self.write_tensors("generate", rows, [1])
             for stage in UPSTREAM:
                 each = GROUP if self.subscriptions[stage].selection.groups else 1
                 self.check_take(stage, self.subscriptions[stage].take_now(at_least=each), each)
@@ -318,6 +365,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.store_agrees()
 
     # Helpers of the rules.
+
+    def reserved(self, home: str) -> int:
+        needed = (row for row in self.rows.values() if row.is_needed and row.home == home)
+        return sum(row.reserved for row in needed)
+
+    def room(self, home: str) -> int:
+        free = HOME_BYTES - self.reserved(home)
+        return free // MAX_ROW_BYTES if home in self.homes else 0
 
     def cells(self, row: int) -> list[Cell]:
         written = self.rows[row].written
@@ -403,8 +458,8 @@ def test_store_agrees_with_the_model() -> None:
     run_state_machine_as_test(StoreMachine, settings=EXAMPLES)
 
 
-def admits_by_live_bytes(self: Memory, num_rows: int) -> bool:
-    return self.bytes_live + num_rows * self.max_row_bytes <= self.max_bytes
+def admits_by_live_bytes(self: Memory, home: Home) -> int:
+    return (self.max_bytes - home.bytes_live) // self.max_row_bytes
 
 
 def frees_under_the_readers_eyes(self: GroupRows, index: int) -> bool:
@@ -414,7 +469,7 @@ def frees_under_the_readers_eyes(self: GroupRows, index: int) -> bool:
 @pytest.mark.parametrize(
     ("owner", "method", "mutation"),
     [
-        (Memory, "has_room", admits_by_live_bytes),
+        (Memory, "room", admits_by_live_bytes),
         (GroupRows, "in_flight", frees_under_the_readers_eyes),
     ],
 )

@@ -15,7 +15,7 @@ from rlsys.engines.generation.backbone import Backbone
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.layout.transport.shm import open_weights
-from rlsys.types import MicroBatch, TrainRow
+from rlsys.types import TrainRow
 from tests.engines.buffered_models import BUFFERED, build_buffered
 from tests.engines.training_harness import accumulate, make_engine, make_rows
 
@@ -76,7 +76,7 @@ def test_an_export_computes_what_the_trainer_computes(
     rows = make_rows(4, seed=1)
     engine.export(tmp_path / "hf")
     found = hf_logprobs(tmp_path / "hf", rows)
-    for ours, theirs in zip(engine.logprobs(MicroBatch(rows=rows)), found, strict=True):
+    for ours, theirs in zip(engine.infer(rows), found, strict=True):
         np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
 
 
@@ -94,8 +94,8 @@ def test_a_checkpoint_holds_the_buffers(paths: Sequence[Path], tmp_path: Path) -
     engine.save(tmp_path / "saved")
     other = make_engine(paths[1], temperature=1.0)
     other.load(tmp_path / "saved")
-    rows = MicroBatch(rows=make_rows(4, seed=1))
-    for ours, theirs in zip(engine.logprobs(rows), other.logprobs(rows), strict=True):
+    rows = make_rows(4, seed=1)
+    for ours, theirs in zip(engine.infer(rows), other.infer(rows), strict=True):
         assert np.array_equal(ours, theirs)
 
 

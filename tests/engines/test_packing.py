@@ -14,7 +14,6 @@ from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.packing import Packing
 from rlsys.engines.training.collate import collate
 from rlsys.engines.training.token_policy import TokenPolicy
-from rlsys.types import MicroBatch
 from tests.engines.torch_engine_harness import FAMILIES, build_model
 from tests.engines.training_harness import make_engine, make_rows, tiny_model
 
@@ -73,7 +72,7 @@ def test_a_model_that_looks_along_rows_by_other_means_gets_padded_rows(
     functools.update_wrapper(forward, whole)
     monkeypatch.setattr(kind, "forward", forward)
     assert not TokenPolicy(load_causal_lm(path, dtype="float32")).packs
-    found = make_engine(path).logprobs(MicroBatch(rows=rows))
+    found = make_engine(path).infer(rows)
     for row, logprobs in zip(rows, found, strict=True):
-        (alone,) = make_engine(path).logprobs(MicroBatch(rows=[row]))
+        (alone,) = make_engine(path).infer([row])
         np.testing.assert_allclose(logprobs, alone, rtol=1e-4, atol=1e-4)

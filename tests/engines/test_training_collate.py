@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.training.collate import collate, input_length, split_passes
+from rlsys.engines.training.collate import collate, collate_whole, input_length, split_passes
 from rlsys.types import TrainRow
 
 
@@ -12,10 +14,12 @@ def make_row(prompt: list[int], tokens: list[int], mask: list[bool] | None = Non
     return TrainRow(
         prompt_token_ids=np.array(prompt, np.int32),
         token_ids=np.array(tokens, np.int32),
-        sampler_logprobs=-np.array(tokens, np.float32),
         policy_versions=np.arange(len(tokens), dtype=np.int32),
-        advantages=np.array([token / 2 for token in tokens], np.float32),
         loss_mask=np.array([True] * len(tokens) if mask is None else mask, np.bool_),
+        columns={
+            "sampler_logprobs": -np.array(tokens, np.float32),
+            "advantages": np.array([token / 2 for token in tokens], np.float32),
+        },
         group_id=7,
         group_size=2,
         group_num_tokens=9,
@@ -24,15 +28,17 @@ def make_row(prompt: list[int], tokens: list[int], mask: list[bool] | None = Non
 
 def test_two_rollouts_by_hand() -> None:
     rows = [make_row([1, 2], [3, 4, 5], [True, False, True]), make_row([6], [8])]
-    batch = collate(rows)
+    batch = collate(rows, columns=["sampler_logprobs", "advantages"])
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 6]]
     # Token 3 is predicted where 2 stands, 5 where 4 stands, 8 where 6 stands.
     assert batch.positions.tolist() == [1, 3, 4]
     assert batch.packing is not None
     assert batch.packing.position_ids.tolist() == [[0, 1, 2, 3, 0]]
     assert batch.targets.tolist() == [3, 5, 8]
-    assert batch.sampler_logprobs.tolist() == [-3, -5, -8]
-    assert batch.advantages.tolist() == [1.5, 2.5, 4.0]
+    assert {name: column.tolist() for name, column in batch.columns.items()} == {
+        "sampler_logprobs": [-3, -5, -8],
+        "advantages": [1.5, 2.5, 4.0],
+    }
     assert batch.policy_versions.tolist() == [0, 2, 0]
     assert batch.row_index.tolist() == [0, 0, 1]
 
@@ -46,9 +52,15 @@ def test_two_padded_rollouts_by_hand() -> None:
 
 
 def test_no_rows_are_one_input_that_predicts_nothing() -> None:
-    batch = collate([])
+    batch = collate([], columns=["values"])
     assert batch.input_ids.shape == (1, 1)
-    assert len(batch.targets) == len(batch.row_index) == 0
+    assert len(batch.targets) == len(batch.row_index) == len(batch.columns["values"]) == 0
+
+
+def test_a_column_of_another_length_is_refused() -> None:
+    short = replace(make_row([1], [2, 3]), columns={"values": np.zeros(1, np.float32)})
+    with pytest.raises(ValueError, match=r"values .* has shape \(1,\) for 2 completion tokens"):
+        collate([short], columns=["values"])
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -90,3 +102,31 @@ def test_each_target_is_the_input_after_its_position(rows: list[TrainRow], packe
     last_of_row = set((starts + lengths - 1).tolist())
     for place, target in zip(batch.positions.tolist(), batch.targets.tolist(), strict=True):
         assert place in last_of_row or flat[place + 1] == target
+
+
+@given(rows=st.lists(rows, max_size=20), max_tokens=st.integers(1, 100), packed=st.booleans())
+def test_whole_groups_stay_together(rows: list[TrainRow], max_tokens: int, packed: bool) -> None:
+    rows = [replace(row, group_id=index // 2) for index, row in enumerate(rows)]
+    passes = split_passes(rows, max_tokens, packed=packed, whole_groups=True)
+    assert sorted(index for chosen in passes for index in chosen) == list(range(len(rows)))
+    of_group: dict[int, int] = {}
+    for number, chosen in enumerate(passes):
+        for index in chosen:
+            assert of_group.setdefault(rows[index].group_id, number) == number
+        lengths = [input_length(rows[index]) for index in chosen]
+        num_tokens = sum(lengths) if packed else len(chosen) * max(lengths)
+        assert num_tokens <= max_tokens or len({rows[index].group_id for index in chosen}) == 1
+
+
+def test_whole_rows_are_read_at_their_last_tokens() -> None:
+    rows = [make_row([1, 2], [3, 4]), make_row([6], [8, 0]), make_row([0], [0])]
+    batch = collate_whole(rows, columns=["advantages"], unread=0)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 6, 8, 0]]
+    assert batch.positions.tolist() == [3, 5, 6]
+    assert batch.row_index.tolist() == [0, 1, 2]
+    assert batch.group_ids.tolist() == [7, 7, 7]
+    assert batch.columns["advantages"].tolist() == [2, 0, 0]
+    padded = collate_whole(rows, packed=False, fill=9)
+    assert padded.input_ids.tolist() == [[1, 2, 3, 4], [6, 8, 0, 9], [0, 0, 9, 9]]
+    assert padded.positions.tolist() == [3, 6, 9]
+    assert collate_whole([], columns=["advantages"]).columns["advantages"].shape == (0,)

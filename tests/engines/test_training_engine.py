@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def reference_logprobs(model_path: Path, row: TrainRow, temperature: float) -> t
 def test_logprobs_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
     path = tiny_model(tmp_path / family, family)
     rows = make_rows(5)
-    found = make_engine(path, micro_batch_tokens=50).logprobs(MicroBatch(rows=rows))
+    found = make_engine(path, micro_batch_tokens=50).infer(rows)
     for row, logprobs in zip(rows, found, strict=True):
         expected = reference_logprobs(path, row, temperature=0.8)
         torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=1e-4, atol=1e-5)
@@ -91,7 +91,8 @@ def test_one_step_by_the_definition(model_path: Path, aggregation: Aggregation) 
         logprobs = torch.log_softmax(logits, -1).gather(-1, tokens[1:, None])[:, 0]
         logprobs = logprobs[len(row.prompt_token_ids) - 1 :]
         weight, share = aggregation(row.group_size, row.group_num_tokens, int(row.loss_mask.sum()))
-        mask, advantages = torch.from_numpy(row.loss_mask), torch.from_numpy(row.advantages)
+        mask = torch.from_numpy(row.loss_mask)
+        advantages = torch.from_numpy(row.columns["advantages"])
         total = total - weight * (logprobs * advantages)[mask].sum()
         denominator += share
     loss = total / denominator
@@ -147,16 +148,15 @@ def test_two_runs_are_bitwise_equal(model_path: Path) -> None:
 
 def test_metrics_by_hand(model_path: Path) -> None:
     rows = make_rows(4)
-    scored = make_engine(model_path).logprobs(MicroBatch(rows=rows))
+    scored = make_engine(model_path).infer(rows)
     engine = make_engine(model_path)
     engine.policy_version = 3
     accumulate(engine, [rows])
     result = engine.optimizer_step()
 
     mask = np.concatenate([row.loss_mask for row in rows])
-    gap = (
-        np.concatenate([row.sampler_logprobs for row in rows])[mask] - np.concatenate(scored)[mask]
-    )
+    sampled = np.concatenate([row.columns["sampler_logprobs"] for row in rows])
+    gap = sampled[mask] - np.concatenate(scored)[mask]
     ages = [3 - row.policy_versions[row.loss_mask].min() for row in rows if row.loss_mask.any()]
     assert result.policy_version == engine.policy_version == 4
     assert result.num_tokens == mask.sum()
@@ -188,15 +188,82 @@ def test_the_loss_sees_one_forward_pass(model_path: Path) -> None:
     assert torch.equal(inputs.proximal_logprobs, inputs.trainer_logprobs)
 
 
+@dataclass(frozen=True)
+class Spy:
+    """A loss that keeps what it gets."""
+
+    needs: tuple[str, ...] = ()
+    seen: list[LossInputs] = field(default_factory=list)
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self.seen.append(inputs)
+        return reinforce()(inputs)
+
+
+def with_columns(row: TrainRow, **columns: list[float]) -> TrainRow:
+    found = {name: np.array(values, np.float32) for name, values in columns.items()}
+    return replace(row, columns={**row.columns, **found})
+
+
+def test_the_loss_gets_the_columns_that_it_asks_for(model_path: Path) -> None:
+    """Of rows whose loss masks have gaps, as those of several turns do."""
+    rng = np.random.default_rng(0)
+    rows = [make_row(rng, num_prompt=2, num_tokens=4) for _ in range(2)]
+    masks = [[True, False, True, True], [False, True, False, True]]
+    rows = [replace(row, loss_mask=np.array(mask)) for row, mask in zip(rows, masks, strict=True)]
+    rows[0] = with_columns(rows[0], values=[1, 2, 3, 4], other=[0] * 4)
+    rows[1] = with_columns(rows[1], values=[5, 6, 7, 8], other=[0] * 4)
+    spy = Spy(needs=("values",))
+    engine = make_engine(model_path, loss=spy)
+    engine.accumulate(MicroBatch(rows=rows))
+    (inputs,) = spy.seen
+    assert {name: column.tolist() for name, column in inputs.columns.items()} == {
+        "values": [1, 3, 4, 6, 8]
+    }
+    assert inputs.row_index.tolist() == [0, 0, 0, 1, 1]
+    expected = [reference_logprobs(model_path, row, 0.8)[row.loss_mask] for row in rows]
+    torch.testing.assert_close(
+        inputs.trainer_logprobs.detach(), torch.cat(expected), rtol=1e-4, atol=1e-5
+    )
+    assert engine.optimizer_step().num_tokens == 5
+
+
+def test_proximal_logprobs_are_those_of_the_column_where_there_is_one(model_path: Path) -> None:
+    row = make_row(np.random.default_rng(0), num_prompt=2, num_tokens=4)
+    row = replace(row, loss_mask=np.array([True, True, False, True]))
+    spy = Spy()
+    engine = make_engine(model_path, loss=spy)
+    engine.accumulate(MicroBatch(rows=[with_columns(row, proximal_logprobs=[-1, -2, -3, -4])]))
+    assert spy.seen[0].proximal_logprobs.tolist() == [-1, -2, -4]
+    # The gap to the sampler's -3 everywhere is told of the same log-probabilities.
+    assert engine.optimizer_step().metrics["kl/sampler_trainer"] == pytest.approx((-2 - 1 + 1) / 3)
+
+
+def test_a_column_that_a_row_lacks_is_refused(model_path: Path) -> None:
+    rows = make_rows(2)
+    engine = make_engine(model_path, loss=Spy(needs=("values",)))
+    with pytest.raises(
+        ValueError, match=r"Spy.* needs the column values, .* has only sampler_logprobs, advantages"
+    ):
+        engine.accumulate(MicroBatch(rows=rows))
+    rows[0] = replace(rows[0], columns={})
+    with pytest.raises(ValueError, match=r"needs the column sampler_logprobs, .* has only none"):
+        make_engine(model_path).accumulate(MicroBatch(rows=rows))
+    half = [with_columns(rows[1], proximal_logprobs=[0] * len(rows[1].token_ids)), make_rows(1)[0]]
+    with pytest.raises(ValueError, match="needs the column proximal_logprobs"):
+        make_engine(model_path).accumulate(MicroBatch(rows=half))
+
+
 def test_training_raises_the_probability_of_good_tokens(model_path: Path) -> None:
     engine = make_engine(model_path, loss=reinforce())
     row = make_row(np.random.default_rng(0), num_prompt=3, num_tokens=8)
-    row = replace(row, advantages=np.ones(8, np.float32), loss_mask=np.ones(8, np.bool_))
-    before = engine.logprobs(MicroBatch(rows=[row]))[0].mean()
+    columns = {**row.columns, "advantages": np.ones(8, np.float32)}
+    row = replace(row, columns=columns, loss_mask=np.ones(8, np.bool_))
+    before = engine.infer([row])[0].mean()
     for _ in range(5):
         accumulate(engine, [[row]])
         engine.optimizer_step()
-    assert engine.logprobs(MicroBatch(rows=[row]))[0].mean() > before + 0.5
+    assert engine.infer([row])[0].mean() > before + 0.5
 
 
 def test_gradients_are_clipped_to_their_norm(model_path: Path) -> None:
@@ -228,7 +295,7 @@ def test_warm_start_fits_examples_and_leaves_no_trace_in_the_optimizer(model_pat
     examples = [[3, 4, 5, 6, 7], [8, 9, 10]]
     losses = [engine.sft_step(examples, [2, 1], learning_rate=1e-2) for _ in range(20)]
     rows = [supervised_row(tokens, length) for tokens, length in zip(examples, [2, 1], strict=True)]
-    logprobs = make_engine(model_path, temperature=1.0).logprobs(MicroBatch(rows=rows))
+    logprobs = make_engine(model_path, temperature=1.0).infer(rows)
     by_hand = [-float(row.sum()) for row in logprobs]
     assert losses[0] == pytest.approx(sum(by_hand) / 5, rel=1e-4)
     assert losses[-1] < losses[0] / 2
@@ -356,7 +423,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(model_path: P
     engine = make_engine(model_path)
     before = weights(engine)
     rows = make_rows(2)
-    rows[0].advantages[:] = np.inf
+    rows[0].columns["advantages"][:] = np.inf
     accumulate(engine, [rows])
     with pytest.raises(FloatingPointError, match="at optimizer step 1"):
         engine.optimizer_step()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rlsys.engines.causal_lm import Head, load_causal_lm
-from rlsys.types import MicroBatch
 from tests.engines.training_harness import (
     VOCABULARY,
     accumulate,
@@ -51,8 +50,8 @@ def test_bfloat16_trains_close_to_float32(model_path: Path, tmp_path: Path) -> N
     engine.save(tmp_path / "saved")
     again = make_engine(model_path, device="cuda", dtype="bfloat16")
     again.load(tmp_path / "saved")
-    rows = MicroBatch(rows=make_rows(3))
-    for one, other in zip(engine.logprobs(rows), again.logprobs(rows), strict=True):
+    rows = make_rows(3)
+    for one, other in zip(engine.infer(rows), again.infer(rows), strict=True):
         assert one == pytest.approx(other, abs=1e-6)
     engine.export(tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").is_file()

@@ -19,7 +19,7 @@ from rlsys.algorithms.composed import entropy_bonus
 from rlsys.algorithms.losses import gspo
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.tiny_models import Family
-from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow
+from rlsys.types import Float32Array, StepResult, TrainRow
 from tests.engines.training_harness import (
     Weights,
     accumulate,
@@ -87,7 +87,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     found["bfloat16"] = train(engine(dtype="bfloat16"), *shares(rank))
 
     scored = engine()
-    found["logprobs"] = scored.logprobs(MicroBatch(rows=make_rows(5) if rank == 0 else []))
+    found["logprobs"] = scored.infer(make_rows(5) if rank == 0 else [])
     found["sft"] = [scored.sft_step(*SFT_BATCH, learning_rate=1e-2) for _ in range(2)]
 
     resumed = engine()
@@ -111,7 +111,7 @@ def errors(engine: FSDPEngine, rank: int) -> list[str]:
     found: list[str] = []
     rows = make_rows(2)
     if rank == 1:
-        rows[0].advantages[:] = np.nan
+        rows[0].columns["advantages"][:] = np.nan
     accumulate(engine, [rows])
     try:
         engine.optimizer_step()
@@ -197,7 +197,7 @@ def test_bfloat16_keeps_float32_masters_on_any_number_of_ranks(
 
 
 def test_logprobs_do_not_depend_on_the_ranks(ranks: list[dict[str, Any]], directory: Path) -> None:
-    expected = make_engine(directory / "qwen3").logprobs(MicroBatch(rows=make_rows(5)))
+    expected = make_engine(directory / "qwen3").infer(make_rows(5))
     found: list[Float32Array] = ranks[0]["logprobs"]
     assert ranks[1]["logprobs"] == []
     for one, other in zip(found, expected, strict=True):

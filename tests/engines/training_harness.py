@@ -84,10 +84,12 @@ def make_row(
     return TrainRow(
         prompt_token_ids=tokens[:num_prompt],
         token_ids=tokens[num_prompt:],
-        sampler_logprobs=np.full(num_tokens, -3.0, np.float32),
         policy_versions=np.sort(rng.integers(-1, 1, num_tokens)).astype(np.int32),
-        advantages=np.full(num_tokens, rng.normal(), np.float32),
         loss_mask=mask,
+        columns={
+            "sampler_logprobs": np.full(num_tokens, -3.0, np.float32),
+            "advantages": np.full(num_tokens, rng.normal(), np.float32),
+        },
         group_id=group_id,
         group_size=4,
         group_num_tokens=40,

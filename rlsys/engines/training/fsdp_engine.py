@@ -1,32 +1,31 @@
-"""The training engine: one rank of a data-parallel trainer over any Hugging Face causal LM.
+"""The training engine: one rank of a data-parallel trainer over any Hugging Face model.
 
-    rows ─► passes ─► TokenPolicy ─► loss ─► backward ─┐ (summed, unnormalised)
+    rows ─► passes ─► Role: network, loss ─► backward ─┐ (summed, unnormalised)
                                                        ├─► one reduction ─► clip ─► AdamW ─► publish
     denominators, counts, metrics (summed) ────────────┘
 
 FSDP2 shards parameters, gradients and optimizer over the ranks. Nothing is divided before the
-optimizer step, where one reduction brings the sums of all micro-batches and ranks together.
+optimizer updates the weights, where one reduction brings the sums of all micro-batches and ranks
+together. A batch may take several updates; the version counts batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from rlsys import metrics
-from rlsys.algorithms import kl
 from rlsys.algorithms.aggregation import Aggregation, token_mean
-from rlsys.algorithms.inputs import LossFn, LossInputs
+from rlsys.algorithms.inputs import whole_groups
+from rlsys.algorithms.metrics import derived_metrics
 from rlsys.config import ModelConfig, TrainerConfig
-from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.cpu_memory import keep_freed_memory
+from rlsys.engines.inference import infer
 from rlsys.engines.model_tensors import model_tensors
-from rlsys.engines.rms_norm import use_fast_norms
-from rlsys.engines.training.collate import Batch, collate, split_passes
+from rlsys.engines.training.collate import Batch, split_passes
 from rlsys.engines.training.export import export_model
 from rlsys.engines.training.optimizer import (
     build_adamw,
@@ -37,11 +36,11 @@ from rlsys.engines.training.optimizer import (
 )
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks
+from rlsys.engines.training.roles import HeadKind, Loss, Policy, Role, load_role
 from rlsys.engines.training.sharding import recompute_activations, shard, whole
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
-from rlsys.engines.training.statistics import StepStatistics, StepSums
+from rlsys.engines.training.statistics import StepStatistics, StepSums, over_updates
 from rlsys.engines.training.supervised import supervised_loss, supervised_row
-from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.engines.training.trainer_state import load_state, save_state, state_tensors
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
@@ -50,7 +49,12 @@ class FSDPEngine:
     """A rlsys.engines.training.protocol.TrainingEngine.
 
     With several ranks every one of them makes its own, after `init_process_group`. Raises OSError
-    where memory is short for the versions of the weights that rank 0 publishes.
+    where memory is short for the versions of the weights that rank 0 publishes; ValueError for a
+    model that has no such head, or that rlsys gets wrong.
+
+    `head`: what the model gives, and so what the loss gets: "logits" LossInputs, "value"
+    ValueInputs, "score" ScoreInputs. A value or score head begins as zeros where the model has
+    none. Only the first kind is published.
     """
 
     def __init__(
@@ -59,22 +63,23 @@ class FSDPEngine:
         model_path: str | Path,
         trainer: TrainerConfig,
         model: ModelConfig,
-        loss: LossFn,
+        loss: Loss,
         aggregation: Aggregation,
         temperature: float,
         num_total_steps: int,
         seed: int,
+        head: HeadKind = "logits",
         rank: int = 0,
         world_size: int = 1,
         device: str = "cpu",
     ) -> None:
         self.policy_version = 0
+        self._updates: list[StepSums] = []  # of the batch, so far
         self._model_path = model_path
         self._config = trainer
         self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._loss = loss
         self._aggregation = aggregation
-        self._temperature = temperature
         self._num_total_steps = num_total_steps
         self._ranks = Ranks(rank, world_size)
         self._device = torch.device(device)
@@ -83,29 +88,48 @@ class FSDPEngine:
             keep_freed_memory()
         # Masters are float32 whatever the precision of the forward pass. The model stays in
         # evaluation mode: dropout would make trainer and sampler two different policies.
-        causal_lm = load_causal_lm(model_path, dtype="float32")
-        use_fast_norms(causal_lm)
-        self._policy = TokenPolicy(causal_lm)
+        self._role = load_role(
+            model_path,
+            head=head,
+            dtype="float32",
+            trained=True,
+            temperature=temperature,
+            device=self._device,
+        )
+        network = self._role.network
+        if world_size > 1 and getattr(network, "runs_rows_alone", False):
+            raise ValueError(
+                f"model.path={str(model_path)!r} has no padding token, so transformers runs its "
+                "rows one by one, which several ranks cannot do in step; set pad_token_id in its "
+                "config.json, or trainer.num_ranks=1."
+            )
+        self._model = network.model
         if model.gradient_checkpointing:
-            recompute_activations(self._policy)
-        shard(self._policy, world_size=world_size, dtype=model.dtype, device=device)
-        self._parameters = dict(self._policy.model.named_parameters())  # tied ones stand once
-        self._tensors = model_tensors(self._policy.model)  # these and the persistent buffers
+            recompute_activations(network)
+        shard(network, world_size=world_size, dtype=model.dtype, device=device)
+        self._parameters = dict(self._model.named_parameters())  # tied ones stand once
+        self._tensors = model_tensors(self._model)  # these and the persistent buffers
         self.reset_optimizer()
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._tensors.items()}
-        self._publisher = Publisher(published) if rank == 0 else None
-        self._begin_step()
+        self._is_published = head == "logits"
+        self._publisher = Publisher(published) if self._is_published and rank == 0 else None
+        self._begin_batch()
 
     def reset_optimizer(self) -> None:
         self._optimizer = build_adamw(list(self._parameters.values()), self._config)
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
-        self._accumulate(micro_batch.rows, self._loss, self._aggregation, self._temperature)
+        self._accumulate(self._role, micro_batch.rows, self._loss, self._aggregation)
 
-    def optimizer_step(self) -> StepResult:
+    def optimizer_step(self, *, last: bool = True) -> StepResult:
         rate = learning_rate(self._config, self.policy_version, self._num_total_steps)
-        sums = self._apply_gradients(rate, f"optimizer step {self.policy_version + 1}")
-        self.policy_version += 1
+        number = f", update {len(self._updates) + 1}" if self._updates or not last else ""
+        what = f"optimizer step {self.policy_version + 1}{number}"
+        self._updates.append(self._apply_gradients(rate, what))
+        sums = over_updates(self._updates)
+        if last:
+            self.policy_version += 1
+            self._updates = []
         return StepResult(
             policy_version=self.policy_version,
             metrics={
@@ -114,7 +138,8 @@ class FSDPEngine:
                 metrics.LEARNING_RATE: rate,
                 metrics.STALENESS_MEAN: sums.staleness_mean,
                 metrics.STALENESS_MAX: float(sums.staleness_max),
-                **sums.token_means,
+                **sums.means,
+                **derived_metrics(sums.means),
             },
             num_tokens=sums.num_tokens,
         )
@@ -126,7 +151,12 @@ class FSDPEngine:
         *,
         learning_rate: float | None = None,
     ) -> float:
-        if not self._statistics.is_empty:
+        if not isinstance(self._role, Policy):
+            raise ValueError(
+                "sft_step teaches a model its next tokens, which a critic or reward model does not "
+                "give; warm the policy up."
+            )
+        if self._updates or not self._statistics.is_empty:
             raise ValueError(
                 "sft_step between accumulate and optimizer_step would mix their gradients; call "
                 "optimizer_step first."
@@ -134,29 +164,19 @@ class FSDPEngine:
         examples = list(zip(token_ids, prompt_lengths, strict=True))
         share = examples[self._ranks.rank :: self._ranks.world_size]
         rows = [supervised_row(tokens, length) for tokens, length in share]
-        self._accumulate(rows, supervised_loss, token_mean, temperature=1.0)
+        role = Policy(self._role.network, self._device, temperature=1.0)
+        self._accumulate(role, rows, supervised_loss, token_mean)
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         return self._apply_gradients(rate, "a supervised step").loss
 
-    def logprobs(self, micro_batch: MicroBatch) -> list[Float32Array]:
-        rows = [
-            replace(row, loss_mask=np.ones(len(row.token_ids), np.bool_))
-            for row in micro_batch.rows
-        ]
-        found = [np.zeros(len(row.token_ids), np.float32) for row in rows]
-        indices = [index for index, row in enumerate(rows) if len(row.token_ids)]
-        passes = self._split_passes([rows[index] for index in indices])
-        with torch.no_grad():
-            for number in range(self._ranks.max(len(passes))):
-                chosen = [indices[i] for i in passes[number]] if number < len(passes) else []
-                batch = self._collate([rows[index] for index in chosen])
-                logprobs, _ = self._forward(batch, self._temperature)
-                lengths = [len(rows[index].token_ids) for index in chosen]
-                for index, part in zip(chosen, logprobs.cpu().split(lengths), strict=True):
-                    found[index] = part.numpy()
-        return found
+    def infer(self, rows: Sequence[TrainRow]) -> list[Float32Array]:
+        return infer(
+            self._role, rows, max_tokens=self._config.micro_batch_tokens, ranks=self._ranks
+        )
 
     def publish(self) -> WeightManifest | None:
+        if not self._is_published:
+            raise ValueError("a critic or reward model samples nothing, so it is not published.")
         file, error = None, None
         if self._publisher is not None:
             try:
@@ -173,6 +193,7 @@ class FSDPEngine:
         return self._publisher.commit(file)
 
     def save(self, directory: Path) -> None:
+        assert not self._updates, "a version is whole only after the last update of its batch"
         save_state(
             directory, self._tensors, self._optimizer, self.policy_version, sharded=self._sharded
         )
@@ -181,7 +202,7 @@ class FSDPEngine:
         self.policy_version = load_state(
             directory, self._tensors, self._optimizer, sharded=self._sharded
         )
-        self._begin_step()
+        self._begin_batch()
 
     @property
     def snapshot_bytes(self) -> int:
@@ -191,6 +212,7 @@ class FSDPEngine:
         return SnapshotFile(path, name, self._local_state())
 
     def snapshot(self, file: SnapshotFile) -> None:
+        assert not self._updates, "a version is whole only after the last update of its batch"
         file.write(self.policy_version, self._local_state())
 
     def restore(self, file: SnapshotFile, step: int) -> None:
@@ -198,7 +220,7 @@ class FSDPEngine:
         file.read(step, state)
         torch.set_rng_state(state["rng"])
         self.policy_version = step
-        self._begin_step()
+        self._begin_batch()
 
     def export(self, directory: Path) -> None:
         error = None
@@ -209,7 +231,7 @@ class FSDPEngine:
                 tensors[name] = gathered.to("cpu", self._dtype_of(name))
         if self._ranks.rank == 0:
             try:
-                export_model(self._policy.model, tensors, self._dtype, self._model_path, directory)
+                export_model(self._model, tensors, self._dtype, self._model_path, directory)
             except OSError as failure:
                 error = failure
         self._ranks.raise_together(error)
@@ -231,87 +253,75 @@ class FSDPEngine:
     def _sharded(self) -> bool:
         return self._ranks.world_size > 1
 
-    def _begin_step(self) -> None:
+    @property
+    def _num_updates(self) -> int:
+        """Behind the weights, as the configuration plans them for each version."""
+        return self._config.updates_per_step * self.policy_version + len(self._updates)
+
+    def _begin_batch(self) -> None:
+        self._updates = []
+        self._begin_update()
+
+    def _begin_update(self) -> None:
         self._statistics = StepStatistics()
         self._optimizer.zero_grad()
 
     def _accumulate(
-        self, rows: Sequence[TrainRow], loss: LossFn, aggregation: Aggregation, temperature: float
+        self, role: Role, rows: Sequence[TrainRow], loss: Loss, aggregation: Aggregation
     ) -> None:
-        weights = [self._count(row, aggregation) for row in rows]
-        trained = [index for index, row in enumerate(rows) if row.loss_mask.any()]
-        passes = self._split_passes([rows[index] for index in trained])
+        columns = role.columns(loss, rows)
+        role.check_groups(loss, rows)
+        weights = [self._count(role, row, aggregation) for row in rows]
+        trained = [index for index, row in enumerate(rows) if role.num_trained(row)]
+        passes = split_passes(
+            [rows[index] for index in trained],
+            self._config.micro_batch_tokens,
+            packed=role.packs,
+            whole_groups=whole_groups(loss),
+        )
         # FSDP2 gathers and reduces in every pass, so all ranks run equally many.
         for number in range(self._ranks.max(len(passes))):
             chosen = [trained[i] for i in passes[number]] if number < len(passes) else []
-            batch = self._collate([rows[index] for index in chosen])
+            batch = role.collate([rows[index] for index in chosen], columns)
             row_weights = torch.tensor([weights[index] for index in chosen])
-            self._backward(batch, row_weights.to(self._device)[batch.row_index], loss, temperature)
+            self._backward(role, batch, row_weights.to(self._device)[batch.row_index], loss)
 
-    def _split_passes(self, rows: Sequence[TrainRow]) -> list[list[int]]:
-        max_tokens = self._config.micro_batch_tokens
-        return split_passes(rows, max_tokens, packed=self._policy.packs)
-
-    def _collate(self, rows: Sequence[TrainRow]) -> Batch:
-        return collate(rows, self._device, packed=self._policy.packs)
-
-    def _count(self, row: TrainRow, aggregation: Aggregation) -> float:
-        """Add a rollout to the sums; returns the weight of each of its tokens."""
-        num_tokens = int(row.loss_mask.sum())
-        weight, denominator = aggregation(row.group_size, row.group_num_tokens, num_tokens)
+    def _count(self, role: Role, row: TrainRow, aggregation: Aggregation) -> float:
+        """Add a rollout to the sums; returns the weight of each of its places."""
+        num_places = role.num_trained(row)
+        weight, denominator = aggregation(row.group_size, role.num_in_group(row), num_places)
         versions = row.policy_versions[row.loss_mask]
+        oldest = int(versions.min(initial=self.policy_version))
         self._statistics.add_rollout(
             denominator=denominator,
-            num_tokens=num_tokens,
-            staleness=self.policy_version - int(versions.min(initial=self.policy_version)),
+            num_tokens=len(versions),
+            num_places=num_places,
+            staleness=self._num_updates - self._config.updates_per_step * oldest,
         )
         return weight
 
-    def _backward(
-        self, batch: Batch, weights: torch.Tensor, loss: LossFn, temperature: float
-    ) -> None:
-        logprobs, entropy = self._forward(batch, temperature)
-        # One optimizer step per batch: the policy at its start is the policy now.
-        proximal = logprobs.detach()
-        inputs = LossInputs(
-            trainer_logprobs=logprobs,
-            proximal_logprobs=proximal,
-            sampler_logprobs=batch.sampler_logprobs,
-            advantages=batch.advantages,
-            entropy=entropy,
-            staleness=self.policy_version - batch.policy_versions,
-            row_index=batch.row_index,
-        )
-        token_loss, token_metrics = loss(inputs)
-        check_outputs(loss, token_loss, token_metrics, len(logprobs))
-        total = (weights * token_loss).sum()
+    def _backward(self, role: Role, batch: Batch, weights: torch.Tensor, loss: Loss) -> None:
+        staleness = self._num_updates - self._config.updates_per_step * batch.policy_versions
+        losses, told = role.learn(loss, batch, staleness)
+        check_outputs(loss, losses, told, len(weights), role.unit)
+        total = (weights * losses).sum()
         total.backward()
-        gap = (batch.sampler_logprobs, proximal)
-        own = {
-            metrics.ENTROPY: entropy,
-            metrics.KL_SAMPLER_TRAINER: kl.k1(*gap),
-            metrics.KL_SAMPLER_TRAINER_K3: kl.k3(*gap),
-        }
-        self._statistics.add_pass(total, {**token_metrics, **own})
-
-    def _forward(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        result: tuple[torch.Tensor, torch.Tensor] = self._policy(batch, temperature)
-        return result
+        self._statistics.add_pass(total, told)
 
     def _apply_gradients(self, rate: float, what: str) -> StepSums:
-        """Normalise, clip and step, then begin the next step; the weights change only if all is
-        finite."""
+        """Normalise, clip and update, then begin the next update; the weights change only if all
+        is finite."""
         parameters = list(self._parameters.values())
         sums = self._statistics.reduce(self._ranks, squared_norm(parameters))
         if not (np.isfinite(sums.loss) and np.isfinite(sums.grad_norm)):
-            self._begin_step()
+            self._begin_batch()
             raise FloatingPointError(
                 f"loss {sums.loss} and gradient norm {sums.grad_norm} at {what}: not a number that "
                 "can be trained on; lower trainer.learning_rate, or look for infinite "
                 "advantages or sampler_logprobs."
             )
         if sums.denominator <= 0:
-            self._begin_step()
+            self._begin_batch()
             raise ValueError(
                 f"{what} has no trained token on any rank; accumulate rows with loss_mask tokens."
             )
@@ -319,18 +329,18 @@ class FSDPEngine:
         scale_gradients(parameters, clip / sums.denominator)
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
-        self._begin_step()
+        self._begin_update()
         return sums
 
 
 def check_outputs(
-    loss: LossFn, token_loss: torch.Tensor, token_metrics: Mapping[str, torch.Tensor], count: int
+    loss: Loss, losses: torch.Tensor, told: Mapping[str, torch.Tensor], count: int, unit: str
 ) -> None:
-    """Raise ValueError unless everything is one value a token: anything else would be summed and
-    divided wrongly without a sign of it."""
-    for name, values in {"its loss": token_loss, **token_metrics}.items():
+    """Raise ValueError unless everything is one value a token, or a row: anything else would be
+    summed and divided wrongly without a sign of it."""
+    for name, values in {"its loss": losses, **told}.items():
         if values.shape != (count,):
             raise ValueError(
-                f"{loss} returned {name} with shape {tuple(values.shape)} for {count} tokens; "
-                "return one value a token and leave sums and means to the aggregation."
+                f"{loss} returned {name} with shape {tuple(values.shape)} for {count} {unit}s; "
+                f"return one value a {unit} and leave sums and means to the aggregation."
             )

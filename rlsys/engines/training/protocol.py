@@ -5,6 +5,10 @@ rank. Gradients accumulate unnormalised; `optimizer_step` divides by the denomin
 micro-batches and ranks, so the result depends neither on the number of ranks nor of micro-batches.
 
     accumulate(micro_batch) × n ──► optimizer_step() ──► publish()
+
+A batch may take several updates of the weights, of which the last one makes a version:
+
+    (accumulate × n ──► optimizer_step(last=False)) × m, accumulate × n ──► optimizer_step()
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlsys.engines.training.snapshot import SnapshotFile
-from rlsys.types import Float32Array, MicroBatch, StepResult, WeightManifest
+from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
 class TrainingEngine(Protocol):
@@ -37,21 +41,35 @@ class TrainingEngine(Protocol):
     def accumulate(self, micro_batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch; an empty one takes part in collectives only."""
 
-    def optimizer_step(self) -> StepResult:
-        """One AdamW step on what was accumulated since the last one.
+    def optimizer_step(self, *, last: bool = True) -> StepResult:
+        """One AdamW update on what was accumulated since the last one; the `last` of a batch makes
+        a new policy_version.
+
+        Metrics are those of the batch so far: means over its updates, each weighted by what it is a
+        mean of, the mean gradient norm, the largest staleness; num_tokens counts a token in each
+        update that it is part of. The learning rate is the version's, for all its updates.
+        Staleness counts updates: trainer.updates_per_step for each version, and those of this
+        batch so far. `save`, `load`, `snapshot` and `restore` come between batches only.
 
         Raises FloatingPointError, and leaves the weights as they are, if the loss or the gradient
         is not finite; ValueError if no token was accumulated on any rank.
         """
 
-    def logprobs(self, micro_batch: MicroBatch) -> list[Float32Array]:
-        """trainer_logprobs of every completion token, per row, without gradient."""
+    def infer(self, rows: Sequence[TrainRow]) -> list[Float32Array]:
+        """What the model says now, without gradient, an array a row: with head "logits" the
+        log-probabilities of the completion tokens [T], with "value" the values of the text before
+        each of them [T], with "score" the score of the row [1].
+
+        Each rank gets a share of its own, in whatever way the caller splits the rows, and answers
+        for it; one without rows takes part in collectives only. Loss masks and columns play no
+        part.
+        """
 
     def publish(self) -> WeightManifest | None:
         """Write the weights for the generation engines: a file in shared memory on rank 0's node.
 
         Returns its manifest on rank 0 and None on the others. A file stays until two more were
-        published.
+        published. Raises ValueError for a model without logits.
         """
 
     def save(self, directory: Path) -> None:
@@ -79,8 +97,9 @@ class TrainingEngine(Protocol):
         """Inverse of snapshot, as if nothing had happened since; for the same number of ranks."""
 
     def export(self, directory: Path) -> None:
-        """A Hugging Face checkpoint with its tokenizer, which AutoModelForCausalLM and
-        AutoTokenizer load."""
+        """A Hugging Face checkpoint with its tokenizer, which AutoTokenizer loads and, by the
+        head, AutoModelForCausalLM or AutoModelForSequenceClassification. A critic is one of the
+        latter, whose head is applied to every token."""
 
     def close(self) -> None:
         """Unlink what was published. Idempotent."""

@@ -1,4 +1,4 @@
-"""How the policy lies on the ranks: FSDP2 over one data-parallel mesh.
+"""How a model lies on the ranks: FSDP2 over one data-parallel mesh.
 
 Each decoder layer is gathered before it runs and let go after it; embedding, last norm and head
 stay for a whole pass. Gradients are summed over ranks, never averaged: the optimizer step divides
@@ -11,6 +11,7 @@ activations in bfloat16, and reduce gradients in float32.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,17 +22,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from rlsys.engines.training.ranks import init_single_process_group
-from rlsys.engines.training.token_policy import TokenPolicy
 
 
-def shard(policy: TokenPolicy, *, world_size: int, dtype: str, device: str) -> None:
-    """Shard `policy` in place over all ranks, and move it to their devices.
+def shard(network: Any, *, world_size: int, dtype: str, device: str) -> None:
+    """Shard a role's `network` in place over all ranks, and move it to their devices.
 
     One float32 rank shards nothing and needs no process group. One bfloat16 rank does, in a group
     of its own, because the mixed precision is FSDP2's.
     """
     if world_size == 1 and dtype == "float32":
-        policy.to(device)
+        network.to(device)
         return
     if not dist.is_initialized():
         init_single_process_group(device)
@@ -41,18 +41,18 @@ def shard(policy: TokenPolicy, *, world_size: int, dtype: str, device: str) -> N
         if dtype != "float32"
         else MixedPrecisionPolicy()
     )
-    for module in (*decoder_layers(policy.model), policy):
+    for module in (*decoder_layers(network.model), network):
         fully_shard(module, mesh=mesh, mp_policy=precision)
-    for module in policy.modules():
+    for module in network.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # A factor otherwise becomes part of the reduction, which gloo cannot do.
             module.set_force_sum_reduction_for_comms(True)
 
 
-def recompute_activations(policy: TokenPolicy) -> None:
+def recompute_activations(network: Any) -> None:
     """Keep only each decoder layer's input for the backward pass, and run the layer again there."""
-    for layer in decoder_layers(policy.model):
+    for layer in decoder_layers(network.model):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 

@@ -7,7 +7,7 @@ Counts, denominators and metrics are summed in float64 and sent together, once a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +17,17 @@ from rlsys.engines.training.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class StepSums:
-    """Over the global batch."""
+    """Over the global batch of one optimizer update."""
 
     num_rollouts: int
-    num_tokens: int
+    num_tokens: int  # completion tokens
+    num_places: int  # of which the loss has a value each: those tokens, or rows
     loss: float  # Σ weight · token loss / Σ denominator
     denominator: float
     grad_norm: float  # of the gradient of `loss`, before clipping
     staleness_mean: float  # over rollouts
     staleness_max: int
-    token_means: Mapping[str, float]
+    means: Mapping[str, float]  # of metrics, over the places
 
 
 class StepStatistics:
@@ -34,6 +35,7 @@ class StepStatistics:
         self._denominator = 0.0
         self._num_rollouts = 0
         self._num_tokens = 0
+        self._num_places = 0
         self._staleness_sum = 0
         self._staleness_max = 0
         self._loss: list[torch.Tensor] = []
@@ -43,15 +45,18 @@ class StepStatistics:
     def is_empty(self) -> bool:
         return not self._loss and not self._num_rollouts
 
-    def add_rollout(self, *, denominator: float, num_tokens: int, staleness: int) -> None:
+    def add_rollout(
+        self, *, denominator: float, num_tokens: int, num_places: int, staleness: int
+    ) -> None:
         self._denominator += denominator
         self._num_rollouts += 1
         self._num_tokens += num_tokens
+        self._num_places += num_places
         self._staleness_sum += staleness
         self._staleness_max = max(self._staleness_max, staleness)
 
     def add_pass(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> None:
-        """The summed loss [] of one pass, and metrics [N] of its tokens.
+        """The summed loss [] of one pass, and metrics [N] of its places.
 
         Nothing is read from the device here, so that it need not be waited for.
         """
@@ -66,6 +71,7 @@ class StepStatistics:
         host = [
             float(self._num_rollouts),
             float(self._num_tokens),
+            float(self._num_places),
             self._denominator,
             float(self._staleness_sum),
             float(self._staleness_max),
@@ -79,22 +85,48 @@ class StepStatistics:
             ]
         )
         gathered = ranks.gather(vector)  # [R, K]
-        rollouts, tokens, denominator, staleness, _, squares, loss, *metrics = gathered.sum(
+        rollouts, tokens, places, denominator, staleness, _, squares, loss, *metrics = gathered.sum(
             0
         ).tolist()
         divisor = denominator or 1.0
         return StepSums(
             num_rollouts=round(rollouts),
             num_tokens=round(tokens),
+            num_places=round(places),
             loss=loss / divisor,
             denominator=denominator,
             grad_norm=squares**0.5 / divisor,
             staleness_mean=staleness / max(rollouts, 1.0),
-            staleness_max=round(gathered[:, 4].max().item()),
-            token_means={
-                name: total / max(tokens, 1.0) for name, total in zip(names, metrics, strict=True)
+            staleness_max=round(gathered[:, 5].max().item()),
+            means={
+                name: total / max(places, 1.0) for name, total in zip(names, metrics, strict=True)
             },
         )
+
+
+def over_updates(updates: Sequence[StepSums]) -> StepSums:
+    """Of all updates of a batch: each mean weighs an update by what it is a mean of."""
+    if len(updates) == 1:
+        return updates[0]
+    denominator = sum(update.denominator for update in updates)
+    num_rollouts = sum(update.num_rollouts for update in updates)
+    num_places = sum(update.num_places for update in updates)
+    return StepSums(
+        num_rollouts=num_rollouts,
+        num_tokens=sum(update.num_tokens for update in updates),
+        num_places=num_places,
+        loss=sum(update.loss * update.denominator for update in updates) / denominator,
+        denominator=denominator,
+        grad_norm=sum(update.grad_norm for update in updates) / len(updates),
+        staleness_mean=sum(update.staleness_mean * update.num_rollouts for update in updates)
+        / num_rollouts,
+        staleness_max=max(update.staleness_max for update in updates),
+        means={
+            name: sum(update.means[name] * update.num_places for update in updates)
+            / max(num_places, 1)
+            for name in updates[0].means
+        },
+    )
 
 
 def _total(parts: list[torch.Tensor]) -> torch.Tensor:

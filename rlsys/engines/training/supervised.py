@@ -22,10 +22,9 @@ def supervised_row(token_ids: Sequence[int], prompt_length: int) -> TrainRow:
     return TrainRow(
         prompt_token_ids=tokens[:prompt_length],
         token_ids=completion,
-        sampler_logprobs=zeros,
         policy_versions=zeros.astype(np.int32),
-        advantages=zeros,
         loss_mask=np.ones(len(completion), np.bool_),
+        columns={"sampler_logprobs": zeros, "advantages": zeros},
         group_id=0,
         group_size=1,
         group_num_tokens=len(completion),

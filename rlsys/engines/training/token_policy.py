@@ -20,9 +20,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rlsys.engines.architecture import check_architecture
-from rlsys.engines.causal_lm import Head, backbone
+from rlsys.engines.causal_lm import Head
 from rlsys.engines.context import row_limit
 from rlsys.engines.training.collate import Batch
+from rlsys.engines.training.hidden_states import hidden_states
 
 MAX_LOGITS = 1 << 26  # of one chunk: 256 MiB in float32
 # exp of this is 0 in any precision, and so are its products with 0, where those of −inf are NaN: a
@@ -41,19 +42,22 @@ class TokenPolicy(nn.Module):
         self._row_limit = row_limit(model.config)
         self.chunk_tokens = max(1, max_logits // model.config.get_text_config().vocab_size)
 
-    def forward(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, batch: Batch, temperature: float, *, with_entropy: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of the batch's targets under the distribution at `temperature`, and that
         distribution's entropy in nats.
 
-        Both are [N] float32 and carry gradients.
+        Both are [N] float32 and carry gradients. Without entropy, zeros stand in its place.
         """
-        hidden = self._backbone(batch).flatten(0, 1).index_select(0, batch.positions)  # [N, D]
+        hidden = hidden_states(self.model, batch, self._row_limit)  # [N, D]
         targets = batch.targets
         head = Head(self.model).for_chunks()
+        score = _score if with_entropy else _score_alone
         if len(targets) <= self.chunk_tokens:
-            return _score(head, hidden, targets, temperature)
+            return score(head, hidden, targets, temperature)
         chunks = [
-            checkpoint(_score, head, *chunk, temperature, use_reentrant=False)
+            checkpoint(score, head, *chunk, temperature, use_reentrant=False)
             for chunk in zip(
                 hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True
             )
@@ -61,30 +65,25 @@ class TokenPolicy(nn.Module):
         logprobs, entropy = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropy)
 
-    def _backbone(self, batch: Batch) -> torch.Tensor:
-        """Hidden states of every input token, in the input's shape."""
-        packed, longest = {}, batch.input_ids.shape[1]
-        if batch.packing is not None:
-            packed = {"packing": batch.packing, "position_ids": batch.packing.position_ids}
-            longest = batch.packing.longest
-        if self._row_limit is not None and longest > self._row_limit:
-            raise ValueError(
-                f"a row has {longest} tokens, but the rotary embedding of this model turns all "
-                f"tokens of rows of more than {self._row_limit} by other angles than when they "
-                "were sampled; lower data.max_prompt_tokens or sampling.max_tokens."
-            )
-        output = backbone(self.model)(input_ids=batch.input_ids, use_cache=False, **packed)
-        hidden: torch.Tensor = output.last_hidden_state
-        return hidden
+
+def _logits(head: Head, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits = head(hidden)
+    return logits / temperature if temperature != 1 else logits
 
 
 def _score(
     head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = head(hidden)
-    if temperature != 1:
-        logits = logits / temperature
-    return token_logprobs(logits, targets)
+    return token_logprobs(_logits(head, hidden, temperature), targets)
+
+
+def _score_alone(
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same log-probabilities, without what the entropy costs."""
+    logprobs = torch.log_softmax(_logits(head, hidden, temperature), dim=-1)
+    found = -F.nll_loss(logprobs, targets, reduction="none")
+    return found, torch.zeros_like(found)
 
 
 def token_logprobs(

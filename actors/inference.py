@@ -1,0 +1,141 @@
+"""Frozen models as Ray actors: references, teachers, reward models.
+
+RayPool ──► rows, to the worker with the fewest ──► InferenceActor: engine, store ──► what it wrote
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from rlsys.observe.trace import TraceBatch, Tracer
+from rlsys.workers import PoolDied, Rows, Written
+
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied
+from .rows import read_rows, write_column
+from .store import StoreAddress, StoreClient
+
+if TYPE_CHECKING:
+    from rlsys.engines.inference import InferenceEngine
+
+# Rows that so many workers in a row died of are what they died of.
+MAX_DEATHS = 3
+
+
+@ray.remote(concurrency_groups={"beside": 1, **HEARTBEAT_GROUP})
+class InferenceActor(Heartbeat):
+    """`writes`: the column that it makes of rows, with a value per token, or one per row."""
+
+    def __init__(
+        self,
+        make_engine: Callable[[], InferenceEngine],
+        writes: str,
+        per_token: bool,
+        store: StoreAddress,
+        tracer: Tracer,
+    ) -> None:
+        self._make_engine = make_engine
+        self._writes = writes
+        self._per_token = per_token
+        self._store = StoreClient(store)
+        self._tracer = tracer
+        self._engine: Any = None  # an InferenceEngine, from `start` on
+
+    def node(self) -> str:
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return node_id
+
+    def start(self, store: StoreAddress) -> None:
+        """Build the engine; the store has a shard on this node."""
+        self._store = StoreClient(store)
+        self._engine = self._make_engine()
+
+    def run(self, rows: Rows) -> Written:
+        """Raises RowsLost."""
+        with self._tracer.working("inference", self._writes, rows=len(rows)):
+            made = self._engine.infer(read_rows(rows, self._store))
+            return write_column(self._writes, made, self._store, per_token=self._per_token)
+
+    def use_store(self, store: StoreAddress) -> None:
+        self._store = StoreClient(store)
+
+    def close(self) -> None:
+        """It holds nothing that would outlive its process."""
+
+    @ray.method(concurrency_group="beside")
+    def drain_trace(self) -> TraceBatch:
+        return self._tracer.drain()
+
+
+class RayPool:
+    """`start_worker` starts the actor of a place, by number; `open_store` makes sure that the store
+    has a shard on a node."""
+
+    def __init__(
+        self,
+        start_worker: Callable[[int], Worker],
+        open_store: Callable[[str], Awaitable[StoreAddress]],
+        *,
+        num_workers: int,
+    ) -> None:
+        self._start_worker = start_worker
+        self._open_store = open_store
+        self._num_workers = num_workers
+        self._start_timeout_s = 0.0
+        self._workers: dict[int, Worker] = {}  # by place
+        self._starts: dict[int, asyncio.Task[None]] = {}
+        self._load = [0] * num_workers  # rows under way, by place
+
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
+
+    @property
+    def workers(self) -> list[Worker]:
+        return list(self._workers.values())
+
+    async def start(self, timeout_s: float) -> None:
+        """Returns when all can work; `timeout_s` holds for their successors too. Raises what keeps
+        them from starting."""
+        self._start_timeout_s = timeout_s
+        await asyncio.gather(*map(self._started, range(self._num_workers)))
+
+    async def run(self, rows: Rows) -> Written:
+        reason = ""
+        for _ in range(MAX_DEATHS):
+            place = min(range(self._num_workers), key=self._load.__getitem__)
+            self._load[place] += len(rows)
+            worker = None
+            try:
+                worker = await self._started(place)
+                written: Written = await worker.call("run", rows)
+                return written
+            except WorkerDied as death:
+                reason = str(death)
+                if worker is None or self._workers.get(place) is worker:
+                    self._forget(place)
+            finally:
+                self._load[place] -= len(rows)
+        raise PoolDied(f"{MAX_DEATHS} workers in a row died over the same rows: {reason}")
+
+    async def _started(self, place: int) -> Worker:
+        """The worker of a place, when it can work."""
+        if place not in self._workers:
+            worker = self._workers[place] = self._start_worker(place)
+            self._starts[place] = asyncio.create_task(self._start(worker))
+        worker = self._workers[place]
+        await asyncio.shield(self._starts[place])
+        return worker
+
+    async def _start(self, worker: Worker) -> None:
+        node_id = await worker.call("node", timeout_s=self._start_timeout_s)
+        store = await self._open_store(node_id)
+        await worker.call("start", store, timeout_s=self._start_timeout_s)
+
+    def _forget(self, place: int) -> None:
+        if (worker := self._workers.pop(place, None)) is not None:
+            worker.kill()
+        self._starts.pop(place, None)

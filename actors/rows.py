@@ -1,0 +1,52 @@
+"""Rows as a model's worker is given them, with their bytes: read from the store, and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlsys.types import Float32Array, TrainRow
+from rlsys.workers import Rows, Written
+
+from .store import StoreClient
+
+# Columns that are fields of a TrainRow; all others are its `columns`.
+FIELDS = ("prompt_token_ids", "token_ids", "policy_versions")
+
+
+def read_rows(rows: Rows, store: StoreClient) -> list[TrainRow]:
+    """With all their columns; a value per row stands at each of its tokens. Raises RowsLost."""
+    if not len(rows):
+        return []
+    arrays = store.get_batch(rows.cells)
+    return [_row(rows, arrays, i) for i in range(len(rows))]
+
+
+def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
+    num_tokens = len(arrays["token_ids"][i])
+    columns: dict[str, Float32Array] = {
+        name: of_column[i] for name, of_column in arrays.items() if name not in FIELDS
+    }
+    for name, values in rows.scalars.items():
+        columns[name] = np.full(num_tokens, values[i], np.float32)
+    return TrainRow(
+        **{name: arrays[name][i] for name in FIELDS},
+        loss_mask=np.ones(num_tokens, np.bool_),
+        columns=columns,
+        group_id=rows.group_ids[i],
+        group_size=rows.group_sizes[i],
+        group_num_tokens=rows.group_num_tokens[i],
+    )
+
+
+def write_column(
+    name: str, values: Sequence[Float32Array], store: StoreClient, *, per_token: bool
+) -> Written:
+    """What a model made of rows, an array each; a single number where it is one per row."""
+    if not values:
+        return Written()
+    if per_token:
+        return Written(block=store.put({name: list(values)}))
+    return Written(scalars={name: [float(value[0]) for value in values]})

@@ -1,0 +1,68 @@
+"""Functions over all rollouts of a step, as `Dataflow.per_batch` runs them.
+
+    function(*columns) -> one tensor, or a tuple of as many as the stage writes
+
+A column with a value per rollout is [B], one with a value per token [N], all rollouts one after
+another, in float32. A function that names them in its signature is given besides:
+
+    group_index   [B] int64: numbers of the rollouts' groups, from 0
+    row_offsets   [B + 1] int64: tokens of rollout i are row_offsets[i] up to row_offsets[i + 1]
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rlsys.algorithms.groups import name_of
+
+
+def check_batch_function(function: Callable[..., Any], num_columns: int) -> None:
+    """Raise ValueError for one that does not take so many columns."""
+    given = _asked_for(function, dict.fromkeys(("group_index", "row_offsets")))
+    try:
+        inspect.signature(function).bind(*range(num_columns), **given)
+    except TypeError as error:
+        raise ValueError(
+            f"flow.per_batch({name_of(function)}) is given {num_columns} column(s) and takes "
+            f"others ({error}); name the columns in the order of its arguments, and give it fixed "
+            "ones with functools.partial."
+        ) from None
+
+
+def run_batch_function(
+    function: Callable[..., Any],
+    columns: Sequence[torch.Tensor],
+    *,
+    group_ids: Sequence[int],
+    row_lengths: Sequence[int] | None,
+    writes: Sequence[str],
+    per_token: bool,
+) -> dict[str, torch.Tensor]:
+    """What the function makes of them, by column; raises ValueError for anything but one value per
+    rollout [B], or per token [N]. `row_lengths`: tokens of each rollout, where a column has any."""
+    numbers: dict[int, int] = {}
+    lengths = [0] * len(group_ids) if row_lengths is None else list(row_lengths)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    index = torch.tensor([numbers.setdefault(group_id, len(numbers)) for group_id in group_ids])
+    given = _asked_for(function, {"group_index": index, "row_offsets": offsets})
+    made = function(*columns, **given)
+    results = made if isinstance(made, tuple) else (made,)
+    count = int(offsets[-1]) if per_token else len(group_ids)
+    unit = "tokens" if per_token else "rollouts"
+    if len(results) != len(writes) or any(tuple(x.shape) != (count,) for x in results):
+        raise ValueError(
+            f"{name_of(function)} returned shapes {[tuple(x.shape) for x in results]} for the "
+            f"columns {list(writes)} of {count} {unit}; return one tensor [{count}] for each."
+        )
+    return dict(zip(writes, results, strict=True))
+
+
+def _asked_for(function: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    parameters = inspect.signature(function).parameters
+    return {name: x for name, x in facts.items() if name in parameters and name not in bound}

@@ -1,0 +1,77 @@
+"""What advantages over a group tell the graph: how large it must be, and that it is refused.
+
+A function over a group, `(*columns [G]) -> [G]`, may return None instead: the group teaches
+nothing, and the gate issues another in its place. `min_group_size` is an attribute of the function
+object; one without it takes any group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+GroupAdvantage = Callable[..., torch.Tensor | None]
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def needs_group(size: int) -> Callable[[F], F]:
+    """Decorate an advantage that says nothing about groups of fewer than `size` rollouts."""
+
+    def mark(function: F) -> F:
+        function.min_group_size = size  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def min_group_size(function: object) -> int:
+    """The smallest group of which a function says something; 1 unless it says otherwise."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    size: int = getattr(function, "min_group_size", 1)
+    return size
+
+
+def check_group_size(function: object, group_size: int) -> None:
+    """Raise ValueError where a graph's groups are too small for an advantage."""
+    needed = min_group_size(function)
+    if group_size < needed:
+        raise ValueError(
+            f"group_size={group_size} makes every advantage of {name_of(function)} zero; use "
+            f"group_size >= {needed}."
+        )
+
+
+def name_of(function: object) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    name: str = getattr(function, "__name__", str(function))
+    return name
+
+
+@dataclass(frozen=True)
+class dynamic_sampling:
+    """`advantage`, and None for a group whose rewards are all equal: DAPO, 2503.14476, section 3.2.
+
+    With `by_last_column`, equality in the last column decides, which `advantage` does not get: as
+    in the paper, where the accuracy decides and the reward has a penalty for length besides.
+    """
+
+    advantage: GroupAdvantage
+    by_last_column: bool = False
+
+    @property
+    def min_group_size(self) -> int:
+        return max(2, min_group_size(self.advantage))
+
+    def __call__(self, *columns: torch.Tensor) -> torch.Tensor | None:
+        judged, given = columns[0], columns
+        if self.by_last_column:
+            judged, given = columns[-1], columns[:-1]
+        if bool((judged == judged[0]).all()):
+            return None
+        return self.advantage(*given)

@@ -1,0 +1,277 @@
+"""Everything of this package by name, for command lines and files, and as tables.
+
+In: text such as `corrected(clipped_surrogate(0.2, 0.28, denominator="proximal"), tis(2.0))`, and
+which kind of thing it should be. Out: that object. Only the names of this page, numbers, strings,
+True, False and None have a meaning in it; nothing is evaluated as Python.
+
+`python -m rlsys.algorithms.registry` prints the tables of docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, get_args
+
+from rlsys.algorithms import (
+    advantages,
+    aggregation,
+    composed,
+    corrections,
+    groups,
+    kl_control,
+    losses,
+    masks,
+    preferences,
+    token_advantages,
+    values,
+)
+
+Kind = Literal[
+    "loss",
+    "correction",
+    "value_loss",
+    "score_loss",
+    "group_advantage",
+    "batch_advantage",
+    "token_advantage",
+    "aggregation",
+    "kl_control",
+]
+
+_BY_KIND: dict[Kind, tuple[Callable[..., Any], ...]] = {
+    "loss": (
+        losses.reinforce,
+        losses.clipped_surrogate,
+        composed.decoupled_clipped_surrogate,
+        losses.gspo,
+        losses.gmpo,
+        losses.cispo,
+        losses.aipo,
+        composed.m2po,
+        losses.sapo_soft,
+        losses.dppo_mask,
+        composed.corrected,
+        composed.interpolate_proximal,
+        composed.with_kl,
+        composed.kl_cov,
+        composed.entropy_bonus,
+        composed.distill,
+        composed.observed,
+        preferences.dpo,
+        preferences.ipo,
+        preferences.slic,
+        preferences.simpo,
+        preferences.orpo,
+    ),
+    "correction": (
+        corrections.tis,
+        corrections.sequence_tis,
+        corrections.icepop,
+        corrections.sequence_icepop,
+        corrections.batch_weights,
+        masks.opsm,
+        masks.reject,
+        masks.second_moment,
+        masks.high_entropy,
+        masks.clip_cov,
+    ),
+    "value_loss": (values.value_loss, values.clipped_value_loss),
+    "score_loss": (preferences.bradley_terry,),
+    "group_advantage": (
+        advantages.grpo_advantage,
+        advantages.dr_grpo_advantage,
+        advantages.rloo_advantage,
+        advantages.opo_advantage,
+        advantages.remax_advantage,
+        advantages.pass_at_k_advantage,
+        groups.dynamic_sampling,
+    ),
+    "batch_advantage": (
+        advantages.reinforce_plus_plus_advantage,
+        advantages.reinforce_plus_plus_baseline_advantage,
+        advantages.scale_rl_advantage,
+    ),
+    "token_advantage": (
+        token_advantages.gae,
+        token_advantages.reinforce_plus_plus_token_advantage,
+        token_advantages.kl_rewards,
+        token_advantages.whitened,
+        token_advantages.batch_normalised_weights,
+    ),
+    "aggregation": (
+        aggregation.token_mean,
+        aggregation.sequence_mean,
+        aggregation.prompt_mean,
+        aggregation.constant_length,
+        aggregation.sequence_sum,
+        aggregation.token_sum,
+    ),
+    "kl_control": (kl_control.fixed_kl, kl_control.adaptive_kl),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    kind: Kind
+    target: Callable[..., Any]
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the name stands for something to be made, by a class or by a function of
+        constants; else it is itself the function that the graph calls."""
+        return inspect.isclass(self.target) or self.kind == "loss"
+
+    @property
+    def constants(self) -> dict[str, inspect.Parameter]:
+        """The parameters that text can give: of a function over tensors its constants alone."""
+        return {
+            name: parameter
+            for name, parameter in inspect.signature(self.target).parameters.items()
+            if self.is_made
+            or (parameter.kind is parameter.KEYWORD_ONLY and parameter.annotation in _LITERALS)
+        }
+
+    @property
+    def signature(self) -> str:
+        """`gspo(clip_low=0.0003, clip_high=0.0004, denominator='sampler')`."""
+        parts = []
+        for name, parameter in inspect.signature(self.target).parameters.items():
+            default = parameter.default
+            parts.append(name if default is parameter.empty else f"{name}={default!r}")
+        return f"{self.name}({', '.join(parts)})"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        found = getattr(self.target, "needs", ())
+        return found if isinstance(found, tuple) else getattr(self.target, "extra", ())
+
+    @property
+    def summary(self) -> str:
+        """The first paragraph of its docstring."""
+        first, *_ = (inspect.getdoc(self.target) or "").split("\n\n")
+        return " ".join(first.split())
+
+
+REGISTRY: Mapping[str, Entry] = {
+    target.__name__: Entry(target.__name__, kind, target)
+    for kind, targets in _BY_KIND.items()
+    for target in targets
+}
+
+# What a parameter's annotation takes: another of the registry, or literals.
+_NESTED: Mapping[str, Kind] = {
+    "LossFn": "loss",
+    "Correction": "correction",
+    "GroupAdvantage": "group_advantage",
+}
+_LITERALS: Mapping[str, tuple[type, ...]] = {
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+    "int": (int,),
+    "bool": (bool,),
+}
+
+
+def parse(text: str, kind: Kind) -> Any:
+    """What `text` names: "gspo", "gspo(3e-4, 4e-4)", "with_kl(cispo(5.0), 'k3', 0.001)".
+
+    Raises ValueError with the text, what is wrong with it and what is known.
+    """
+    assert kind in get_args(Kind)
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        _refuse(text, "it is no name with arguments", kind)
+    return _object(tree, kind, text)
+
+
+def names(kind: Kind) -> list[str]:
+    return [entry.name for entry in REGISTRY.values() if entry.kind == kind]
+
+
+def tables() -> str:
+    """Markdown: a table per kind, in the order of the registry."""
+    lines = []
+    for kind in get_args(Kind):
+        lines += [f"### {kind}", "", "| Name | What it is | Needs |", "|---|---|---|"]
+        for name in names(kind):
+            entry = REGISTRY[name]
+            summary = entry.summary.replace("|", "\\|")
+            needs = ", ".join(f"`{column}`" for column in entry.needs)
+            lines.append(f"| `{entry.signature}` | {summary} | {needs} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _object(tree: ast.expr, kind: Kind, text: str) -> Any:
+    match tree:
+        case ast.Name(id=name):
+            arguments: list[ast.expr] = []
+            keywords: list[ast.keyword] = []
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=keywords):
+            pass
+        case _:
+            _refuse(text, f"{ast.unparse(tree)} is no name with arguments", kind)
+    entry = REGISTRY.get(name)
+    if entry is None:
+        _refuse(text, f"{name!r} is unknown", kind, name)
+    if entry.kind != kind:
+        _refuse(text, f"{name!r} is a {entry.kind}", kind)
+    bound = _bind(entry, arguments, keywords, text)
+    given = {
+        argument: _argument(value, entry.constants[argument], entry, text)
+        for argument, value in bound.items()
+    }
+    if entry.is_made:
+        try:
+            return entry.target(**given)
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from error
+    return functools.partial(entry.target, **given) if given else entry.target
+
+
+def _bind(
+    entry: Entry, arguments: list[ast.expr], keywords: list[ast.keyword], text: str
+) -> dict[str, ast.expr]:
+    """Arguments by the names of the parameters."""
+    signature = inspect.Signature(list(entry.constants.values()))
+    named = {keyword.arg or "**": keyword.value for keyword in keywords}
+    try:
+        return signature.bind(*arguments, **named).arguments
+    except TypeError as error:
+        raise ValueError(f"{text!r}: {error}; write {entry.signature}.") from None
+
+
+def _argument(tree: ast.expr, parameter: inspect.Parameter, entry: Entry, text: str) -> Any:
+    if parameter.annotation in _NESTED:
+        return _object(tree, _NESTED[parameter.annotation], text)
+    types = _LITERALS.get(parameter.annotation, (str,))
+    try:
+        value = ast.literal_eval(tree)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        value = math.inf if ast.unparse(tree) == "inf" else NotImplemented
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise ValueError(
+            f"{text!r}: {parameter.name}={ast.unparse(tree)} is no {parameter.annotation}; write "
+            f"{entry.signature}."
+        )
+    return value
+
+
+def _refuse(text: str, problem: str, kind: Kind, name: str = "") -> NoReturn:
+    close = difflib.get_close_matches(name, names(kind), n=1)
+    meant = f"did you mean {close[0]!r}? Known" if close else "known"
+    raise ValueError(
+        f"{text!r}: {problem}, where a {kind} is wanted; {meant}: {', '.join(names(kind))}."
+    )
+
+
+if __name__ == "__main__":
+    print(tables(), end="")

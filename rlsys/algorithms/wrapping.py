@@ -1,0 +1,47 @@
+"""What a loss around another loss says of itself."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rlsys.algorithms.inputs import LossFn, needs_of, uses_advantages, whole_groups
+
+
+class Wrapper:
+    """The attributes of `loss`, which a subclass has as a field, unless it knows better; `extra`
+    are columns that it needs besides."""
+
+    loss: LossFn
+    extra: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def denominator(self) -> str:
+        return denominator_of(self.loss)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return union(needs_of(self.loss), self.extra)
+
+    @property
+    def uses_advantages(self) -> bool:
+        return uses_advantages(self.loss)
+
+    @property
+    def whole_groups(self) -> bool:
+        return whole_groups(self.loss)
+
+
+def denominator_of(loss: LossFn) -> str:
+    """By whose policy a loss divides. Raises ValueError for one that does not say."""
+    denominator: str | None = getattr(loss, "denominator", None)
+    if denominator is None:
+        raise ValueError(
+            f"{loss} does not say by whose policy it divides, so a weight on it may count twice; "
+            'give it an attribute denominator: "sampler", "proximal", or "none" for a loss without '
+            "a ratio."
+        )
+    return denominator
+
+
+def union(*names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for some in names for name in some))

@@ -1,0 +1,94 @@
+"""Frozen models between sampling and training: references, teachers, reward models.
+
+store ─► rows that a stage can read ─► Pool ─► store: the column that it writes
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from rlsys.controller.state import RunState
+from rlsys.dataflow.graph import InferStage
+from rlsys.dataflow.store import RowBatch, Subscription
+from rlsys.workers import Pool, Rows, RowsLost, Written
+
+# Batches for each worker at a time: one that runs, and one that waits for it.
+CALLS_PER_WORKER = 2
+
+# Before rows are asked for again that could not be read: their shard's death is told soon.
+RETRY_S = 0.5
+
+
+class InferenceSide:
+    """`pools`: by the name of the model."""
+
+    def __init__(
+        self, state: RunState, stages: Sequence[InferStage], pools: Mapping[str, Pool]
+    ) -> None:
+        self._state = state
+        self._stages: list[tuple[InferStage, Pool, Subscription]] = []
+        for stage in stages:
+            pool = pools[stage.model.name]
+            share = -(-state.config.rollouts_per_step // (CALLS_PER_WORKER * pool.num_workers))
+            rows = state.store.subscribe(stage.name, at_most=share)
+            self._stages.append((stage, pool, rows))
+
+    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        return {stage.name: self._infer(stage, pool, rows) for stage, pool, rows in self._stages}
+
+    async def _infer(self, stage: InferStage, pool: Pool, rows: Subscription) -> None:
+        """Consumes rollouts. Waits for one, and for a worker; takes what is there."""
+        async with asyncio.TaskGroup() as calls:
+            slots = asyncio.Semaphore(CALLS_PER_WORKER * pool.num_workers)
+            while True:
+                with self._state.waiting(stage.name, "workers"):
+                    await slots.acquire()
+                with self._state.waiting(stage.name, "rollouts"):
+                    batch = await rows.take(timeout_s=None)
+                call = calls.create_task(self._run(stage, pool, batch))
+                call.add_done_callback(lambda _: slots.release())
+
+    async def _run(self, stage: InferStage, pool: Pool, batch: RowBatch) -> None:
+        """Rows that were lost on the way come again, less those that are dropped when the death of
+        their shard is told."""
+        store = self._state.store
+        try:
+            written = await pool.run(self._rows(batch))
+        except RowsLost:
+            await asyncio.sleep(RETRY_S)
+            store.requeue(stage.name, batch.rows)
+            return
+        if written.block is not None and store.is_lost(written.block.shard):
+            store.requeue(stage.name, batch.rows)
+            return
+        self._write(stage, batch, written)
+        store.release(stage.name, batch.rows)
+        self._state.progress.notify()
+
+    def _rows(self, batch: RowBatch) -> Rows:
+        groups = [self._state.groups[group_id] for group_id in batch.group_ids]
+        return Rows(
+            cells=batch.cells,
+            scalars=batch.scalars,
+            group_ids=batch.group_ids,
+            group_sizes=[len(group.rows) for group in groups],
+            group_num_tokens=[0] * len(batch),  # of groups that may not be whole yet
+        )
+
+    def _write(self, stage: InferStage, batch: RowBatch, written: Written) -> None:
+        """Of rows whose group was dropped meanwhile, the bytes go back."""
+        store = self._state.store
+        live = [place for place, row in enumerate(batch.rows) if store.is_live(row)]
+        block = written.block
+        if block is not None and len(live) < len(batch):
+            store.discard(block, set(range(len(batch))).difference(live))
+        if live:
+            store.write(
+                stage.name,
+                [batch.rows[place] for place in live],
+                block=block,
+                places=live if block is not None else None,
+                scalars={name: [x[place] for place in live] for name, x in written.scalars.items()},
+            )

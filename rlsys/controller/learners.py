@@ -1,0 +1,60 @@
+"""The learners of all trained models, in step: each takes the same steps on the same rows.
+
+    policy  ── accumulate ──► optimizer step ──► publish
+    critic  ── accumulate ──► optimizer step
+    ...
+
+When one of them dies, all go back to the newest step of which every one has its state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from rlsys.dataflow.graph import POLICY
+from rlsys.types import StepResult
+from rlsys.workers import Learner
+
+
+class Learners(Mapping[str, Learner]):
+    """By the name of the model; the policy is the first."""
+
+    def __init__(self, learners: Mapping[str, Learner]) -> None:
+        self._learners = {POLICY: learners[POLICY], **learners}
+
+    def __getitem__(self, model: str) -> Learner:
+        return self._learners[model]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._learners)
+
+    def __len__(self) -> int:
+        return len(self._learners)
+
+    @property
+    def policy(self) -> Learner:
+        return self._learners[POLICY]
+
+    def result(self, results: Sequence[StepResult]) -> StepResult:
+        """Of one step of all models, in their order: the policy's, with the metrics of the others
+        under their names."""
+        others = {
+            f"{model}/{name}": value
+            for model, result in zip(self._learners, results, strict=True)
+            if model != POLICY
+            for name, value in result.metrics.items()
+        }
+        return replace(results[0], metrics=results[0].metrics | others) if others else results[0]
+
+    async def restart(self, step: int) -> int:
+        """All from the newest state, of `step` steps at most, that every one of them has; returns
+        its steps. Raises LearnerDied, or a group with one."""
+        while True:
+            async with asyncio.TaskGroup() as tasks:
+                starts = [tasks.create_task(one.restart(step)) for one in self._learners.values()]
+            reached = [start.result() for start in starts]
+            if min(reached) == max(reached):
+                return reached[0]
+            step = min(reached)

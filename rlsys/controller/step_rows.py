@@ -1,0 +1,113 @@
+"""The rows of the step that is being put together, and their columns.
+
+    store ─► take (group by group) ─► Rows for a worker: any groups, any columns
+    step stages ─► add (all rows of the step at once)
+
+What step stages make of a step is never in the store: when a group of the step is lost, or the
+learner dies, they make it anew. Bytes of theirs are kept until the step is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rlsys.controller.state import FACTS, Group
+from rlsys.dataflow.batching import ReadyGroup
+from rlsys.dataflow.blocks import Cell
+from rlsys.dataflow.store import RowBatch, StreamStore
+from rlsys.workers import Rows, Written
+
+
+@dataclass(kw_only=True)
+class GroupColumns:
+    """Columns of one group's rows, in their order."""
+
+    cells: dict[str, Sequence[Cell]]  # those of one writer are the same list
+    scalars: dict[str, Sequence[float]]
+    num_completion_tokens: int
+    kept: list[Cell] = field(default_factory=list)
+
+
+class StepRows:
+    """Of groups that were taken from the store and are not trained yet."""
+
+    def __init__(self, store: StreamStore) -> None:
+        self._store = store
+        self._groups: dict[int, GroupColumns] = {}
+
+    def take(self, batch: RowBatch, rows: slice, group: Group) -> None:
+        lists: dict[int, Sequence[Cell]] = {}
+        cells = {
+            name: lists.setdefault(id(of_column), of_column[rows])
+            for name, of_column in batch.cells.items()
+        }
+        # Also those that the step does not read: the observer is told of them.
+        scalars: dict[str, Sequence[float]] = dict(self._store.scalars(batch.rows[rows]))
+        scalars |= {name: [fact(note) for note in group.rollouts] for name, fact in FACTS.items()}
+        self._groups[group.group_id] = GroupColumns(
+            cells=cells, scalars=scalars, num_completion_tokens=group.num_completion_tokens
+        )
+
+    def forget(self, group_id: int) -> None:
+        self._store.let_go(self._groups.pop(group_id).kept)
+
+    def rows(self, groups: Iterable[ReadyGroup], columns: Iterable[str]) -> Rows:
+        """All rows of these groups, with these of their columns."""
+        chosen = [(ready, self._groups[ready.group_id]) for ready in groups]
+        wanted = list(columns)
+        cells: dict[str, Sequence[Cell]] = {}
+        scalars: dict[str, Sequence[float]] = {}
+        if chosen:
+            first = chosen[0][1]
+            joined: dict[int, Sequence[Cell]] = {}
+            for name in wanted:
+                if name in first.scalars:
+                    scalars[name] = [x for _, group in chosen for x in group.scalars[name]]
+                    continue
+                writer = id(first.cells[name])
+                if writer not in joined:
+                    joined[writer] = [cell for _, group in chosen for cell in group.cells[name]]
+                cells[name] = joined[writer]
+        return Rows(
+            cells=cells,
+            scalars=scalars,
+            group_ids=[ready.group_id for ready, _ in chosen for _ in ready.row_ids],
+            group_sizes=[len(ready.row_ids) for ready, _ in chosen for _ in ready.row_ids],
+            group_num_tokens=[
+                group.num_completion_tokens for ready, group in chosen for _ in ready.row_ids
+            ],
+        )
+
+    def add(self, groups: Sequence[ReadyGroup], written: Written) -> None:
+        """What a step stage has made of all rows of these groups."""
+        start = 0
+        for ready in groups:
+            group = self._groups.get(ready.group_id)
+            places = range(start, start + len(ready.row_ids))
+            start = places.stop
+            if written.block is not None:
+                cells = [(written.block, place) for place in places]
+                if group is None:  # lost meanwhile
+                    self._store.discard(written.block, places)
+                    continue
+                for cell in cells:
+                    self._store.keep(cell)
+                group.kept += cells
+                group.cells |= dict.fromkeys(written.block.layout.columns, cells)
+            if group is not None:
+                group.scalars |= {
+                    name: values[places.start : places.stop]
+                    for name, values in written.scalars.items()
+                }
+
+    def start_anew(self, groups: Iterable[ReadyGroup]) -> None:
+        """What step stages made of these groups is made again."""
+        for ready in groups:
+            group = self._groups[ready.group_id]
+            self._store.let_go(group.kept)
+            group.kept = []
+
+    def scalars(self, group_id: int) -> dict[str, Sequence[float]]:
+        """Columns with a value per row."""
+        return self._groups[group_id].scalars

@@ -1,0 +1,24 @@
+"""The generation engine that a configuration asks for; torch and vLLM are imported by it alone."""
+
+from __future__ import annotations
+
+from rlsys.config import ModelConfig, RolloutConfig
+from rlsys.engines.generation.protocol import GenerationEngine
+
+
+def build_engine(
+    model: ModelConfig, rollout: RolloutConfig, *, max_context: int
+) -> GenerationEngine:
+    """Not started yet. `max_context`: tokens of the longest prompt and completion together."""
+    if rollout.engine == "vllm":
+        from rlsys.engines.generation.vllm_engine import VLLMEngine
+
+        return VLLMEngine(model.path, rollout, dtype=model.dtype, max_context=max_context)
+    from rlsys.engines.generation.torch_engine import TorchEngine
+
+    return TorchEngine(
+        model.path,
+        rollout,
+        dtype=model.dtype,
+        device="cuda" if rollout.num_gpus else "cpu",
+    )

@@ -1,0 +1,101 @@
+"""A frozen model: a reference, a teacher, a critic or a reward model that only answers.
+
+    rows ─► passes of at most max_tokens ─► Role ─► an array a row
+
+It has its model in the precision that it computes in, and nothing else: no optimizer, no float32
+masters. `infer` is also how the training engine answers for a model that it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlsys.engines.context import context_length
+from rlsys.engines.cpu_memory import keep_freed_memory
+from rlsys.engines.training.collate import split_passes
+from rlsys.engines.training.ranks import Ranks
+from rlsys.engines.training.roles import HeadKind, Role, load_role
+from rlsys.types import Float32Array, TrainRow
+
+
+def infer(
+    role: Role, rows: Sequence[TrainRow], *, max_tokens: int, ranks: Ranks
+) -> list[Float32Array]:
+    """Of each row, whatever its loss mask and columns: log-probabilities or values [T], or a score
+    [1]; without gradient. A collective: every rank brings its share of rows, which may be none."""
+    found = [np.zeros(role.num_inferred(row), np.float32) for row in rows]
+    indices = [index for index, array in enumerate(found) if len(array)]
+    passes = split_passes([rows[index] for index in indices], max_tokens, packed=role.packs)
+    with torch.no_grad():
+        for number in range(ranks.max(len(passes))):
+            chosen = [indices[i] for i in passes[number]] if number < len(passes) else []
+            numbers = role.infer([rows[index] for index in chosen])
+            lengths = [len(found[index]) for index in chosen]
+            for index, part in zip(chosen, numbers.cpu().split(lengths), strict=True):
+                found[index] = part.numpy()
+    return found
+
+
+class InferenceEngine:
+    """One process's copy of a frozen model."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        head: HeadKind,
+        dtype: str = "float32",
+        device: str = "cpu",
+        num_threads: int | None = None,
+        max_tokens: int = 16384,
+        temperature: float = 1.0,
+    ) -> None:
+        """`max_tokens`: of one pass. `temperature`: of the log-probabilities. `num_threads`: of
+        this process; by default as it is.
+
+        Raises ValueError for a directory that holds no model with this head.
+        """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._device = torch.device(device)
+        if self._device.type == "cpu":
+            keep_freed_memory()
+        self._max_tokens = max_tokens
+        self._role = load_role(
+            model_path,
+            head=head,
+            dtype=dtype,
+            trained=False,
+            temperature=temperature,
+            device=self._device,
+        )
+        self._role.network.requires_grad_(False).to(self._device)
+        config = self._role.network.model.config
+        self._vocab_size: int = config.get_text_config().vocab_size
+        self._context = context_length(config)
+
+    def infer(self, rows: Sequence[TrainRow]) -> list[Float32Array]:
+        """In the rows' order: log-probabilities [T] of the completion tokens (head "logits"),
+        values [T] of the text before each of them ("value"), or the row's score [1] ("score").
+
+        Raises ValueError for a row without a prompt, longer than the model's context, or with a
+        token beyond its vocabulary.
+        """
+        for row in rows:
+            length = len(row.prompt_token_ids) + len(row.token_ids)
+            if length > self._context:
+                raise ValueError(
+                    f"a row of group {row.group_id} has {length} tokens, but this model takes "
+                    f"{self._context}; lower data.max_prompt_tokens or sampling.max_tokens."
+                )
+            for tokens in (row.prompt_token_ids, row.token_ids):
+                if len(tokens) and tokens.max() >= self._vocab_size:
+                    raise ValueError(
+                        f"a row of group {row.group_id} has token {tokens.max()}, but this model "
+                        f"has {self._vocab_size} tokens; give one with the policy's tokenizer."
+                    )
+        return infer(self._role, rows, max_tokens=self._max_tokens, ranks=Ranks(0, 1))

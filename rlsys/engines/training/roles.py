@@ -1,0 +1,242 @@
+"""What a model is in an algorithm, told by its head.
+
+    logits   policy, reference, teacher   rows ─► log-probabilities of completion tokens
+    value    critic                       rows ─► values of the text before each completion token
+    score    reward model                 rows ─► a score of each row
+
+A role says how rows become a pass, what a loss gets of it, and what is inferred of it. The training
+engine uses it in front of an optimizer, the inference engine without one.
+
+Shape legend: N places of a pass: completion tokens with loss mask 1, or rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from rlsys import metrics
+from rlsys.algorithms import kl
+from rlsys.algorithms.inputs import (
+    LossInputs,
+    ScoreInputs,
+    TokenLoss,
+    ValueInputs,
+    needs_of,
+    uses_advantages,
+    whole_groups,
+)
+from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.rms_norm import use_fast_norms
+from rlsys.engines.scalar_lm import load_scalar_lm
+from rlsys.engines.training.collate import Batch, collate, collate_whole
+from rlsys.engines.training.scalar_network import ScalarNetwork, scoring_network
+from rlsys.engines.training.token_policy import TokenPolicy
+from rlsys.types import TrainRow
+
+HeadKind = Literal["logits", "value", "score"]
+Loss = Callable[[Any], TokenLoss]  # of the inputs that the role makes
+
+SAMPLER, PROXIMAL, ADVANTAGES = "sampler_logprobs", "proximal_logprobs", "advantages"
+
+
+class Role(ABC):
+    """A network and what it is for."""
+
+    unit = "token"  # of which a loss has one value
+
+    def __init__(self, network: Any, device: torch.device) -> None:
+        self.network = network
+        self.device = device
+
+    @property
+    def packs(self) -> bool:
+        packs: bool = self.network.packs
+        return packs
+
+    def num_trained(self, row: TrainRow) -> int:
+        """Places of a row that a loss is about."""
+        return int(row.loss_mask.sum())
+
+    def num_in_group(self, row: TrainRow) -> int:
+        """Those of all rows of its group."""
+        return row.group_num_tokens
+
+    def num_inferred(self, row: TrainRow) -> int:
+        return len(row.token_ids)
+
+    def columns(self, loss: Loss, rows: Sequence[TrainRow]) -> list[str]:
+        """Names of those that a pass has to have. Raises ValueError if a row lacks one."""
+        names = self._asked(loss, rows)
+        for row in rows:
+            if missing := [name for name in names if name not in row.columns]:
+                raise ValueError(
+                    f"{loss} needs the column {missing[0]}, but a rollout of group {row.group_id} "
+                    f"has only {', '.join(row.columns) or 'none'}; let a stage before the training "
+                    "write it."
+                )
+        return names
+
+    def check_groups(self, loss: Loss, rows: Sequence[TrainRow]) -> None:
+        """Raise ValueError unless the groups are whole, where the loss is about whole ones."""
+        if not whole_groups(loss):
+            return
+        found: dict[int, int] = {}
+        for row in rows:
+            found[row.group_id] = found.get(row.group_id, 0) + 1
+        for row in rows:
+            if found[row.group_id] != row.group_size:
+                raise ValueError(
+                    f"{loss} compares the rows of a group, but {found[row.group_id]} of the "
+                    f"{row.group_size} rows of group {row.group_id} are in a micro-batch; put all "
+                    "of them into the same one."
+                )
+
+    def collate(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> Batch:
+        return collate(rows, self.device, packed=self.packs, columns=columns)
+
+    @abstractmethod
+    def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
+        """What the loss says at each place [N], and metrics [N]."""
+
+    @abstractmethod
+    def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
+        """`num_inferred` numbers of each row, flat."""
+
+    def _asked(self, loss: Loss, rows: Sequence[TrainRow]) -> list[str]:
+        return list(needs_of(loss))
+
+
+class Policy(Role):
+    def __init__(self, network: TokenPolicy, device: torch.device, temperature: float) -> None:
+        super().__init__(network, device)
+        self._temperature = temperature
+
+    def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
+        logprobs, entropy = self.network(batch, self._temperature)
+        own = logprobs.detach()
+        # Where no stage wrote them, the policy at the start of the step is the policy now, and
+        # what nobody sampled in this run has no other sampler.
+        proximal = batch.columns.get(PROXIMAL, own)
+        sampler = batch.columns.get(SAMPLER, own)
+        advantages = batch.columns.get(ADVANTAGES)
+        losses, told = loss(
+            LossInputs(
+                trainer_logprobs=logprobs,
+                proximal_logprobs=proximal,
+                sampler_logprobs=sampler,
+                advantages=torch.zeros_like(own) if advantages is None else advantages,
+                entropy=entropy,
+                staleness=staleness,
+                row_index=batch.row_index,
+                group_index=batch.group_ids,
+                columns={name: batch.columns[name] for name in needs_of(loss)},
+            )
+        )
+        return losses, {
+            **told,
+            metrics.ENTROPY: entropy,
+            metrics.KL_SAMPLER_TRAINER: kl.k1(sampler, proximal),
+            metrics.KL_SAMPLER_TRAINER_K3: kl.k3(sampler, proximal),
+        }
+
+    def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
+        logprobs: torch.Tensor
+        logprobs, _ = self.network(
+            self.collate(unmasked(rows)), self._temperature, with_entropy=False
+        )
+        return logprobs
+
+    def _asked(self, loss: Loss, rows: Sequence[TrainRow]) -> list[str]:
+        """A loss that reads no advantages may be about rows that were not sampled here."""
+        optional = [PROXIMAL]
+        names = list(needs_of(loss))
+        if uses_advantages(loss):
+            names = [SAMPLER, ADVANTAGES, *names]
+        else:
+            optional.append(SAMPLER)
+        return names + [name for name in optional if any(name in row.columns for row in rows)]
+
+
+class Critic(Role):
+    def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
+        values = self.network(batch)
+        losses, told = loss(
+            ValueInputs(values=values, row_index=batch.row_index, columns=batch.columns)
+        )
+        return losses, {**told, metrics.VALUE_MEAN: values}
+
+    def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
+        values: torch.Tensor = self.network(self.collate(unmasked(rows)))
+        return values
+
+
+class RewardModel(Role):
+    unit = "row"
+
+    def num_trained(self, row: TrainRow) -> int:
+        return 1
+
+    def num_in_group(self, row: TrainRow) -> int:
+        return row.group_size
+
+    def num_inferred(self, row: TrainRow) -> int:
+        return 1
+
+    def collate(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> Batch:
+        return collate_whole(
+            rows,
+            self.device,
+            packed=self.packs,
+            columns=columns,
+            unread=self.network.unread,
+            fill=self.network.fill,
+        )
+
+    def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
+        scores = self.network(batch)
+        losses, told = loss(
+            ScoreInputs(scores=scores, group_index=batch.group_ids, columns=batch.columns)
+        )
+        return losses, {**told, metrics.SCORE_MEAN: scores}
+
+    def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
+        scores: torch.Tensor = self.network(self.collate(rows))
+        return scores
+
+
+def load_role(
+    path: str | Path,
+    *,
+    head: HeadKind,
+    dtype: str,
+    trained: bool,
+    temperature: float,
+    device: torch.device,
+) -> Role:
+    """The model of a directory in its role, on the CPU. A model that is `trained` may begin without
+    a head of one output. `temperature`: of log-probabilities.
+
+    Raises ValueError for a directory that holds no such model, or one that rlsys gets wrong.
+    """
+    if head == "logits":
+        model = load_causal_lm(path, dtype=dtype)
+    else:
+        model = load_scalar_lm(path, dtype=dtype, fresh_head=trained)
+    if trained:
+        use_fast_norms(model)
+    if head == "logits":
+        return Policy(TokenPolicy(model), device, temperature)
+    if head == "value":
+        return Critic(ScalarNetwork(model), device)
+    return RewardModel(scoring_network(model), device)
+
+
+def unmasked(rows: Sequence[TrainRow]) -> list[TrainRow]:
+    return [replace(row, loss_mask=np.ones(len(row.token_ids), np.bool_)) for row in rows]

@@ -1,0 +1,301 @@
+"""Evaluates a model on held-out prompts, without a cluster.
+
+    prompts ─► generation engine ─► completions ─► reward functions ─► scores ─► evaluation.py
+
+In: a configuration and reward functions. Out: pass@k, mean@n and what they come from. Samples are
+scored while others are still being drawn. Reward functions run in the supervised process that they
+have in training too, under the same limits, so that one that hangs fails its own sample only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlsys.config import (
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    require,
+)
+from rlsys.data.hub import offline_where_unreachable
+from rlsys.data.prompts import PromptSource, load_tokenizer
+from rlsys.data.rows import LOADERS
+from rlsys.engines.generation.choice import build_engine
+from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.estimate import model_shape
+from rlsys.evaluation import Estimate, check_k, evaluate
+from rlsys.fields import conform
+from rlsys.rewards import (
+    Reward,
+    RewardFailure,
+    RewardResult,
+    RewardRunner,
+    as_rewards,
+    check_columns,
+    pack_rewards,
+)
+from rlsys.types import FinishReason, Generation, GenerationRequest, Prompt, Rollout, SamplingParams
+
+START_TIMEOUT_S = 300.0  # for reward functions to be loaded
+
+# Requests that the engine has, in multiples of those that it runs at a time.
+QUEUED = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """One evaluation."""
+
+    rewards: tuple[str, ...] = ()
+    """Reward functions, whose weighted sum is a sample's score: numeric_answer, exact_match or
+    math_answer (which read the column "answer", or another as numeric_answer:COLUMN),
+    module:function, or file.py:function."""
+    num_samples: int = 1
+    """Completions for each prompt."""
+    k: tuple[int, ...] = (1,)
+    """Each k of pass@k: the probability that one of k completions is right."""
+    right_at: float = 1.0
+    """Score from which on a completion counts as right."""
+    greedy: bool = False
+    """The most likely token each time, instead of samples; needs num_samples=1."""
+    num_prompts: int | None = None
+    """Prompts to evaluate on, the first ones, or with data.shuffle any; unset: all."""
+    seed: int = 0
+    """Of sampling and of the order of prompts."""
+    out: str | None = None
+    """File to write the samples to, a JSON line each."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(split="test", shuffle=False))
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+    def __post_init__(self) -> None:
+        conform(self, "")
+        require(
+            self.num_samples >= 1,
+            f"num_samples={self.num_samples} draws nothing; use at least 1.",
+        )
+        require(bool(self.k), "k is empty; give at least one, such as 1.")
+        for k in self.k:
+            check_k(k, self.num_samples)
+        require(
+            not self.greedy or self.num_samples == 1,
+            f"num_samples={self.num_samples} of greedy decoding are all the same; use 1, or turn "
+            "greedy off.",
+        )
+        require(
+            self.num_prompts is None or self.num_prompts >= 2,
+            f"num_prompts={self.num_prompts} gives no interval; use at least 2.",
+        )
+        require(
+            self.model.path != "",
+            "no model is given; give a Hugging Face model directory or hub name.",
+        )
+
+    @property
+    def params(self) -> SamplingParams:
+        sampled = self.sampling.params()
+        return replace(sampled, temperature=1.0, top_p=1.0, top_k=1) if self.greedy else sampled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One completion of one prompt, scored."""
+
+    rollout: Rollout
+    outcome: RewardResult | RewardFailure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    estimates: Mapping[str, Estimate]
+    """By metric, such as "eval/pass@1"."""
+    num_prompts: int
+    """That the estimates are of."""
+    num_left_out: int
+    """Prompts without as many scored samples as the largest k."""
+    failed: Mapping[str, int]
+    """Samples whose reward failed, by reason; they are in no estimate."""
+    first_failure: str | None
+    """What the first of them says."""
+    tokens_mean: float
+    """Of completions."""
+    truncated_frac: float
+    """Completions that the limit on tokens ended."""
+    seconds: float
+    """Of sampling and scoring, without the start."""
+
+
+async def evaluate_model(
+    config: EvaluationConfig,
+    functions: Sequence[Reward],
+    *,
+    on_sample: Callable[[Sample], None] = lambda sample: None,
+) -> Evaluation:
+    """`on_sample` gets each sample when it is scored, in no order.
+
+    Raises ValueError for a mistake in model, data or rewards, before anything is sampled where it
+    can be told by then, and where no reward could be computed; EngineError if the engine dies.
+    """
+    rewards = as_rewards(functions)
+    names = [config.model.path]
+    if Path(config.data.source).suffix not in LOADERS:
+        names.append(config.data.source)
+    with offline_where_unreachable(*names):
+        max_context = model_shape(config.model.path).max_context
+        tokenizer = load_tokenizer(config.model.path)
+        prompts = _prompts(config, tokenizer, max_context, rewards)
+        engine = build_engine(
+            config.model,
+            config.rollout,
+            max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
+        )
+        runner = RewardRunner(
+            pack_rewards(rewards),
+            concurrency=config.reward.concurrency,
+            timeout_s=config.reward.timeout_s,
+            memory_gib=config.reward.memory_gib,
+            start_timeout_s=START_TIMEOUT_S,
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(runner.close)
+            await runner.start()
+            stack.push_async_callback(engine.close)
+            await engine.start()
+            began = time.monotonic()
+            samples = await _samples(config, engine, runner, tokenizer, prompts, on_sample)
+            seconds = time.monotonic() - began
+    return _evaluation(config, samples, seconds)
+
+
+def _prompts(
+    config: EvaluationConfig, tokenizer: Any, max_context: int, rewards: Sequence[Reward]
+) -> list[Prompt]:
+    source = PromptSource(
+        config.data,
+        tokenizer,
+        seed=config.seed,
+        prompts_per_step=1,
+        max_tokens=config.sampling.max_tokens,
+        max_context=max_context,
+    )
+    check_columns(rewards, source.metadata_columns)
+    source.check_filled(dict.fromkeys(name for one in rewards for name in one.required_columns))
+    num = len(source) if config.num_prompts is None else config.num_prompts
+    require(
+        2 <= num <= len(source),
+        f"num_prompts={num}, but data.source={config.data.source!r} has {len(source)} prompts that "
+        "can be used, and an interval needs 2; use 2 to that many, or more data.",
+    )
+    return [source.at(index) for index in range(num)]
+
+
+async def _samples(
+    config: EvaluationConfig,
+    engine: GenerationEngine,
+    runner: RewardRunner,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    on_sample: Callable[[Sample], None],
+) -> list[Sample]:
+    requests = _requests(config, prompts)
+    places = {f"{p.index}-{i}": (p, i) for p in prompts for i in range(config.num_samples)}
+    samples: list[Sample] = []
+
+    async def score(generations: Sequence[Generation]) -> None:
+        texts = tokenizer.batch_decode([g.token_ids for g in generations], skip_special_tokens=True)
+        rollouts = [
+            _rollout(*places[g.request_id], g, text)
+            for g, text in zip(generations, texts, strict=True)
+        ]
+        for rollout, outcome in zip(rollouts, await runner.score(rollouts), strict=True):
+            samples.append(Sample(rollout=rollout, outcome=outcome))
+            on_sample(samples[-1])
+
+    scoring: list[asyncio.Task[None]] = []
+    try:
+        num_open = num_ended = 0
+        while num_ended < len(places):
+            room = QUEUED * config.rollout.max_running - num_open
+            batch = [request for _, request in zip(range(room), requests, strict=False)]
+            engine.submit(batch)
+            ended = await engine.collect()
+            scoring.append(asyncio.create_task(score(ended)))
+            num_open += len(batch) - len(ended)
+            num_ended += len(ended)
+        await asyncio.gather(*scoring)
+    finally:
+        for task in scoring:
+            task.cancel()
+    return samples
+
+
+def _requests(config: EvaluationConfig, prompts: Sequence[Prompt]) -> Iterator[GenerationRequest]:
+    seed = config.seed << 40  # as in training: no two runs' seeds meet
+    for prompt in prompts:
+        for i in range(config.num_samples):
+            yield GenerationRequest(
+                request_id=f"{prompt.index}-{i}",
+                prompt_token_ids=prompt.token_ids,
+                sampling=config.params,
+                seed=seed + prompt.index * config.num_samples + i,
+            )
+
+
+def _rollout(prompt: Prompt, index: int, generation: Generation, text: str) -> Rollout:
+    return Rollout(
+        group_id=prompt.index,
+        index=index,
+        prompt_text=prompt.text,
+        completion_text=text,
+        prompt_token_ids=np.array(prompt.token_ids, np.int32),
+        token_ids=generation.token_ids,
+        finish_reason=generation.finish_reason,
+        metadata=prompt.metadata,
+    )
+
+
+def _evaluation(config: EvaluationConfig, samples: Sequence[Sample], seconds: float) -> Evaluation:
+    scores: dict[int, dict[int, float]] = {one.rollout.group_id: {} for one in samples}
+    failures: list[RewardFailure] = []
+    for one in samples:
+        if isinstance(one.outcome, RewardFailure):
+            failures.append(one.outcome)
+        else:
+            scores[one.rollout.group_id][one.rollout.index] = one.outcome.total
+    # In the order of prompts and samples: sums do not depend on which was scored first.
+    enough = [
+        [total for _, total in sorted(scores[prompt].items())]
+        for prompt in sorted(scores)
+        if len(scores[prompt]) >= max(config.k)
+    ]
+    first_failure = f"{failures[0].kind}: {failures[0].message}" if failures else None
+    require(
+        len(enough) >= 2,
+        f"only {len(enough)} of {len(scores)} prompts have {max(config.k)} samples whose reward "
+        f"did not fail; mend the reward. The first failure is a {first_failure}",
+    )
+    lengths = [len(one.rollout.token_ids) for one in samples]
+    truncated = [one.rollout.finish_reason == FinishReason.LENGTH for one in samples]
+    return Evaluation(
+        estimates=evaluate(enough, ks=config.k, right_at=config.right_at, seed=config.seed),
+        num_prompts=len(enough),
+        num_left_out=len(scores) - len(enough),
+        failed=dict(Counter(one.kind for one in failures)),
+        first_failure=first_failure,
+        tokens_mean=sum(lengths) / len(lengths),
+        truncated_frac=sum(truncated) / len(truncated),
+        seconds=seconds,
+    )

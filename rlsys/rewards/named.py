@@ -1,0 +1,82 @@
+"""Reward functions by name, for a command line.
+
+In: a text. Out: the `Reward` that it names:
+
+    numeric_answer, exact_match, math_answer     a built-in one, which reads the column "answer"
+    numeric_answer:solution                      the same with another column
+    my_package.rewards:correct                   a function of a module that can be imported
+    my_rewards.py:correct                        a function of a file
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+import cloudpickle
+
+from rlsys.rewards.math_answer import math_answer
+from rlsys.rewards.reward import Reward, reward
+from rlsys.rewards.verifiers import exact_match, numeric_answer
+
+BUILT_IN: Mapping[str, Callable[[str], Reward]] = {
+    "exact_match": exact_match,
+    "math_answer": math_answer,
+    "numeric_answer": numeric_answer,
+}
+ANSWER_COLUMN = "answer"
+
+
+def named_reward(text: str) -> Reward:
+    """Raises ValueError for a text that names no reward function, with what there is instead."""
+    place, _, name = text.partition(":")
+    if place in BUILT_IN:
+        return BUILT_IN[place](name or ANSWER_COLUMN)
+    if not place or not name:
+        raise ValueError(
+            f"reward {text!r} names no reward function; give one of {', '.join(BUILT_IN)}, or a "
+            "function as module:function or file.py:function."
+        )
+    module = _from_file(place, text) if place.endswith(".py") else _from_package(place, text)
+    function = getattr(module, name, None)
+    if isinstance(function, Reward):
+        return function
+    if not callable(function):
+        there = [key for key, value in vars(module).items() if isinstance(value, Reward)]
+        raise ValueError(
+            f"reward {text!r}: {place} has no function {name!r}"
+            f"{'; it has ' + ', '.join(there) if there else ''}. Name one that it has."
+        )
+    return reward(function)
+
+
+def _from_package(place: str, text: str) -> ModuleType:
+    if "" not in sys.path:  # as for python -m; a script puts its own folder there instead
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise  # a package that is missing inside keeps its trace
+        raise ValueError(
+            f"reward {text!r}: there is no module {error.name!r}, looked for from {Path.cwd()} on; "
+            "give one that can be imported there, or file.py:function."
+        ) from error
+
+
+def _from_file(place: str, text: str) -> ModuleType:
+    path = Path(place)
+    if not path.is_file():
+        raise ValueError(f"reward {text!r}: {place} is no file (looked in {Path.cwd()}).")
+    spec = importlib.util.spec_from_file_location(f"rlsys_rewards_of_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)  # no other process could import it
+    return module

@@ -1,0 +1,131 @@
+"""Evaluates a model on held-out prompts: pass@k and mean reward, each with its 95 % interval.
+
+    python scripts/evaluate.py runs/gsm8k/hf --data test.jsonl --reward numeric_answer \\
+        --samples 8 --k 1,4 --data.prompt-column question --data.chat-template --out samples.jsonl
+
+The first argument is a Hugging Face model directory or hub name, such as a run's hf/. --data,
+--reward and --samples are short for --data.source, --rewards and --num-samples; the other options
+are named as in training. The last line of the output is JSON. No Ray cluster is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import IO
+
+import rlsys
+from rlsys.blocking import run_to_end
+from rlsys.engines.generation.protocol import EngineError
+from rlsys.evaluation import as_metrics
+from rlsys.fields import to_toml
+from rlsys.model_evaluation import Evaluation, EvaluationConfig, Sample, evaluate_model
+from rlsys.rewards import RewardResult
+from rlsys.rewards.named import named_reward
+
+SHORT = {"--data": "--data.source", "--reward": "--rewards", "--samples": "--num-samples"}
+TELL_EVERY_S = 10.0
+
+
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """The arguments as options that the configuration has."""
+    rest = list(arguments)
+    if rest and not rest[0].startswith("-"):
+        rest[:1] = ["--model.path", rest[0]]
+    for place, argument in enumerate(rest):
+        option, equals, value = argument.partition("=")
+        rest[place] = SHORT.get(option, option) + equals + value
+    return rest
+
+
+def run(arguments: Sequence[str]) -> None:
+    parsed = rlsys.parse(EvaluationConfig, spelled_out(arguments), doc=__doc__)
+    config = parsed.config
+    if parsed.dry_run:
+        print(to_toml(config))
+        return
+    rewards = [named_reward(name) for name in config.rewards]
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(open(config.out, "w")) if config.out else None
+        on_sample = _recorder(out)
+        try:
+            found = run_to_end(lambda: evaluate_model(config, rewards, on_sample=on_sample))
+        except EngineError as error:
+            raise rlsys.RunFailed(str(error)) from error
+    _print(config, found)
+
+
+def _recorder(out: IO[str] | None) -> Callable[[Sample], None]:
+    """Writes each sample, and tells on stderr how many there are."""
+    num, told_s = 0, 0.0  # when last
+
+    def record(sample: Sample) -> None:
+        nonlocal num, told_s
+        num += 1
+        told_s = told_s or time.monotonic()
+        if out is not None:
+            out.write(json.dumps(_line(sample)) + "\n")
+        if time.monotonic() >= told_s + TELL_EVERY_S:
+            told_s = time.monotonic()
+            print(f"{num} samples scored", file=sys.stderr, flush=True)
+
+    return record
+
+
+def _line(sample: Sample) -> dict[str, object]:
+    rollout, outcome = sample.rollout, sample.outcome
+    line = {
+        "prompt_index": rollout.group_id,
+        "sample": rollout.index,
+        "prompt": rollout.prompt_text,
+        "completion": rollout.completion_text,
+        "num_tokens": len(rollout.token_ids),
+        "finish_reason": str(rollout.finish_reason),
+    }
+    if isinstance(outcome, RewardResult):
+        return line | {"score": outcome.total, "components": dict(outcome.components)}
+    return line | {"failed": outcome.kind, "message": outcome.message}
+
+
+def _print(config: EvaluationConfig, found: Evaluation) -> None:
+    print(f"{config.model.path}: {found.num_prompts} prompts, {config.num_samples} samples each")
+    print(f"{'':<14}{'value':>8}  95 % interval")
+    for name, one in found.estimates.items():
+        print(f"{name:<14}{one.value:>8.4f}  {one.low:.4f} to {one.high:.4f}")
+    print(
+        f"completions: {found.tokens_mean:.0f} tokens, {found.truncated_frac:.0%} cut at "
+        f"{config.sampling.max_tokens}; {found.seconds:.1f} s"
+    )
+    if found.failed:
+        print(
+            f"warning: the reward of {sum(found.failed.values())} samples failed; they count "
+            f"nowhere, and {found.num_left_out} prompts are left out for too few samples. The "
+            f"first one is a {found.first_failure}"
+        )
+    report = {
+        "model": config.model.path,
+        "data": config.data.source,
+        "rewards": list(config.rewards),
+        "engine": config.rollout.engine,
+        **as_metrics(found.estimates),
+        "num_prompts": found.num_prompts,
+        "num_samples": config.num_samples,
+        "num_left_out": found.num_left_out,
+        "failed": dict(found.failed),
+        "tokens_mean": found.tokens_mean,
+        "truncated_frac": found.truncated_frac,
+        "seconds": round(found.seconds, 3),
+    }
+    print(json.dumps(report))
+
+
+@rlsys.main
+def main() -> None:
+    run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Fits a scaling law to runs: how high the reward will rise, and how sure that is.
+
+    python scripts/fit.py runs/quickstart
+    python scripts/fit.py runs/quickstart --held-out 0.33 --until 4 --out fit.svg
+    python scripts/fit.py runs/small runs/large --law power --against tokens
+
+In: run directories. Out: each run's parameters with their 95 % intervals, one line of JSON last,
+and a picture of curve, fit and what it expects of more compute; without --out it goes to fit.svg in
+the first run's directory. docs/scaling.md says how to read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import rlsys
+from rlsys import metrics
+from rlsys.observe.metrics import read_metrics
+from rlsys.run_directory import RunFiles
+from rlsys.scaling import LAWS, Series, fit_sizes, read_series
+from rlsys.scaling.prediction import (
+    Limits,
+    Prediction,
+    as_dict,
+    describe,
+    interval_dict,
+    limits_of,
+    predict,
+)
+from rlsys.scaling.series import AGAINST, Against
+
+PICTURES = (".svg", ".png")
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "run_dirs", nargs="+", type=Path, help="directories such as runs/quickstart"
+    )
+    parser.add_argument("--law", choices=tuple(LAWS), default="sigmoid", help="default: sigmoid")
+    parser.add_argument("--metric", default=metrics.REWARD_MEAN, help="default: %(default)s")
+    parser.add_argument(
+        "--against", choices=AGAINST, default="step", help="what counts as compute; default: step"
+    )
+    parser.add_argument(
+        "--skip", type=float, default=0.05, help="share of the beginning left out; default: 0.05"
+    )
+    parser.add_argument(
+        "--held-out",
+        type=float,
+        default=0.0,
+        help="share of the end that is not fitted but predicted, to see whether it can be; "
+        "default: 0",
+    )
+    parser.add_argument(
+        "--until",
+        type=float,
+        default=2.0,
+        help="draw on to this many times the compute; default: 2",
+    )
+    parser.add_argument(
+        "--limits",
+        default="auto",
+        help="LOW,HIGH: between which the curve begins and ends; none; default: 0,1 where all "
+        "rewards lie there, else none",
+    )
+    parser.add_argument("--out", type=Path, help="picture, .svg or .png (default: RUN_DIR/fit.svg)")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> None:
+    given = options().parse_args(arguments)
+    out: Path = given.out or given.run_dirs[0] / "fit.svg"
+    if out.suffix not in PICTURES:
+        raise ValueError(f"--out {out} ends in {out.suffix!r}; use .svg or .png.")
+    predictions = []
+    for run_dir in given.run_dirs:
+        series = _series(run_dir, given.metric, given.against)
+        one = predict(
+            series,
+            LAWS[given.law],
+            skip=given.skip,
+            held_out=given.held_out,
+            until=given.until,
+            limits=limits_of(series) if given.limits == "auto" else _limits(given.limits),
+        )
+        predictions.append(one)
+        print("\n".join(describe(one)), end="\n\n")
+    report = {
+        "runs": [as_dict(one) for one in predictions],
+        "sizes": _sizes(given.run_dirs, predictions) if given.law == "power" else None,
+        "picture": str(_draw(predictions, out)),
+    }
+    print(json.dumps(report, allow_nan=False))
+
+
+def _series(run_dir: Path, metric: str, against: Against) -> Series:
+    path = RunFiles(run_dir).metrics
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give the directory of a run.")
+    name = run_dir.resolve().name
+    return read_series(read_metrics(path), name=name, metric=metric, against=against)
+
+
+def _limits(text: str) -> Limits | None:
+    if text == "none":
+        return None
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        raise ValueError(f"--limits {text!r} are not two numbers; use 0,1 or none.") from None
+    return low, high
+
+
+def _sizes(run_dirs: Sequence[Path], predictions: Sequence[Prediction]) -> object:
+    """k(N), where the runs are of models of several sizes."""
+    if len(run_dirs) < 2:
+        return None
+    from rlsys.estimate import model_shape
+
+    sizes = [model_shape(str(RunFiles(one).hf)).num_parameters for one in run_dirs]
+    if len(set(sizes)) < 2:
+        return None
+    found = fit_sizes(sizes, [one.fit for one in predictions])
+    print("k(N) = K_max / (1 + N_0/N) over the runs' models")
+    for name, one in (("K_max", found.k_max), ("N_0", found.n_0)):
+        print(f"  {name:<14}{one.value:>10.4g}  {one.low:.4g} to {one.high:.4g}")
+    return {"k_max": interval_dict(found.k_max), "n_0": interval_dict(found.n_0)}
+
+
+def _draw(predictions: Sequence[Prediction], out: Path) -> Path:
+    from rlsys.scaling.picture import draw
+
+    try:
+        figure = draw(predictions)
+    except ImportError as error:
+        raise ValueError(
+            f"drawing needs matplotlib ({error}); pip install 'rlsys[plot]'."
+        ) from error
+    figure.savefig(out, dpi=160, facecolor="white")
+    return out
+
+
+@rlsys.main
+def main() -> None:
+    run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""A rank's share of nothing."""
+
+from rlsys.workers import Rows
+
+NO_ROWS = Rows(cells={}, scalars={}, group_ids=(), group_sizes=(), group_num_tokens=())

@@ -1,0 +1,182 @@
+"""Frozen models: the numbers are transformers', whatever the architecture and the packing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.engines.inference import InferenceEngine
+from rlsys.engines.scalar_lm import load_scalar_lm
+from rlsys.engines.training.scalar_network import ScalarNetwork, WholeScorer
+from rlsys.tiny_models import Family
+from rlsys.types import TrainRow
+from tests.engines.scalar_models import plain_scores, plain_values, scalar_model, tokens_of
+from tests.engines.training_harness import VOCABULARY, make_engine, make_rows, tiny_model
+
+FAMILIES: tuple[Family, ...] = ("qwen3", "llama", "gemma2", "gemma3")
+
+
+def plain_logprobs(directory: Path, row: TrainRow, temperature: float) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    tokens = tokens_of(row)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids=tokens[None]).logits[0] / temperature, -1)
+    first = len(row.prompt_token_ids)
+    return logprobs[torch.arange(first - 1, len(tokens) - 1), tokens[first:]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / family, family)
+    rows = make_rows(5)
+    rows.insert(2, replace(rows[0], token_ids=rows[0].token_ids[:0], columns={}))
+    engine = InferenceEngine(path, head="logits", temperature=0.8, max_tokens=50)
+    found = engine.infer(rows)
+    assert found[2].shape == (0,)
+    for row, logprobs in zip(rows, found, strict=True):
+        expected = plain_logprobs(path, row, 0.8)
+        np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_trained_policy_says_the_same_as_its_frozen_copy(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path)
+    rows = make_rows(5)
+    frozen = InferenceEngine(path, head="logits", temperature=0.8).infer(rows)
+    for one, other in zip(frozen, make_engine(path).infer(rows), strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2", "gemma3_text", "gpt2", "opt"])
+def test_values_and_scores_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    path = scalar_model(tmp_path / kind, kind)
+    rows = [row for row in make_rows(6) if len(row.token_ids)]
+    critic = InferenceEngine(path, head="value", max_tokens=50)
+    for values, expected in zip(critic.infer(rows), plain_values(path, rows), strict=True):
+        np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5)
+    scorer = InferenceEngine(path, head="score", max_tokens=50)
+    assert isinstance(scorer._role.network, ScalarNetwork)
+    scores = scorer.infer(rows)
+    assert {score.shape for score in scores} == {(1,)}
+    np.testing.assert_allclose(
+        np.concatenate(scores), plain_scores(path, rows), rtol=1e-5, atol=1e-5
+    )
+    assert np.ptp(scores) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "deberta-v2"])
+def test_models_of_other_kinds_score_as_transformers_runs_them(kind: str, tmp_path: Path) -> None:
+    path = scalar_model(tmp_path / kind, kind, type_vocab_size=2)
+    rows = make_rows(6)
+    scorer = InferenceEngine(path, head="score", max_tokens=50)
+    assert isinstance(scorer._role.network, WholeScorer)
+    scores = np.concatenate(scorer.infer(rows))
+    np.testing.assert_allclose(scores, plain_scores(path, rows), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pad_token_id", [0, None])
+def test_the_score_is_taken_at_the_token_that_transformers_takes(
+    pad_token_id: int | None, tmp_path: Path
+) -> None:
+    """Where the end of a text is also the padding, at the token before it."""
+    path = scalar_model(tmp_path, "qwen3", pad_token_id=pad_token_id)
+    row = make_rows(1)[0]
+
+    def with_tokens(prompt: list[int], completion: list[int]) -> TrainRow:
+        return replace(
+            row, prompt_token_ids=np.array(prompt), token_ids=np.array(completion, np.int32)
+        )
+
+    rows = [
+        with_tokens([5, 6], [7, 8, 0]),
+        with_tokens([5, 6], [7, 0, 8, 0, 0]),
+        with_tokens([5, 0], [0, 0]),
+        with_tokens([0], [0, 0]),
+        with_tokens([5, 6, 7], []),
+        with_tokens([5], []),
+    ]
+    scores = np.concatenate(InferenceEngine(path, head="score").infer(rows))
+    np.testing.assert_allclose(scores, plain_scores(path, rows), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pad_token_id", [0, None])
+def test_a_decoder_may_score_as_transformers_runs_it(
+    pad_token_id: int | None, tmp_path: Path
+) -> None:
+    """Without padding, one row at a time."""
+    path = scalar_model(tmp_path, "qwen3", pad_token_id=pad_token_id)
+    rows = make_rows(4)
+    scorer = InferenceEngine(path, head="score")
+    scorer._role.network = WholeScorer(load_scalar_lm(path, dtype="float32", fresh_head=False))
+    scores = np.concatenate(scorer.infer(rows))
+    np.testing.assert_allclose(scores, plain_scores(path, rows), rtol=1e-5, atol=1e-5)
+    assert scorer.infer([]) == []
+
+
+def test_no_rows_have_no_answers(tmp_path: Path) -> None:
+    path = scalar_model(tmp_path, "qwen3")
+    for head in ("value", "score"):
+        assert InferenceEngine(path, head=head).infer([]) == []
+
+
+def test_a_frozen_model_is_kept_in_its_own_precision_alone(tmp_path: Path) -> None:
+    path = scalar_model(tmp_path, "qwen3", head_dim=32)
+    rows = make_rows(6)
+    for head in ("value", "score"):
+        engine = InferenceEngine(path, head=head, dtype="bfloat16")
+        parameters = list(engine._role.network.parameters())
+        assert {p.dtype for p in parameters} == {torch.bfloat16}
+        assert not any(p.requires_grad for p in parameters)
+        exact = InferenceEngine(path, head=head).infer(rows)
+        for one, other in zip(engine.infer(rows), exact, strict=True):
+            np.testing.assert_allclose(one, other, atol=0.2)
+
+
+def test_a_head_that_is_not_there_is_no_frozen_one(tmp_path: Path) -> None:
+    causal = tiny_model(tmp_path / "causal")
+    for head in ("value", "score"):
+        with pytest.raises(ValueError, match=r"has no scalar head \(Qwen3ForCausalLM\)"):
+            InferenceEngine(causal, head=head)
+    classes = scalar_model(tmp_path / "classes", "qwen3", num_labels=3)
+    with pytest.raises(ValueError, match=r"a head of 3 outputs \(Qwen3ForSequenceClass"):
+        InferenceEngine(classes, head="score")
+    with pytest.raises(ValueError, match="holds no model that a scalar head fits on"):
+        InferenceEngine(tmp_path / "nothing", head="score")
+    bert = scalar_model(tmp_path / "bert", "bert", type_vocab_size=2)
+    with pytest.raises(ValueError, match="more than a linear head of one output"):
+        InferenceEngine(bert, head="value")
+
+
+def test_a_damaged_head_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = scalar_model(tmp_path, "qwen3")
+    tensors = load_file(path / "model.safetensors")
+    del tensors["score.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks score\.weight of a Qwen3ForSequenceClass"):
+        InferenceEngine(path, head="score")
+
+
+def test_a_token_of_another_vocabulary_is_told(tmp_path: Path) -> None:
+    row = make_rows(1)[0]
+    row.token_ids[-1] = VOCABULARY
+    with pytest.raises(ValueError, match=f"has token {VOCABULARY}, but this model has"):
+        InferenceEngine(tiny_model(tmp_path), head="logits").infer([row])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_a_row_beyond_the_context_is_told(kind: str, tmp_path: Path) -> None:
+    row = make_rows(1)[0]
+    rows = [replace(row, token_ids=np.full(127 + more, 5, np.int32)) for more in (0, 1)]
+    rows = [replace(row, prompt_token_ids=np.full(1, 5, np.int32)) for row in rows]
+    path = scalar_model(tmp_path, kind, n_positions=128)
+    engine = InferenceEngine(path, head="score")
+    assert np.isfinite(engine.infer(rows[:1])[0]).all()
+    with pytest.raises(ValueError, match="has 129 tokens, but this model takes 128"):
+        engine.infer(rows)

@@ -1,0 +1,180 @@
+"""Several updates of the weights in one batch: what a version is, and what its metrics mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.algorithms.inputs import LossInputs, TokenLoss
+from rlsys.algorithms.losses import clipped_surrogate, reinforce
+from rlsys.config import TrainerConfig
+from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.types import StepResult, TrainRow
+from tests.engines.training_harness import (
+    accumulate,
+    assert_same,
+    make_engine,
+    make_rows,
+    run_ranks,
+    tiny_model,
+    weights,
+)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_model(tmp_path_factory.mktemp("updates"))
+
+
+@dataclass
+class Spy:
+    seen: list[LossInputs] = field(default_factory=list)
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        self.seen.append(inputs)
+        return reinforce()(inputs)
+
+
+def train(engine: FSDPEngine, parts: list[list[TrainRow]]) -> StepResult:
+    """One update a part."""
+    for number, rows in enumerate(parts):
+        accumulate(engine, [rows])
+        result = engine.optimizer_step(last=number == len(parts) - 1)
+    return result
+
+
+def test_only_the_last_update_makes_a_version(model_path: Path) -> None:
+    rows = make_rows(12)
+    engine = make_engine(model_path, num_minibatches=3, max_grad_norm=0.1)
+    result = train(engine, [rows[:4], rows[4:8], rows[8:]])
+    assert result.policy_version == engine.policy_version == 1
+    # The weights are those of three steps, whose moments and clipping are each update's own.
+    plain = make_engine(model_path, max_grad_norm=0.1)
+    for part in (rows[:4], rows[4:8], rows[8:]):
+        accumulate(plain, [part])
+        plain.optimizer_step()
+    assert_same(weights(engine), weights(plain), rtol=0, atol=0)
+
+
+def test_metrics_are_means_over_all_that_was_trained(model_path: Path) -> None:
+    rows = make_rows(7)
+    parts = [rows[:2], rows[2:]]
+    engine = make_engine(model_path, num_minibatches=2)
+    found = train(engine, parts)
+    plain = make_engine(model_path)
+    alone = []
+    for part in parts:
+        accumulate(plain, [part])
+        alone.append(plain.optimizer_step())
+    counts = np.array([result.num_tokens for result in alone])
+    for name in ("loss", "entropy", "kl/sampler_trainer"):
+        expected = np.average([result.metrics[name] for result in alone], weights=counts)
+        assert found.metrics[name] == pytest.approx(expected)
+    norms = [result.metrics["grad_norm"] for result in alone]
+    assert found.metrics["grad_norm"] == pytest.approx(np.mean(norms))
+    assert found.num_tokens == counts.sum()
+
+
+def test_staleness_counts_updates(model_path: Path) -> None:
+    """Two a version: of a token sampled three versions ago, by the second update of this one."""
+    spy = Spy()
+    engine = make_engine(model_path, loss=spy, num_epochs=2)
+    engine.policy_version = 3
+    row = make_rows(1)[0]
+    ones = np.ones(len(row.token_ids), np.bool_)
+    versions = np.array([0, *[3] * (len(row.token_ids) - 1)], np.int32)
+    row = replace(row, policy_versions=versions, loss_mask=ones)
+    fresh = replace(row, policy_versions=np.full_like(versions, 3))
+    result = train(engine, [[row, fresh], [row, fresh]])
+    first, second = (inputs.staleness.reshape(2, -1).tolist() for inputs in spy.seen)
+    assert first[0] == [6, *[0] * (len(versions) - 1)]
+    assert second[0] == [7, *[1] * (len(versions) - 1)]
+    assert result.metrics["staleness/max"] == 7
+    assert result.metrics["staleness/mean"] == (6 + 0 + 7 + 1) / 4
+
+
+def test_proximal_logprobs_of_a_column_stay_while_the_policy_moves(model_path: Path) -> None:
+    seen: list[LossInputs] = []
+
+    def spy(inputs: LossInputs) -> TokenLoss:
+        seen.append(inputs)
+        return clipped_surrogate(0.2, 0.2)(inputs)
+
+    engine = make_engine(model_path, loss=spy, num_epochs=2)
+    rows = make_rows(3)
+    proximal = engine.infer(rows)
+    rows = [
+        replace(row, columns={**row.columns, "proximal_logprobs": logprobs})
+        for row, logprobs in zip(rows, proximal, strict=True)
+    ]
+    train(engine, [rows, rows])
+    first, second = [(i.proximal_logprobs, i.trainer_logprobs.detach()) for i in seen]
+    torch.testing.assert_close(*first, rtol=0, atol=1e-5)
+    assert torch.equal(first[0], second[0])
+    assert not torch.allclose(*second, atol=1e-3)
+
+
+def test_all_updates_of_a_version_have_its_learning_rate(model_path: Path) -> None:
+    engine = make_engine(model_path, schedule="linear", final_lr_frac=0.0, num_epochs=2)
+    rates = []
+    for _ in range(3):
+        for last in (False, True):
+            accumulate(engine, [make_rows(2)])
+            rates.append(engine.optimizer_step(last=last).metrics["learning_rate"])
+    of_versions = [1e-2 * share for share in (1, 8 / 9, 7 / 9)]  # of ten, down to 0
+    assert rates == pytest.approx(np.repeat(of_versions, 2))
+
+
+def test_between_the_updates_of_a_batch_nothing_is_kept(model_path: Path, tmp_path: Path) -> None:
+    engine = make_engine(model_path, num_epochs=2)
+    accumulate(engine, [make_rows(2)])
+    engine.optimizer_step(last=False)
+    with pytest.raises(AssertionError, match="only after the last update"):
+        engine.save(tmp_path / "saved")
+    with pytest.raises(ValueError, match="call optimizer_step first"):
+        engine.sft_step([[1, 2]], [1])
+
+
+def test_a_failed_update_is_named_and_ends_the_batch(model_path: Path) -> None:
+    engine = make_engine(model_path, num_epochs=2)
+    accumulate(engine, [make_rows(2)])
+    engine.optimizer_step(last=False)
+    rows = make_rows(2)
+    rows[0].columns["advantages"][:] = np.inf
+    accumulate(engine, [rows])
+    with pytest.raises(FloatingPointError, match="at optimizer step 1, update 2: "):
+        engine.optimizer_step()
+    found = train(engine, [make_rows(3), make_rows(3)])
+    assert found.policy_version == 1
+    assert np.isfinite(found.metrics["loss"])
+
+
+def two_ranks(rank: int, world_size: int, directory: Path) -> Any:
+    engine = make_engine(directory / "model", rank=rank, world_size=world_size, num_minibatches=2)
+    rows = make_rows(9)
+    result = train(engine, [rows[rank:5:2], rows[5:] if rank == 0 else []])
+    return result, weights(engine)
+
+
+def test_two_ranks_update_as_one(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model")
+    (found, moved), (other, _) = run_ranks(2, two_ranks, tmp_path)
+    alone = make_engine(tmp_path / "model", num_minibatches=2)
+    rows = make_rows(9)
+    expected = train(alone, [rows[:5], rows[5:]])
+    assert found == other
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-5)
+    assert_same(moved, weights(alone), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["num_minibatches", "num_epochs"])
+def test_no_update_is_no_training(name: str) -> None:
+    options: Any = {name: 0}
+    with pytest.raises(ValueError, match=rf"trainer\.{name}=0 would train on nothing"):
+        TrainerConfig(**options)

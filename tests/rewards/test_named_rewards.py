@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlsys.rewards import RewardResult, example_rollout
+from rlsys.rewards.named import BUILT_IN, named_reward
+from tests.rewards.reward_harness import run, running
+
+OWN = """
+import rlsys
+
+SHIFT = 2.0
+
+def length(rollout):
+    return len(rollout.completion_text) + SHIFT
+
+@rlsys.reward(weight=0.5, required_columns=("answer",))
+def half(rollout):
+    return rollout.completion_text == rollout.metadata["answer"]
+"""
+
+
+def test_built_in_rewards_read_the_column_that_is_named() -> None:
+    right = example_rollout("It is 5.", metadata={"answer": "4", "solution": "#### 5"})
+    assert named_reward("numeric_answer")(right) == 0.0
+    assert named_reward("numeric_answer:solution")(right) == 1.0
+    assert named_reward("exact_match:solution").required_columns == ("solution",)
+    for name in BUILT_IN:
+        assert named_reward(name).name == name
+
+
+def test_functions_of_a_module() -> None:
+    found = named_reward("recipes.quickstart:correct")
+    assert found.name == "correct"
+    assert found(example_rollout("5", metadata={"answer": "5"})) == 1.0
+
+
+def test_functions_of_a_file_run_in_a_process_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "my_rewards.py"
+    file.write_text(OWN)
+    length, half = named_reward(f"{file}:length"), named_reward(f"{file}:half")
+    assert (half.weight, half.required_columns) == (0.5, ("answer",))
+
+    async def scenario() -> None:
+        async with running(length, half) as runner:
+            (result,) = await runner.score([example_rollout("abc", metadata={"answer": "abc"})])
+        assert isinstance(result, RewardResult)
+        assert result.total == 5.0 + 0.5
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("numeric", "'numeric' names no reward function; give one of exact_match, math_answer"),
+        ("", "names no reward function"),
+        ("recipes.quickstart:", "names no reward function"),
+        ("no_such_package.rewards:right", "there is no module 'no_such_package'"),
+        ("recipes.no_such_module:right", "there is no module 'recipes.no_such_module'"),
+        ("recipes.quickstart:right", "has no function 'right'; it has correct. Name one"),
+        ("recipes.quickstart:CHARACTERS", "has no function 'CHARACTERS'"),
+        ("nowhere/rewards.py:right", "nowhere/rewards.py is no file"),
+    ],
+)
+def test_what_names_nothing_is_told(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        named_reward(text)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rlsys.cli import parse
+from rlsys.model_evaluation import EvaluationConfig
+from rlsys.tiny_models import build_tiny_model
+from scripts.evaluate import run, spelled_out
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    directory = tmp_path_factory.mktemp("evaluate")
+    build_tiny_model(
+        directory / "model", characters="0123456789+=", width=16, num_layers=1, max_context=64
+    )
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        str(directory / "model"),
+        *("--data", str(directory / "data.jsonl"), "--data.max-prompt-tokens", "32"),
+        *("--sampling.max-tokens", "4", "--rollout.kv-cache-gib", "0.01"),
+    ]
+
+
+def test_short_options() -> None:
+    given = ["m", "--data", "d", "--reward=r", "--samples", "2", "--reward.timeout-s", "3"]
+    assert spelled_out(given) == [
+        *("--model.path", "m", "--data.source", "d", "--rewards=r"),
+        *("--num-samples", "2", "--reward.timeout-s", "3"),
+    ]
+    assert spelled_out(["--help"]) == ["--help"]
+
+
+def test_the_documented_command_is_accepted() -> None:
+    text = (DOCS / "evaluation.md").read_text().replace("\\\n", " ")
+    (arguments,) = re.findall(r"python scripts/evaluate\.py ([^`\n]*)", text)
+    config = parse(EvaluationConfig, spelled_out(shlex.split(arguments))).config
+    assert (config.num_samples, config.k, config.data.split) == (8, (1, 4), "test")
+
+
+def test_a_table_json_last_and_the_samples(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text("def always(rollout):\n    return 1.0\n")
+    out = tmp_path / "samples.jsonl"
+    options = ["--reward", f"exact_match,{own}:always", "--samples", "3", "--k", "1,3"]
+    run([*command, *options, "--right-at", "1.0", "--out", str(out)])
+    printed = capsys.readouterr().out
+    assert "4 prompts, 3 samples each" in printed
+    report = json.loads(printed.splitlines()[-1])
+    assert report["eval/pass@1"] == report["eval/pass@3"] == 1.0
+    assert report["eval/pass@3/low"] < 1.0
+    assert report["engine"] == "torch"
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 12
+    assert all(line["components"]["always"] == 1.0 for line in lines)
+    assert all(line["score"] == 1.0 + line["components"]["exact_match"] for line in lines)
+    assert {line["prompt_index"] for line in lines} == {0, 1, 2, 3}
+
+
+def test_a_dry_run_shows_the_configuration(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run([*command, "--reward", "exact_match", "--dry-run"])
+    assert 'rewards = ["exact_match"]' in capsys.readouterr().out
+
+
+def test_k_beyond_the_samples_is_refused_at_once(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run([*command, "--reward", "exact_match", "--samples", "2", "--k", "4"])
+    assert "k=4 is larger than the number of samples, 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--reward", "exact"], "'exact' names no reward function"),
+        ([], r"rewards=\(\) scores nothing"),
+        (["--reward", "exact_match:solution"], "reads column 'solution'"),
+    ],
+)
+def test_mistakes_are_told(command: list[str], options: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run([*command, *options])

@@ -1,0 +1,212 @@
+"""The controller under graphs of several models: what each is given, and when, over deaths too."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.config import (
+    AsyncConfig,
+    DataConfig,
+    RoleConfig,
+    TrainedRoleConfig,
+    TrainerConfig,
+)
+from rlsys.dataflow.graph import NUM_TOKENS, Dataflow, Prompts
+from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.simulation.workers import SimulatedLearner, SimulatedPool, exponential
+from tests.test_controller import World, center, config, no_loss, world
+
+
+class critic_loss:
+    needs = ("returns", "values")
+
+    def __call__(self, *_: Any) -> Any:
+        raise AssertionError("the learner is a fake")
+
+
+def four_models(group_size: int) -> Dataflow:
+    """PPO's graph: the policy, a critic, a reference and a reward model."""
+    flow = Dataflow()
+    policy = flow.model("policy")
+    critic = flow.model("critic", TrainedRoleConfig(), head="value")
+    reference = flow.model("reference", RoleConfig())
+    judge = flow.model("judge", RoleConfig(), head="score")
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=group_size)
+    reward = flow.score(rollouts, [lambda rollout: 0.0])
+    score = flow.infer(judge, rollouts, writes="score")
+    centered = flow.per_group(center, score, name="centered")
+    logprobs = flow.infer(reference, rollouts, writes="reference_logprobs")
+    values = flow.infer(critic, rollouts, writes="values")
+    advantages, returns = flow.per_batch(
+        token_advantages,
+        centered,
+        logprobs,
+        values,
+        writes=("advantages", "returns"),
+        per="token",
+    )
+    flow.train(
+        policy, rollouts, advantages, loss=no_loss, aggregation=no_loss, watch=[reward, score]
+    )
+    flow.train(critic, rollouts, returns, values, loss=critic_loss(), aggregation=no_loss)
+    flow.check()
+    return flow
+
+
+def token_advantages(
+    scores: torch.Tensor, logprobs: torch.Tensor, values: torch.Tensor, row_offsets: torch.Tensor
+) -> Any:
+    raise AssertionError("computed by the learner, which is a fake")
+
+
+class Reference(SimulatedPool):
+    """Writes a token a row, as a learner does."""
+
+    async def run(self, rows: Any) -> Any:
+        await super().run(rows)
+        return SimulatedLearner._write(SimulatedLearner(), self.writes, rows)
+
+
+def with_four_models(w: World, rng: random.Random, *, losing: float = 0.0) -> World:
+    w.dataflow = four_models(w.config.group_size)
+    w.others = {"critic": SimulatedLearner(num_ranks=2, row_s=0.05, restart_s=2.0)}
+
+    def loses() -> bool:
+        return rng.random() < losing
+
+    w.pools = {
+        "judge": SimulatedPool(writes="score", latency_s=exponential(rng, 0.3), losing=loses),
+        "reference": Reference(
+            writes="reference_logprobs", latency_s=exponential(rng, 0.3), losing=loses
+        ),
+    }
+    return w
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    max_staleness=st.integers(0, 3),
+    losing=st.sampled_from([0.0, 0.2]),
+    deaths=st.integers(0, 3),
+    loses=st.integers(0, 2),
+)
+def test_all_models_train_the_same_steps_on_the_same_rows(
+    seed: int, max_staleness: int, losing: float, deaths: int, loses: int
+) -> None:
+    rng = random.Random(seed)
+    w = world(seed, num_replicas=2, asynchrony=AsyncConfig(max_staleness=max_staleness))
+    w = with_four_models(w, rng, losing=losing)
+    critic = w.others["critic"]
+
+    async def kill(w: World) -> None:
+        for _ in range(deaths):
+            await asyncio.sleep(rng.uniform(0, 8))
+            victim = rng.choice([w.learner, critic])
+            victim.loses = rng.randint(0, loses)
+            victim.die()
+
+    w.chaos = kill
+    run_in_virtual_time(w.run())
+    steps = w.config.num_steps
+    assert len(w.observer.steps) == w.learner.version == critic.version == steps
+    for ours, theirs in zip(w.learner.trained[:steps], critic.trained[:steps], strict=True):
+        assert groups(ours) == groups(theirs)
+        assert sum(map(len, ours)) == sum(map(len, theirs)) == w.config.rollouts_per_step
+        for rows in ours:
+            assert set(rows.cells) == {*ROLLOUT, "advantages"} or not len(rows)
+        for rows in theirs:
+            assert set(rows.cells) == {*ROLLOUT, "returns", "values"} or not len(rows)
+    assert max(w.observer.staleness) <= max_staleness
+    assert w.store.bytes_live == w.store.num_rows == 0
+    # Nothing is kept, of steps either.
+    assert not w.store.live_rows("shard")
+
+
+ROLLOUT = ("prompt_token_ids", "token_ids", "sampler_logprobs", "policy_versions")
+
+
+def groups(step: list[Any]) -> set[int]:
+    return {group_id for rows in step for group_id in rows.group_ids}
+
+
+def test_values_are_those_of_the_steps_beginning() -> None:
+    w = with_four_models(world(num_replicas=1), random.Random(0))
+    run_in_virtual_time(w.run())
+    inferred = [(what, version) for what, version, _ in w.others["critic"].inferred]
+    # Two ranks, each with a share.
+    assert inferred == [("values", step) for step in range(4) for _ in range(2)]
+    metrics = w.observer.steps[0].columns
+    assert {name for columns in metrics.values() for name in columns} >= {"score", "reward"}
+
+
+def test_several_updates_share_a_step() -> None:
+    trainer = TrainerConfig(num_minibatches=2, num_epochs=3, micro_batch_tokens=16)
+    w = world(num_replicas=1, trainer=trainer, asynchrony=AsyncConfig(max_staleness=11))
+    run_in_virtual_time(w.run())
+    assert (w.learner.version, w.learner.updates) == (4, 24)
+    assert [sum(map(len, step)) for step in w.learner.trained[:4]] == [3 * 8] * 4
+    for step in w.learner.trained[:4]:
+        for epoch in range(3):
+            of_epoch = step[2 * epoch : 2 * epoch + 2]
+            assert [len(rows) for rows in of_epoch] == [4, 4]
+            assert len(groups(of_epoch)) == 4
+    assert max(w.observer.staleness) <= 1  # versions: (11 + 1) / 6 - 1
+
+
+def test_a_bound_that_a_steps_own_updates_break_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_staleness=4.*makes 6.*max_staleness >= 5"):
+        config(
+            trainer=TrainerConfig(num_minibatches=2, num_epochs=3),
+            asynchrony=AsyncConfig(max_staleness=4),
+        )
+
+
+def test_a_refused_group_is_replaced() -> None:
+    def refuse_some(rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
+        assert lengths.tolist() == [3.0, 3.0]
+        refused.append(len(refused))
+        return None if len(refused) % 2 else center(rewards)
+
+    refused: list[int] = []
+    w = world(num_replicas=1)
+    flow = Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=2)
+    reward = flow.score(rollouts, [lambda rollout: 0.0])
+    advantages = flow.per_group(refuse_some, reward, NUM_TOKENS)
+    flow.train(policy, rollouts, advantages, loss=no_loss, aggregation=no_loss)
+    w.dataflow = flow
+    run_in_virtual_time(w.run())
+    assert [sum(map(len, step)) for step in w.learner.trained[:4]] == [8] * 4
+    assert w.ledger.drop_reasons["refused"] == 16
+
+
+def test_a_function_over_the_step_sees_all_its_rows() -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    def whitened(rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
+        seen.append((len(rewards), group_index.tolist()))
+        return rewards - rewards.mean()
+
+    w = world(num_replicas=1, prompts_per_step=4)
+    flow = Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=2)
+    reward = flow.score(rollouts, [lambda rollout: 0.0])
+    (advantages,) = flow.per_batch(whitened, reward)
+    flow.train(policy, rollouts, advantages, loss=no_loss, aggregation=no_loss)
+    w.dataflow = flow
+    run_in_virtual_time(w.run())
+    assert seen == [(8, [0, 0, 1, 1, 2, 2, 3, 3])] * 4
+    assert [x for rows in w.learner.trained[0] for x in rows.scalars["advantages"]] == [
+        -0.5,
+        0.5,
+    ] * 4

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+import rlsys
+from rlsys.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, SamplingConfig
+from rlsys.model_evaluation import Evaluation, EvaluationConfig, Sample, evaluate_model
+from rlsys.rewards import Reward, RewardFailure
+from rlsys.tiny_models import build_tiny_model
+from rlsys.types import FinishReason
+
+PATIENCE_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EvaluationConfig:
+    directory = tmp_path_factory.mktemp("evaluation")
+    model = build_tiny_model(
+        directory / "model", characters="0123456789+=", width=16, num_layers=1, max_context=64
+    )
+    data = directory / "data.jsonl"
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), "number": i} for i in range(6)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return EvaluationConfig(
+        num_samples=4,
+        k=(1, 4),
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(source=str(data), max_prompt_tokens=32, shuffle=False),
+        sampling=SamplingConfig(max_tokens=3),
+        rollout=RolloutConfig(max_running=3, kv_cache_gib=0.01),
+    )
+
+
+def evaluated(
+    config: EvaluationConfig, *rewards: Reward, samples: list[Sample] | None = None
+) -> Evaluation:
+    kept: list[Sample] = [] if samples is None else samples
+    work = evaluate_model(config, rewards, on_sample=kept.append)
+    return asyncio.run(asyncio.wait_for(work, PATIENCE_S))
+
+
+@rlsys.reward
+def second(rollout: rlsys.Rollout) -> float:
+    """Known: one of four samples of the even prompts is right."""
+    return float(rollout.index == 1 and rollout.metadata["number"] % 2 == 0)
+
+
+def test_each_sample_of_each_prompt_is_scored_once(config: EvaluationConfig) -> None:
+    samples: list[Sample] = []
+    found = evaluated(config, second, samples=samples)
+    places = sorted((one.rollout.group_id, one.rollout.index) for one in samples)
+    assert places == [(prompt, index) for prompt in range(6) for index in range(4)]
+    assert {one.rollout.prompt_text for one in samples} == {f"{i}+1=" for i in range(6)}
+    assert all(1 <= len(one.rollout.token_ids) <= 3 for one in samples)
+    assert found.estimates["eval/pass@1"].value == pytest.approx(1 / 8)
+    assert found.estimates["eval/pass@4"].value == pytest.approx(1 / 2)
+    assert found.estimates["eval/mean@4"].value == pytest.approx(1 / 8)
+    assert (found.num_prompts, found.num_left_out, dict(found.failed)) == (6, 0, {})
+    assert found.tokens_mean == sum(len(one.rollout.token_ids) for one in samples) / 24
+    cut = [one.rollout.finish_reason == FinishReason.LENGTH for one in samples]
+    assert found.truncated_frac == sum(cut) / 24
+
+
+def completions(samples: Sequence[Sample]) -> dict[tuple[int, int], str]:
+    return {(s.rollout.group_id, s.rollout.index): s.rollout.completion_text for s in samples}
+
+
+def test_a_seed_gives_the_same_samples_and_greedy_the_most_likely(config: EvaluationConfig) -> None:
+    first: list[Sample] = []
+    again: list[Sample] = []
+    evaluated(config, second, samples=first)
+    evaluated(config, second, samples=again)
+    assert completions(first) == completions(again)
+    other: list[Sample] = []
+    evaluated(replace(config, seed=1), second, samples=other)
+    assert completions(other) != completions(first)
+    greedy = replace(config, greedy=True, num_samples=1, k=(1,))
+    likeliest: list[list[Sample]] = [[], []]
+    for seed in (0, 1):
+        evaluated(replace(greedy, seed=seed), second, samples=likeliest[seed])
+    assert completions(likeliest[0]) == completions(likeliest[1])
+
+
+@rlsys.reward
+def hangs_on_the_last_prompt(rollout: rlsys.Rollout) -> float:
+    if rollout.metadata["number"] == 5:
+        time.sleep(3600)
+    return 1.0
+
+
+def test_a_reward_that_hangs_fails_its_own_samples(config: EvaluationConfig) -> None:
+    samples: list[Sample] = []
+    limited = replace(config, reward=RewardConfig(timeout_s=1.0))
+    found = evaluated(limited, hangs_on_the_last_prompt, samples=samples)
+    failures = {
+        s.rollout.group_id: s.outcome.kind for s in samples if isinstance(s.outcome, RewardFailure)
+    }
+    assert failures == {5: "timeout"}
+    assert dict(found.failed) == {"timeout": 4}
+    assert (found.num_prompts, found.num_left_out) == (5, 1)
+    assert found.first_failure is not None
+    assert "took longer than 1 s" in found.first_failure
+    assert found.estimates["eval/pass@1"].value == 1.0
+
+
+@rlsys.reward
+def broken(rollout: rlsys.Rollout) -> float:
+    raise KeyError("answr")
+
+
+def test_a_reward_that_always_fails_ends_the_evaluation(config: EvaluationConfig) -> None:
+    with pytest.raises(ValueError, match=r"only 0 of 6 prompts .* exception: broken raised"):
+        evaluated(config, broken)
+
+
+def test_data_without_a_column_that_a_reward_reads_is_refused(config: EvaluationConfig) -> None:
+    reads = rlsys.reward(required_columns=("solution",))(lambda rollout: 1.0)
+    with pytest.raises(ValueError, match="reads column 'solution'"):
+        evaluated(config, reads)
+
+
+def test_fewer_prompts(config: EvaluationConfig) -> None:
+    assert evaluated(replace(config, num_prompts=2), second).num_prompts == 2
+    with pytest.raises(ValueError, match=r"num_prompts=7, but .* has 6 prompts"):
+        evaluated(replace(config, num_prompts=7), second)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"k": (1, 8)}, "k=8 is larger than the number of samples, 4"),
+        ({"k": ()}, "k is empty"),
+        ({"num_samples": 0}, "num_samples=0 draws nothing"),
+        ({"greedy": True}, "num_samples=4 of greedy decoding are all the same"),
+        ({"num_prompts": 1}, "num_prompts=1 gives no interval"),
+        ({"model": ModelConfig()}, "no model is given"),
+        ({"right_at": math.nan}, "right_at"),
+    ],
+)
+def test_mistakes_are_told_at_construction(
+    config: EvaluationConfig, wrong: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(config, **wrong)  # type: ignore[arg-type]
