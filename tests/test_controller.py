@@ -24,10 +24,9 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
-from rlsys.controller.generation import request_seed
 from rlsys.dataflow.graph import Dataflow, Prompts
 from rlsys.dataflow.ledger import Ledger
-from rlsys.engines.generation.sampling import stream_key
+from rlsys.engines.generation.sampling import request_seed, stream_key
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time
 from rlsys.simulation.workers import (
