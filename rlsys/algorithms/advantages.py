@@ -115,7 +115,7 @@ class pass_at_k_advantage:
 
 
 def reinforce_plus_plus_advantage(
-    rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-8
+    rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-4
 ) -> torch.Tensor:
     """Rewards normalised over the rollouts of a batch: REINFORCE++ where nothing but the rollout's
     reward is known. [B], [B] -> [B].
@@ -129,7 +129,7 @@ def reinforce_plus_plus_advantage(
 
 @needs_group(2)
 def reinforce_plus_plus_baseline_advantage(
-    rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-8
+    rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-4
 ) -> torch.Tensor:
     """r − mean of the group, normalised over the batch: REINFORCE++ with baseline, 2501.03262.
     [B], [B] -> [B].
@@ -143,7 +143,7 @@ def reinforce_plus_plus_baseline_advantage(
 
 @needs_group(2)
 def scale_rl_advantage(
-    rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-8
+    rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-4
 ) -> torch.Tensor:
     """(r − mean of the group) / standard deviation of these differences over the batch.
     [B], [B] -> [B].

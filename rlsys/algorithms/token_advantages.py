@@ -13,6 +13,8 @@ import torch
 
 from rlsys.algorithms.ratios import bounded_exp, check_cap, log_ratio
 
+WHITENING_EPSILON = 1e-8
+
 
 def gae(
     rewards: torch.Tensor,
@@ -104,11 +106,11 @@ def kl_rewards(
 def whitened(
     values: torch.Tensor, *, loss_mask: torch.Tensor | None = None, shift_mean: bool = True
 ) -> torch.Tensor:
-    """(x − mean)/std over all sampled tokens of the batch, 0 elsewhere. [N] -> [N].
+    """(x − mean)/√(variance + 1e-8) over all sampled tokens of the batch, 0 elsewhere. [N] -> [N].
 
     Whitening of advantages, or, with shift_mean=False, which leaves the mean where it is, of
-    rewards: 1909.08593, whose code takes the population's standard deviation. Equal values become
-    exactly 0, or stay.
+    rewards: 1909.08593, whose code takes the population's variance, and adds 1e-8: what differs by
+    rounding alone stays small. Equal values become exactly 0, or stay.
     """
     if loss_mask is None:
         loss_mask = torch.ones_like(values, dtype=torch.bool)
@@ -119,7 +121,7 @@ def whitened(
     if bool((chosen == chosen[0]).all()):
         white = torch.zeros_like(chosen) if shift_mean else chosen
     else:
-        white = (chosen - mean) / chosen.std(correction=0)
+        white = (chosen - mean) / (chosen.var(correction=0) + WHITENING_EPSILON).sqrt()
         if not shift_mean:
             white = white + mean
     return torch.zeros_like(values).masked_scatter(loss_mask, white)

@@ -154,3 +154,10 @@ def test_normalised_weights_have_mean_one() -> None:
     assert batch_normalised_weights(torch.zeros(0), torch.zeros(0)).shape == (0,)
     with pytest.raises(ValueError, match="cap=0"):
         batch_normalised_weights(sampler, sampler, cap=0)
+
+
+def test_rounding_is_no_advantage() -> None:
+    """Of values that should be equal."""
+    noise = 1e-7 * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    assert whitened(1 + noise).abs().max() <= 5e-3
+    assert whitened(1 + noise, shift_mean=False).sub(1).abs().max() <= 5e-3
