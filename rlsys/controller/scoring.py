@@ -104,7 +104,6 @@ class ScoringSide:
         self._state.progress.notify()
 
     def _task(self, batch: RowBatch, i: int) -> ScoreTask:
-        config = self._state.config
         group = self._state.groups[batch.group_ids[i]]
         return ScoreTask(
             group_id=group.group_id,
@@ -113,7 +112,7 @@ class ScoringSide:
             prompt_text=group.prompt.text,
             metadata=group.prompt.metadata,
             finish_reason=group.rollouts[batch.indices[i]].finish_reason,
-            record=group.group_id % config.prompts_per_step < config.observe.record_groups,
+            record=self._state.records(group.group_id),
         )
 
     def _failed(self, row: int, group_id: int, failure: RewardFailure) -> None:
