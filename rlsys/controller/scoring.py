@@ -142,17 +142,16 @@ class ScoringSide:
             for start in range(0, len(batch), size):
                 of_group = slice(start, start + size)
                 group = state.groups[batch.group_ids[start]]
-                values = stage.function(
-                    *(
-                        torch.tensor(
-                            [FACTS[column.name](note) for note in group.rollouts]
-                            if column.name in FACTS
-                            else batch.scalars[column.name][of_group]
-                        )
-                        for column in stage.reads
-                    )
-                )
+                columns = {
+                    column.name: [FACTS[column.name](note) for note in group.rollouts]
+                    if column.name in FACTS
+                    else batch.scalars[column.name][of_group]
+                    for column in stage.reads
+                }
+                tensors = {name: torch.tensor(values) for name, values in columns.items()}
+                values = stage.function(*(tensors[column.name] for column in stage.reads))
                 if values is None:
+                    state.observer.group_refused(columns)
                     state.drop(group.group_id, "refused")
                     continue
                 if values.shape != (size,):
