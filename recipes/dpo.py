@@ -4,12 +4,15 @@ Of two completions of a prompt one is better: c over r. The policy itself is the
 log-probabilities, less those of the frozen reference that it began as, are to tell the pair apart
 by Bradley and Terry's rule,
 
-    h = (log π(c) − log π_ref(c)) − (log π(r) − log π_ref(r)),      loss = −log σ(βh)
+    h = (log pi(c) - log pi_ref(c)) - (log pi(r) - log pi_ref(r)),      loss = -log sigma(beta h)
 
 Nothing is sampled: rows are pairs that the dataset holds, the better one first. Here they are right
-and wrong sums, and the policy is warmed up by the sloppy teacher of recipes/quickstart.py.
+and wrong sums, as of recipes/reward_model.py, and the sloppy teacher of recipes/arithmetic.py warms
+the policy up. How often the policy is right is in no metric of the run; ask it:
 
-    python recipes/dpo.py --name preferences
+    python recipes/dpo.py --name dpo
+    python scripts/evaluate.py runs/dpo/hf --rewards recipes/arithmetic.py:correct \\
+        --data.source recipes/data/sums.jsonl --sampling.max-tokens 6
 """
 
 from __future__ import annotations
@@ -19,38 +22,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import rlsys
-from recipes.quickstart import CHARACTERS, QuickstartConfig, lessons
-from recipes.reward_model import PairsConfig, pairs
-from rlsys import OwnModel, TrainerConfig, WarmStart
+from recipes.arithmetic import MODEL, ArithmeticConfig, small_trainer, warm_start
+from recipes.reward_model import pairs
+from rlsys import RunConfig, TrainerConfig, require
+from rlsys.algorithms import preferences, sequence_mean
 from rlsys.config import RoleConfig
 from rlsys.dataflow.graph import PREFERENCE, Dataflow, Prompts
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOConfig(PairsConfig):
+class DPOConfig(RunConfig):
     """DPO's own settings."""
 
+    group_size: int = 2
+    """Completions of a prompt: a pair."""
     beta: float = 0.1
     """How dear it is to leave the reference: the inverse of the scale of the implied reward."""
     label_smoothing: float = 0.0
     """Part of the preferences that is wrong."""
-    name: str = "dpo"
-    """Name of the run's directory below runs_dir; two runs never share one."""
-    warm_start_steps: int = 200
-    """Supervised steps before DPO starts."""
-    reference: RoleConfig = field(default_factory=lambda: RoleConfig(num_cpus=0.5))
+    reference: RoleConfig = field(default_factory=RoleConfig)
     """The reference: by default the policy as it was at the beginning."""
-    trainer: TrainerConfig = field(
-        default_factory=lambda: TrainerConfig(
-            learning_rate=3e-4, warmup_steps=10, schedule="linear", micro_batch_tokens=4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.beta > 0, f"beta={self.beta} teaches no preference; use more than 0.")
+        require(
+            0 <= self.label_smoothing < 0.5,
+            f"label_smoothing={self.label_smoothing} takes labels for noise; use 0 to 0.5.",
         )
-    )
 
 
 def dpo(cfg: DPOConfig, *, rows: Sequence[dict[str, Any]] | None = None) -> Dataflow:
     """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
-    from rlsys.algorithms import preferences, sequence_mean
-
     flow = Dataflow()
     policy = flow.model("policy")
     reference = flow.model("reference", cfg.reference)
@@ -67,19 +70,27 @@ def dpo(cfg: DPOConfig, *, rows: Sequence[dict[str, Any]] | None = None) -> Data
     return flow
 
 
+@dataclass(frozen=True, kw_only=True)
+class Config(ArithmeticConfig, DPOConfig):
+    """Of the arithmetic task. Two processes share two cores."""
+
+    name: str = "dpo"
+    """Name of the run's directory below runs_dir; two runs never share one."""
+    prompts_per_step: int = 128
+    """Pairs in one optimizer step."""
+    trainer: TrainerConfig = field(default_factory=lambda: small_trainer(learning_rate=1e-4))
+    reference: RoleConfig = field(default_factory=lambda: RoleConfig(num_cpus=0.9))
+
+
 @rlsys.main
 def main() -> None:
-    parsed = rlsys.parse(DPOConfig)
+    parsed = rlsys.parse(Config)
     cfg = parsed.config
     rlsys.launch(
         cfg,
-        dpo(cfg, rows=pairs(cfg.seed + 2)),
-        own_model=OwnModel(name="addition", characters=CHARACTERS),
-        warm_start=WarmStart(
-            num_steps=cfg.warm_start_steps,
-            batches=lessons(QuickstartConfig(seed=cfg.seed)),
-            learning_rate=1e-3,
-        ),
+        dpo(cfg, rows=pairs(cfg)),
+        own_model=MODEL,
+        warm_start=warm_start(cfg),
         dry_run=parsed.dry_run,
     )
 
