@@ -83,6 +83,7 @@ def test_the_documentation_shows_the_graphs_that_run() -> None:
     for flow in (
         grpo(GRPOConfig(), [lambda rollout: 1.0]),
         ppo(PPOConfig(), [lambda rollout: 1.0]),
+        dpo(DPOConfig()),
     ):
         flow.check()
         assert f"```mermaid\n{flow.to_mermaid()}\n```" in page
@@ -199,10 +200,10 @@ def test_what_a_dataset_cannot_be_trained_by_is_refused() -> None:
         flow.train(policy, rows, PREFERENCE, loss=bradley_terry(), aggregation=token_mean)
 
 
-def test_recipes_over_pairs_pass_the_check() -> None:
-    for flow in (dpo(DPOConfig()), reward_model(RewardModelConfig())):
-        flow.check()
-        assert flow.to_mermaid().splitlines()[1] == "    prompts([prompts]) --> s0"
+def test_a_recipe_over_pairs_needs_pairs() -> None:
+    reward_model(RewardModelConfig()).check()
+    with pytest.raises(ValueError, match="group_size=4 is no pair"):
+        reward_model(RewardModelConfig(group_size=4))
 
 
 def test_a_function_of_facts_alone_waits_for_the_completions() -> None:
