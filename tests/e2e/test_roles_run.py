@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -18,6 +20,7 @@ from tests.e2e.job import run, start
 
 pytestmark = pytest.mark.slow
 
+TRAINER = "ray::TrainerActor"
 SMALL_PAIRS = shlex.split("--prompts-per-step 8 --num-steps 3 --checkpoint-every 2 --resume auto")
 SMALL_WARM_START = shlex.split("--warm-start-steps 2 --warm-start-batch 8")
 
@@ -69,7 +72,7 @@ def test_dpo_trains_a_policy_beside_its_reference(tmp_path: Path) -> None:
 
 
 def test_ppo_outlives_its_trainers_and_resumes(tmp_path: Path) -> None:
-    """The ranks of policy and critic are killed, one after the other, each after two more steps."""
+    """Ranks of policy and critic are killed, each after two more steps, until both have been."""
     where = ["--runs-dir", str(tmp_path / "runs")]
     job = run("recipes/reward_model.py", [*SMALL_PAIRS, *where], tmp_path)
     assert job.returncode == 0, job.output
@@ -79,26 +82,25 @@ def test_ppo_outlives_its_trainers_and_resumes(tmp_path: Path) -> None:
     )
     options += [*SMALL_WARM_START, *where]
     directory = tmp_path / "runs" / "ppo"
-    job = start("recipes/ppo.py", [*options, "--num-steps", "40"], tmp_path)
+    job = start("recipes/ppo.py", [*options, "--num-steps", "60"], tmp_path)
     try:
         step = job.wait_for_step(directory, 2, timeout_s=280)
-        killed = 0
-        for number in range(2):
-            pids = sorted(p for p, name in job.processes().items() if _is_trainer(name))
+        chance = random.Random(0)
+        while not {"trainer-0", "critic-0"} <= dead_ranks(job.output):
+            # Their processes have the same name, and both start anew when one of them dies.
+            pids = [p for p, name in job.processes().items() if name.startswith(TRAINER)]
             assert len(pids) == 2, job.processes()
-            os.kill(pids[number], signal.SIGKILL)
-            killed += 1
+            os.kill(chance.choice(pids), signal.SIGKILL)
             step = job.wait_for_step(directory, step + 2, timeout_s=280)
         assert job.wait(timeout_s=280) == 0, job.output
         assert job.left_behind() == {}
     finally:
         job.end()
-    assert job.output.count("the trainer goes on after step") >= killed
 
-    job = run("recipes/ppo.py", [*options, "--num-steps", "42"], tmp_path)
+    job = run("recipes/ppo.py", [*options, "--num-steps", "62"], tmp_path)
     assert job.returncode == 0, job.output
     lines = read_metrics(directory / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [*range(1, 43)]
+    assert [line["step"] for line in lines] == [*range(1, 63)]
     wanted = {"reward/mean", "score/mean", "critic/loss", "critic/value/mean"}
     assert wanted <= lines[-1].keys()
     verdict = audited(directory)
@@ -106,5 +108,5 @@ def test_ppo_outlives_its_trainers_and_resumes(tmp_path: Path) -> None:
     assert "1 resumes" in verdict.summary
 
 
-def _is_trainer(name: str) -> bool:
-    return name.startswith("ray::TrainerActor")
+def dead_ranks(output: str) -> set[str]:
+    return set(re.findall(r"warning: (\S+) died.*the trainer goes on", output))
