@@ -10,11 +10,12 @@ from rlsys.estimate import ModelShape, estimate_memory
 from rlsys.fields import to_toml
 from rlsys.observe.diagnosis import foresee
 
-from .factories import needs
+from .factories import needs, role_needs
 
 
 def describe(config: RunConfig, flow: Dataflow, shape: ModelShape, prompts: PromptSource) -> str:
-    ranks, replicas = needs(config)
+    ranks, replicas = needs(config, flow)
+    roles = [need for needs in role_needs(flow).values() for need in needs]
     memory = estimate_memory(config, shape)
     prompt = prompts.at(0)
     facts = [
@@ -22,7 +23,7 @@ def describe(config: RunConfig, flow: Dataflow, shape: ModelShape, prompts: Prom
         *flow.describe().splitlines(),
         "",
         "placement",
-        *(str(need) for need in [*ranks, *replicas]),
+        *(str(need) for need in [*ranks, *roles, *replicas]),
         f"reward-0 .. reward-{config.reward.num_workers - 1} and the store reserve nothing",
         "",
         f"memory for {shape.num_parameters:,} parameters, activations not counted",

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
-from rlsys.dataflow.graph import Dataflow, Model, TrainStage
+from rlsys.config import MIN_CPUS, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.dataflow.graph import Dataflow, GenerateStage, Model, TrainStage
 from rlsys.engines.generation.choice import build_engine
+from rlsys.engines.generation.dataset_engine import DatasetEngine
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.rewards import PackedRewards, RewardRunner
 
@@ -21,15 +22,16 @@ if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
     from rlsys.engines.training.protocol import TrainingEngine
 
 
-def needs(config: RunConfig) -> tuple[list[Need], list[Need]]:
+def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
     """Of the trainer's ranks and of the replicas. The store's shards and the reward workers reserve
-    nothing: they wait most of the time."""
+    nothing: they wait most of the time; and replicas that read a dataset next to nothing."""
+    samples = bool(flow.all(GenerateStage))
     ranks = _ranks("trainer", config.trainer)
     replicas = [
         Need(
             name=f"rollout-{replica}",
-            num_cpus=config.rollout.num_cpus,
-            num_gpus=config.rollout.num_gpus,
+            num_cpus=config.rollout.num_cpus if samples else MIN_CPUS,
+            num_gpus=config.rollout.num_gpus if samples else 0,
             fix="rollout.num_replicas, rollout.num_cpus or rollout.num_gpus",
         )
         for replica in range(config.rollout.num_replicas)
@@ -38,7 +40,7 @@ def needs(config: RunConfig) -> tuple[list[Need], list[Need]]:
 
 
 def role_needs(flow: Dataflow) -> dict[str, list[Need]]:
-    """Of the models beside the policy, by name."""
+    """Of the models beside the main one, by name."""
     return {model.name: _role(model) for model in flow.models.values() if model.config is not None}
 
 
@@ -139,10 +141,15 @@ class InferenceFactory:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFactory:
+    """Of a replica, which samples with the main model or reads a dataset."""
+
     config: RunConfig
+    samples: bool = True
 
     def __call__(self) -> GenerationEngine:
         config = self.config
+        if not self.samples:
+            return DatasetEngine()
         max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
         return build_engine(config.model, config.rollout, max_context=max_context)
 

@@ -28,7 +28,7 @@ from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
-from rlsys.dataflow.graph import POLICY, Dataflow, GenerateStage, ScoreStage
+from rlsys.dataflow.graph import Dataflow, DatasetStage, GenerateStage, ScoreStage
 from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
@@ -46,6 +46,7 @@ from rlsys.observe.wandb_sink import WandbSink
 from rlsys.rewards import as_rewards, check_columns, pack_rewards
 from rlsys.run_directory import RunDirectory, RunFiles, check_room
 from rlsys.tiny_models import OwnModel
+from rlsys.types import WeightManifest
 from rlsys.workers import Fleet, LearnerDied, Replica, ReplicaDied, RowsLost
 
 from . import carry_over
@@ -89,6 +90,11 @@ def launch(
     dry_run: bool = False,
 ) -> RunResult:
     """See rlsys.launch, which calls it."""
+    require(
+        warm_start is None or flow.main.head == "logits",
+        f"a warm start teaches a model its next tokens, which {flow.main.name!r} (head "
+        f"{flow.main.head!r}) does not give; launch it without one.",
+    )
     if dry_run:
         work = functools.partial(_dry_run, config, flow, own_model)
     else:
@@ -105,11 +111,11 @@ def launch(
 
 async def _dry_run(config: RunConfig, flow: Dataflow, own_model: OwnModel | None) -> RunResult:
     files = RunFiles(Path(config.runs_dir) / config.name)
-    with _hub(config), tempfile.TemporaryDirectory(prefix="rlsys-") as directory:
+    with _hub(config, flow), tempfile.TemporaryDirectory(prefix="rlsys-") as directory:
         with_model = _with_model(
             config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
         )
-        shape = model_shape(with_model.model.path)
+        shape = model_shape(with_model.model.path, flow.main.head)
         tokenizer = load_tokenizer(with_model.model.path)
         prompts = _load_prompts(config, flow, tokenizer, shape)
         print(describe(config, flow, shape, prompts))
@@ -129,12 +135,12 @@ async def _run(
     )
     with contextlib.ExitStack() as stack:
         with console.phase("Reading model and prompts"):
-            stack.enter_context(_hub(config))
+            stack.enter_context(_hub(config, flow))
             check_room(Path(config.runs_dir), RECORDS_BYTES)
             with_model = _with_model(
                 config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
             )
-            shape = model_shape(with_model.model.path)
+            shape = model_shape(with_model.model.path, flow.main.head)
             tokenizer = load_tokenizer(with_model.model.path)
             prompts = _load_prompts(config, flow, tokenizer, shape)
         checkpoint_bytes = estimate_memory(config, shape).checkpoint_bytes
@@ -176,13 +182,14 @@ async def _run(
                 outcome,
                 lines=read_metrics(directory.metrics) if directory.metrics.exists() else [],
                 directory=directory.path,
-                next_command=_next_command(directory, outcome),
+                next_command=_next_command(directory, outcome, flow),
             )
         return _result(directory)
 
 
-def _hub(config: RunConfig) -> contextlib.AbstractContextManager[None]:
-    names = [config.model.path]
+def _hub(config: RunConfig, flow: Dataflow) -> contextlib.AbstractContextManager[None]:
+    roles = [model.config.model.path for model in flow.models.values() if model.config]
+    names = [config.model.path, *filter(None, roles)]
     if Path(config.data.source).suffix not in LOADERS:
         names.append(config.data.source)
     return offline_where_unreachable(*names)
@@ -232,7 +239,8 @@ def _cancel_on_sigterm() -> None:
 def _load_prompts(
     config: RunConfig, flow: Dataflow, tokenizer: Any, shape: ModelShape
 ) -> PromptSource:
-    source = flow.stage(GenerateStage).prompts
+    stage = flow.source
+    source = stage.prompts
     prompts = PromptSource(
         source.config,
         tokenizer,
@@ -241,10 +249,13 @@ def _load_prompts(
         max_tokens=config.sampling.max_tokens,
         max_context=shape.max_context,
         rows=source.rows,
+        completions=(stage.completions, stage.group_size)
+        if isinstance(stage, DatasetStage)
+        else None,
     )
     flow.check()
-    for stage in flow.all(ScoreStage):
-        rewards = as_rewards(stage.rewards)
+    for scored in flow.all(ScoreStage):
+        rewards = as_rewards(scored.rewards)
         check_columns(rewards, prompts.metadata_columns)
         prompts.check_filled(
             dict.fromkeys(name for one in rewards for name in one.required_columns)
@@ -253,11 +264,12 @@ def _load_prompts(
     return prompts
 
 
-def _next_command(directory: RunDirectory, outcome: str) -> str:
+def _next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
     if outcome == "finished" and PLOT.is_file():
         return f"python {os.path.relpath(PLOT)} {directory.path}"
     if outcome == "finished":
-        return f"AutoModelForCausalLM.from_pretrained({str(directory.hf)!r})"
+        kind = "CausalLM" if flow.main.head == "logits" else "SequenceClassification"
+        return f"AutoModelFor{kind}.from_pretrained({str(directory.hf)!r})"
     if directory.has_checkpoint:
         return "the same command with --resume"
     return "the same command with another --name (this run has no checkpoint to resume from)"
@@ -290,10 +302,11 @@ class _Job:
         self._history = history
         self._resume_from = history.checkpoint if history else None
         self._first_step = history.checkpoint.step if history else 0
+        self._samples = bool(flow.all(GenerateStage))
 
     async def run(self, warm_start: WarmStart | None) -> None:
         config = self._config
-        ranks, replicas = needs(config)
+        ranks, replicas = needs(config, self._flow)
         async with contextlib.AsyncExitStack() as cluster:
             with self._console.phase("Starting Ray"):
                 cluster.enter_context(connected(config.cluster))
@@ -340,7 +353,8 @@ class _Job:
         return {number: replica for number, replica in started.items() if replica is not None}
 
     async def _hire(self, fleet: Fleet, number: int) -> Replica | None:
-        with self._console.phase(f"Starting rollout-{number} ({self._config.rollout.engine})"):
+        engine = self._config.rollout.engine if self._samples else "dataset"
+        with self._console.phase(f"Starting rollout-{number} ({engine})"):
             try:
                 return await fleet.hire(number)
             except ReplicaDied as death:  # the controller hires another
@@ -348,7 +362,7 @@ class _Job:
                 return None
 
     async def _start_models(self, team: Team, warm_start: WarmStart | None) -> None:
-        """The policy's trainer, then all that may begin with its weights."""
+        """The main model's trainer, then all that may begin with its weights."""
         await self._start_learner(team, warm_start)
         roles = [model for model in self._flow.models.values() if model.config is not None]
         if not roles:
@@ -370,7 +384,7 @@ class _Job:
 
     async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
         with self._console.phase("Loading the model into the trainer"):
-            await team.learner.start(self._checkpoint_of(POLICY))
+            await team.learner.start(self._checkpoint_of(self._flow.main.name))
         if warm_start and not self._resume_from:
             with self._console.phase("Warm start") as phase:
 
@@ -450,7 +464,9 @@ class _Job:
                 homes=sorted({replica.home for replica in replicas.values()}),
             )
 
-        if began_warm or self._resume_from:
+        if not self._samples:
+            weights = WeightManifest.of_nothing(self._first_step)
+        elif began_warm or self._resume_from:
             try:
                 weights = await team.learner.publish()
             except LearnerDied as death:

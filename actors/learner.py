@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.checkpoint import Checkpoint
-from rlsys.dataflow.graph import POLICY, PerBatchStage
+from rlsys.dataflow.graph import PerBatchStage
 from rlsys.types import StepResult, WeightManifest
 from rlsys.workers import LearnerDied, Rows, RowsLost, Written
 
@@ -122,7 +122,7 @@ class RayLearner:
         newest_checkpoint: Callable[[], Checkpoint | None],
         warm_start_dir: Path,
         stages: Sequence[PerBatchStage] = (),
-        model: str = POLICY,
+        model: str = "policy",
         per_token: bool = True,
         open_store: Callable[[str], Awaitable[StoreAddress]] | None = None,
         writes: bool = False,

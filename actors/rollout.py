@@ -232,6 +232,8 @@ class RolloutActor(Heartbeat):
     ) -> float:
         """Seconds during which nothing was sampled. `content` holds the version's bytes where they
         lie on another node. Raises MemoryGone if the trainer has given the version up by now."""
+        if not manifest.entries:
+            return await self._switch.switch(manifest)
         # Opened at once and kept: the trainer may give it up while the switch waits.
         local = held(manifest) if content is None else local_copy(manifest, content)
         with self._tracer.span("engine", "update_weights", version=manifest.version), local as own:
@@ -306,7 +308,8 @@ class RayReplica:
         if delayed:  # however long that takes; its rollouts are collected meanwhile
             while not await self._poll("drain"):
                 pass
-        is_local = self.node_id == self._learner.node_id
+        # A version without weights has no bytes that lie anywhere.
+        is_local = not manifest.entries or self.node_id == self._learner.node_id
         content = None if is_local else self._learner.weights_content(manifest)
         try:
             pause_s: float = await self.worker.call("update_weights", manifest, content)

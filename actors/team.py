@@ -15,8 +15,8 @@ from rlsys.checkpoint import Checkpoints
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig
 from rlsys.dataflow.graph import (
     PER,
-    POLICY,
     Dataflow,
+    GenerateStage,
     InferStage,
     PerBatchStage,
     ScoreStage,
@@ -81,7 +81,7 @@ async def hired(
         fleet = RayFleet(
             places.replicas,
             actors.replica,
-            learners[POLICY],
+            learners[flow.main.name],
             shards,
             start_timeout_s=config.cluster.start_timeout_s,
         )
@@ -97,6 +97,7 @@ async def hired(
         ending.callback(lambda: _kill(scorer.workers))
         yield Team(
             learners=learners,
+            learner=learners[flow.main.name],
             pools=pools,
             fleet=fleet,
             scorer=scorer,
@@ -110,6 +111,7 @@ async def hired(
 @dataclass(frozen=True, kw_only=True)
 class Team:
     learners: Mapping[str, RayLearner]  # by the name of the model
+    learner: RayLearner  # the main model's
     pools: Mapping[str, RayPool]
     fleet: RayFleet
     scorer: RayScorer
@@ -163,11 +165,6 @@ class Team:
             for task in (main, *beside):
                 task.cancel()
             await asyncio.gather(main, *beside, return_exceptions=True)
-
-    @property
-    def learner(self) -> RayLearner:
-        """The policy's."""
-        return self.learners[POLICY]
 
     @property
     def workers(self) -> list[Worker]:
@@ -233,7 +230,7 @@ class _Actors:
         computed = [
             one
             for one in self._flow.step_stages
-            if isinstance(one, PerBatchStage) and one.has_tokens and model.name == POLICY
+            if isinstance(one, PerBatchStage) and one.has_tokens and model.is_main
         ]
         return RayLearner(
             lambda rank: self._rank(stage, rank),
@@ -283,8 +280,8 @@ class _Actors:
             stage=stage,
             beginning=str(self._checkpoints.beginning(self._config.model.path)),
         )
-        places = self._places.ranks if model.name == POLICY else self._places.roles[model.name]
-        name = f"trainer-{rank}" if model.name == POLICY else f"{model.name}-{rank}"
+        places = self._places.ranks if model.is_main else self._places.roles[model.name]
+        name = f"trainer-{rank}" if model.is_main else f"{model.name}-{rank}"
         role = model.config
         trainer = role.trainer if isinstance(role, TrainedRoleConfig) else self._config.trainer
         every = trainer.snapshot_every
@@ -292,7 +289,8 @@ class _Actors:
         return self._start(name, TrainerActor, options, rank, make_engine, every, ordered=True)
 
     def replica(self, name: str, place: Place) -> Worker:
-        make_engine = RolloutFactory(config=self._config)
+        samples = bool(self._flow.all(GenerateStage))
+        make_engine = RolloutFactory(config=self._config, samples=samples)
         return self._start(name, RolloutActor, place.options, make_engine)
 
     def reward(self, number: int) -> Worker:

@@ -4,22 +4,32 @@ The policy samples; a reward model scores each completion; a frozen reference ke
 where it began; a critic says what each token promised. Per token,
 
     r_t = -beta (log pi - log pi_ref), and the score on the last one
-    A_t = sum_k (gamma lambda)^k (r_{t+k} + gamma V_{t+k+1} - V_{t+k}),    R_t = A_t + V_t
+    A_t = sum_k lambda^k (r_{t+k} + V_{t+k+1} - V_{t+k}),    R_t = A_t + V_t
 
-and then a clipped policy loss on A, whitened over the step, and a clipped value loss on R.
+and then the clipped policy loss on A, whitened over the step, and (V - R)^2 / 2 for the critic,
+which begins as the reward model (2203.02155). recipes/reward_model.py makes that from pairs first.
+
+    python recipes/ppo.py --name ppo
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
-from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, require
+from torch import Tensor
+
+import rlsys
+from recipes import arithmetic, reward_model
+from rlsys import ModelConfig, RolloutConfig, RunConfig, TrainerConfig, require
+from rlsys import algorithms as alg
+from rlsys.config import RoleConfig, TrainedRoleConfig
 from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
 
-if TYPE_CHECKING:
-    import torch
+SHARE = 0.4  # of the two cores that five processes have
+TRAINER = arithmetic.small_trainer(num_cpus=SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,100 +38,83 @@ class PPOConfig(RunConfig):
 
     clip: float = 0.2
     """A token stops being trained beyond a probability ratio of 1 - clip and 1 + clip."""
-    value_clip: float = 0.2
-    """The critic's values stop being trained so far from those that the step began with."""
     kl_coefficient: float = 0.05
     """Price of a nat between policy and reference, in rewards."""
-    discount: float = 1.0
-    """Of a reward, for each token that it lies ahead."""
     trace_decay: float = 0.95
     """GAE's lambda: 0 trusts the critic, 1 the rewards."""
     critic: TrainedRoleConfig = field(default_factory=TrainedRoleConfig)
     """The critic: a value head on a model, trained beside the policy."""
-    reference: RoleConfig = field(default_factory=RoleConfig)
+    reference: RoleConfig = field(default_factory=partial(RoleConfig, num_cpus=SHARE))
     """The reference: by default the policy as it was at the beginning."""
-    reward_model: RoleConfig = field(default_factory=RoleConfig)
+    reward_model: RoleConfig = field(default_factory=partial(RoleConfig, num_cpus=SHARE))
     """The reward model: any model for sequence classification with one label."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 < self.clip < 1, f"clip={self.clip} leaves no range around 1; use 0 < clip < 1.")
-        require(
-            self.kl_coefficient >= 0,
-            f"kl_coefficient={self.kl_coefficient} pays for leaving the reference; use >= 0.",
-        )
-        for name in ("discount", "trace_decay"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"{name}={value} lies outside [0, 1].")
-
-
-@dataclass(frozen=True)
-class Credit:
-    """Advantages and returns of all tokens of a step."""
-
-    kl_coefficient: float
-    discount: float
-    trace_decay: float
-
-    def __call__(
-        self,
-        score: torch.Tensor,
-        logprobs: torch.Tensor,
-        reference_logprobs: torch.Tensor,
-        values: torch.Tensor,
-        row_offsets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        from rlsys.algorithms import gae, kl_rewards, whitened
-
-        rewards = kl_rewards(
-            score, logprobs, reference_logprobs, row_offsets, coefficient=self.kl_coefficient
-        )
-        advantages, returns = gae(
-            rewards, values, row_offsets, discount=self.discount, trace_decay=self.trace_decay
-        )
-        return whitened(advantages), returns
+        clip, beta, decay = self.clip, self.kl_coefficient, self.trace_decay
+        require(0 < clip < 1, f"clip={clip} leaves no range around 1; use 0 < clip < 1.")
+        require(beta >= 0, f"kl_coefficient={beta} pays for leaving the reference; use >= 0.")
+        require(0 <= decay <= 1, f"trace_decay={decay} lies outside [0, 1].")
 
 
 def ppo(
     cfg: PPOConfig, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
 ) -> Dataflow:
     """The algorithm. `rewards` are only watched: the policy learns from the reward model."""
-    from rlsys.algorithms import clipped_surrogate, clipped_value_loss, token_mean
-
     flow = Dataflow()
     policy = flow.model("policy")
     critic = flow.model("critic", cfg.critic, head="value")
     reference = flow.model("reference", cfg.reference)
-    reward_model = flow.model("reward_model", cfg.reward_model, head="score")
+    judge = flow.model("reward_model", cfg.reward_model, head="score")
     rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
     watched = flow.score(rollouts, rewards)
-    score = flow.infer(reward_model, rollouts, writes="score")
+    score = flow.infer(judge, rollouts, writes="score")
     reference_logprobs = flow.infer(reference, rollouts, writes="reference_logprobs")
     values = flow.infer(critic, rollouts, writes="values")
-    logprobs = rollouts[2]
-    advantages, returns = flow.per_batch(
-        Credit(cfg.kl_coefficient, cfg.discount, cfg.trace_decay),
-        score,
-        logprobs,
-        reference_logprobs,
-        values,
-        writes=("advantages", "returns"),
-        per="token",
-    )
-    flow.train(
-        policy,
-        rollouts,
-        advantages,
-        loss=clipped_surrogate(cfg.clip, cfg.clip),
-        aggregation=token_mean,
-        watch=[watched, score],
-    )
-    flow.train(
-        critic,
-        rollouts,
-        values,
-        returns,
-        loss=clipped_value_loss(cfg.value_clip),
-        aggregation=token_mean,
-    )
+    columns = (score, rollouts[2], reference_logprobs, values)
+
+    def credit(
+        score: Tensor, logprobs: Tensor, reference: Tensor, values: Tensor, row_offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        beta, decay = cfg.kl_coefficient, cfg.trace_decay
+        rewards = alg.kl_rewards(score, logprobs, reference, row_offsets, coefficient=beta)
+        advantages, returns = alg.gae(rewards, values, row_offsets, trace_decay=decay)
+        return alg.whitened(advantages), returns
+
+    writes = ("advantages", "returns")
+    advantages, returns = flow.per_batch(credit, *columns, writes=writes, per="token")
+    loss, mean = alg.clipped_surrogate(cfg.clip, cfg.clip), alg.token_mean
+    flow.train(policy, rollouts, advantages, loss=loss, aggregation=mean, watch=(watched, score))
+    flow.train(critic, rollouts, returns, loss=alg.value_loss(), aggregation=mean)
     return flow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(arithmetic.ArithmeticConfig, PPOConfig):
+    """Of the arithmetic task."""
+
+    name: str = "ppo"
+    """Name of the run's directory below runs_dir; two runs never share one."""
+    rollout: RolloutConfig = field(default_factory=partial(RolloutConfig, num_cpus=SHARE))
+    trainer: TrainerConfig = field(default_factory=lambda: TRAINER)
+    critic: TrainedRoleConfig = field(default_factory=lambda: TrainedRoleConfig(trainer=TRAINER))
+
+
+def judged(cfg: Config) -> Config:
+    """With a reward model, trained once where no path names one; the critic begins as it."""
+    judge = cfg.reward_model.model
+    if not judge.path:
+        judge = ModelConfig(path=str(reward_model.for_run(cfg).model))
+    critic = cfg.critic if cfg.critic.model.path else replace(cfg.critic, model=judge)
+    return replace(cfg, reward_model=replace(cfg.reward_model, model=judge), critic=critic)
+
+
+@rlsys.main
+def main() -> None:
+    parsed = rlsys.parse(Config)
+    cfg = parsed.config if parsed.dry_run else judged(parsed.config)
+    arithmetic.run(cfg, ppo, dry_run=parsed.dry_run)
+
+
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,7 @@ class Evidence:
 
     groups_per_step: int
     group_size: int
-    max_staleness: int
+    max_staleness: int  # versions of the policy
     num_steps: int  # that the run was to train
     recorded_groups: int | None  # of each step in rollouts.jsonl; None: it was changed on the way
     shuffle: bool
@@ -42,6 +42,7 @@ class Evidence:
     rollouts: Sequence[Mapping[str, Any]]
     checkpoints: Sequence[int]  # steps of those that are whole
     exported: bool  # hf/ is there: the run has ended at least once
+    updates_per_step: int = 1  # of the weights, which staleness in the metrics counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +234,7 @@ def _metrics(past: Past, evidence: Evidence) -> list[str]:
         for name, expected in (
             (metrics.POLICY_VERSION, step),
             (metrics.ROLLOUTS_TRAINED, step * rollouts_per_step),
-            (metrics.STALENESS_MAX, past.staleness(step)),
+            (metrics.STALENESS_MAX, _staleness_in_updates(past, evidence, line)),
         ):
             if line.get(name) != expected:
                 faults.append(
@@ -241,6 +242,14 @@ def _metrics(past: Past, evidence: Evidence) -> list[str]:
                     f"{expected}"
                 )
     return faults
+
+
+def _staleness_in_updates(past: Past, evidence: Evidence, line: Mapping[str, Any]) -> int:
+    """What the metrics may say: the oldest token was part of one of the step's updates."""
+    updates = evidence.updates_per_step
+    least = updates * past.staleness(line[metrics.STEP])
+    told = line.get(metrics.STALENESS_MAX)
+    return int(told) if told in range(least, least + updates) else least
 
 
 def _rollouts(past: Past, evidence: Evidence) -> list[str]:

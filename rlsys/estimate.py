@@ -12,6 +12,7 @@ import torch
 
 from rlsys.config import RunConfig
 from rlsys.data.hub import check_model_path, in_short, unreadable
+from rlsys.dataflow.graph import Head
 from rlsys.engines.context import context_length
 
 MASTER_BYTES, GRAD_BYTES, ADAM_BYTES = 4, 4, 8  # per parameter: float32, float32, two float32
@@ -33,15 +34,20 @@ class MemoryEstimate:
     store_bytes: int  # per node
 
 
-def model_shape(path: str) -> ModelShape:
-    """Raises ValueError where `path` holds no causal language model."""
+def model_shape(path: str, head: Head = "logits") -> ModelShape:
+    """Of a model with this head. Raises ValueError where `path` holds none that it fits on."""
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlsys.engines.scalar_lm import scalar_class
 
     check_model_path(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            if head == "logits":
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            else:
+                model = scalar_class(config)(config)
     except unreadable() as error:
         raise ValueError(
             f"model.path={path!r} holds no causal language model ({in_short(error)}); give a "

@@ -100,11 +100,15 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
             steps[checkpoint.step] = _read_state(checkpoint)
         except ValueError as error:
             faults.append(str(error))
+    trainer = config["trainer"]
+    updates = trainer["num_minibatches"] * trainer["num_epochs"]
     recorded = {read_config(p)["observe"]["record_groups"] for p in path.glob("config*.json")}
     evidence = Evidence(
         groups_per_step=config["prompts_per_step"],
         group_size=config["group_size"],
-        max_staleness=config["asynchrony"]["max_staleness"],
+        # In versions, of which each has several updates where a step has.
+        max_staleness=(config["asynchrony"]["max_staleness"] + 1) // updates - 1,
+        updates_per_step=updates,
         num_steps=config["num_steps"],
         recorded_groups=recorded.pop() if len(recorded) == 1 else None,
         shuffle=config["data"]["shuffle"],

@@ -63,8 +63,15 @@ class OwnModel:
 
     name: str
     characters: str | None = None
+    width: int = 128
+    num_layers: int = 4
 
     def __post_init__(self) -> None:
+        require(
+            self.width >= 1 and self.num_layers >= 1,
+            f"OwnModel.width={self.width}, num_layers={self.num_layers} is no model; use at least "
+            "1 of each.",
+        )
         require(
             self.name != "" and "/" not in self.name and not self.name.startswith("."),
             f"OwnModel.name={self.name!r} is no directory name; use letters and digits.",
@@ -72,7 +79,8 @@ class OwnModel:
 
     def path(self, runs_dir: str | Path, *, seed: int) -> Path:
         """Where it lies below `runs_dir`: the same for the same options and seed, and no other."""
-        options = zlib.crc32(repr(self.characters).encode())
+        shape = (self.characters, self.width, self.num_layers)
+        options = zlib.crc32(repr(shape).encode())
         return Path(runs_dir) / ".models" / f"{self.name}-{seed}-{options:08x}"
 
     def ensure(self, runs_dir: str | Path, *, seed: int) -> Path:
@@ -109,7 +117,13 @@ class OwnModel:
     def build(self, directory: str | Path, *, seed: int) -> Path:
         """Write it to `directory`."""
         Path(directory).mkdir(parents=True, exist_ok=True)
-        path = build_tiny_model(directory, characters=self.characters, seed=seed)
+        path = build_tiny_model(
+            directory,
+            characters=self.characters,
+            width=self.width,
+            num_layers=self.num_layers,
+            seed=seed,
+        )
         ordinary_modes(path)
         (path / CONTENTS).write_text("".join(_contents(path)))
         return path

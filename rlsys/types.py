@@ -21,6 +21,14 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One that a dataset holds, instead of a model sampling it."""
+
+    text: str
+    token_ids: tuple[int, ...]  # [T], the end of sequence included
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One dataset row, tokenized. `index` counts prompts over the whole run, epochs included."""
 
@@ -28,6 +36,7 @@ class Prompt:
     token_ids: tuple[int, ...]  # [P]
     text: str
     metadata: Mapping[str, Any]  # the row's columns other than the prompt
+    completions: tuple[Completion, ...] = ()  # [G] where the dataset holds them, else none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +72,8 @@ class GenerationRequest:
     # Completion tokens that stand already at the end of prompt_token_ids: the random stream goes
     # on after them, so that a continued rollout draws what an uninterrupted one would have drawn.
     num_prior_tokens: int = 0
+    # What to answer where the completion is in the dataset; None: what the model samples.
+    completion_token_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,3 +163,8 @@ class WeightManifest:
     num_bytes: int
     entries: Mapping[str, TensorEntry] = field(repr=False)
     checksum: int
+
+    @classmethod
+    def of_nothing(cls, version: int) -> WeightManifest:
+        """For replicas that run no model: the version alone."""
+        return cls(version=version, path="", num_bytes=0, entries={}, checksum=0)

@@ -142,6 +142,7 @@ def config_of(evidence: Evidence) -> dict[str, Any]:
         "prompts_per_step": evidence.groups_per_step,
         "group_size": evidence.group_size,
         "asynchrony": {"max_staleness": evidence.max_staleness},
+        "trainer": {"num_minibatches": 1, "num_epochs": 1},
         "observe": {"record_groups": evidence.recorded_groups},
         "data": {"shuffle": evidence.shuffle},
     }

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys import metrics
 from rlsys.audit import Evidence, audit
 from rlsys.history import read_evidence
 from tests.histories import made_up_run, write_run
@@ -345,3 +346,15 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "config.json does not say what was run" in result.stdout
     assert "Traceback" not in result.stderr
+
+
+def test_metrics_count_staleness_in_updates_of_the_weights() -> None:
+    """Two updates a step: the oldest token is part of the first of them, or of the second."""
+    run = made_up_run(3)
+    lines = [
+        {**line, metrics.STALENESS_MAX: 2 * line[metrics.STALENESS_MAX]} for line in run.metrics
+    ]
+    for beyond, num_faults in ((0, 0), (1, 0), (2, len(lines))):
+        told = [{**x, metrics.STALENESS_MAX: x[metrics.STALENESS_MAX] + beyond} for x in lines]
+        verdict = audit(replace(run, metrics=told, updates_per_step=2))
+        assert len(verdict.faults) == num_faults

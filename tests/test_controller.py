@@ -97,6 +97,7 @@ class World:
     max_row_bytes: int = 1 << 10
     freed: list[Any] = field(default_factory=list)
     dataflow: Dataflow | None = None
+    prompts: Any = field(default_factory=SimulatedPrompts)
     fleet: SimulatedFleet = field(default_factory=SimulatedFleet)
     carried: OpenWork = field(default_factory=OpenWork)
     first_step: int = 0
@@ -117,13 +118,13 @@ class World:
         self.controller = Controller(
             flow=dataflow,
             config=self.config,
-            prompts=SimulatedPrompts(),
+            prompts=self.prompts,
             store=self.store,
             ledger=self.ledger,
             fleet=self.fleet,
             replicas=dict(enumerate(self.replicas)),
             scorer=self.scorer,
-            learners={"policy": self.learner, **self.others},
+            learners={dataflow.main.name: self.learner, **self.others},
             pools=self.pools,
             observer=self.observer,
             checkpoint=save,

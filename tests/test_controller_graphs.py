@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from typing import Any
 
@@ -18,9 +19,15 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
-from rlsys.dataflow.graph import NUM_TOKENS, Dataflow, Prompts
+from rlsys.dataflow.graph import NUM_TOKENS, PREFERENCE, Dataflow, Prompts
 from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.simulation.workers import SimulatedLearner, SimulatedPool, exponential
+from rlsys.simulation.workers import (
+    SimulatedLearner,
+    SimulatedPool,
+    SimulatedPrompts,
+    exponential,
+)
+from rlsys.types import Completion, Prompt
 from tests.test_controller import World, center, config, no_loss, world
 
 
@@ -210,3 +217,85 @@ def test_a_function_over_the_step_sees_all_its_rows() -> None:
         -0.5,
         0.5,
     ] * 4
+
+
+class HeldPrompts(SimulatedPrompts):
+    """With a pair of completions each."""
+
+    def at(self, index: int) -> Prompt:
+        pair = (
+            Completion(text="right", token_ids=(1, 2, 3)),
+            Completion(text="no", token_ids=(2,)),
+        )
+        return dataclasses.replace(super().at(index), completions=pair)
+
+
+class Unpublished(SimulatedLearner):
+    """A reward model, whose weights nobody samples with."""
+
+    async def publish(self) -> Any:
+        raise AssertionError("published")
+
+
+class needs_preference:
+    needs = ("preference",)
+
+    def __call__(self, *_: Any) -> Any:
+        raise AssertionError("the learner is a fake")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    max_staleness=st.integers(0, 2),
+    deaths=st.integers(0, 3),
+    loses=st.integers(0, 2),
+)
+def test_pairs_of_a_dataset_train_a_model_that_nobody_samples_with(
+    seed: int, max_staleness: int, deaths: int, loses: int
+) -> None:
+    rng = random.Random(seed)
+    w = world(seed, num_replicas=2, asynchrony=AsyncConfig(max_staleness=max_staleness))
+    w.prompts, w.learner = HeldPrompts(), Unpublished(row_s=0.1)
+    w.dataflow = flow = Dataflow()
+    judge = flow.model("judge", head="score")
+    pairs = flow.dataset(Prompts(config=DataConfig()), group_size=2)
+    flow.train(judge, pairs, PREFERENCE, loss=needs_preference(), aggregation=no_loss)
+    flow.check()
+
+    async def kill(w: World) -> None:
+        for _ in range(deaths):
+            await asyncio.sleep(rng.uniform(0, 8))
+            w.learner.loses = rng.randint(0, loses)
+            w.learner.die()
+
+    w.chaos = kill
+    run_in_virtual_time(w.run())
+    assert len(w.observer.steps) == w.learner.version == 4
+    for step in w.learner.trained[:4]:
+        for rows in step:
+            assert set(rows.cells) == {*ROLLOUT} - {"sampler_logprobs"} or not len(rows)
+            assert list(rows.scalars["preference"]) == [1, -1] * (len(rows) // 2)
+    assert max(w.observer.staleness) <= max_staleness
+    assert w.store.bytes_live == w.store.num_rows == 0
+    texts = [
+        note.text
+        for step in w.observer.steps
+        for group in step.groups
+        for note in group.rollouts
+        if note.text is not None
+    ]
+    # One group of each step is recorded, at every time that the step was trained.
+    assert [text.completion for text in texts] == ["right", "no"] * (len(texts) // 2)
+    assert len(texts) >= 4
+
+
+def test_an_advantage_of_lengths_alone_is_computed() -> None:
+    w = world(num_replicas=1)
+    w.dataflow = flow = Dataflow()
+    rollouts = flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
+    shortness = flow.per_group(center, NUM_TOKENS)
+    flow.train(flow.main, rollouts, shortness, loss=no_loss, aggregation=no_loss)
+    flow.check()
+    run_in_virtual_time(w.run())
+    assert [x for rows in w.learner.trained[0] for x in rows.scalars["advantages"]] == [0.0] * 8

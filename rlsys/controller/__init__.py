@@ -28,7 +28,7 @@ from rlsys.controller.learners import Learners
 from rlsys.controller.scoring import RewardsFailed, ScoringSide
 from rlsys.controller.state import NO_WORK, Group, Observer, OpenWork, RunState, TrainedStep
 from rlsys.controller.training import TrainingSide
-from rlsys.dataflow.graph import Dataflow, GenerateStage
+from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.store import StreamStore
 from rlsys.errors import first_error
@@ -82,10 +82,11 @@ class Controller:
         first_step: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        sampled = flow.stage(GenerateStage).group_size
+        source = flow.source
+        sampled = source.group_size
         require(
             sampled == config.group_size,
-            f"the dataflow samples groups of group_size={sampled} (flow.generate), the "
+            f"the dataflow has groups of group_size={sampled} (flow.{source.name}), the "
             f"configuration says group_size={config.group_size}; give both the same.",
         )
         for replica in replicas.values():
@@ -109,6 +110,7 @@ class Controller:
         self._generation = GenerationSide(
             self._state,
             prompts,
+            stage=source.name,
             fleet=fleet,
             replicas=replicas,
             newest=weights,
@@ -119,7 +121,7 @@ class Controller:
         self._inference = InferenceSide(self._state, flow.row_stages, pools)
         self._training = TrainingSide(
             self._state,
-            Learners(learners),
+            Learners(learners, main=flow.main.name),
             flow,
             publish=self._generation.pool.publish,
             roll_back=self._roll_back,

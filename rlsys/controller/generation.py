@@ -22,7 +22,7 @@ from rlsys.dataflow.router import Router
 from rlsys.dataflow.signal import first_of
 from rlsys.engines.generation.sampling import request_seed
 from rlsys.types import GenerationRequest, Prompt, WeightManifest
-from rlsys.workers import Collected, FinishedRollout, Fleet, Part, Replica
+from rlsys.workers import Collected, FinishedRollout, Fleet, Part, Replica, RolloutText
 
 # A group that was being sampled at so many deaths of replicas may be what they died of.
 MAX_DEATHS = 3
@@ -33,7 +33,8 @@ class Prompts(Protocol):
 
 
 class GenerationSide:
-    """`carried`: what a resumed run's checkpoint has of groups that had not ended.
+    """`stage`: the name of that which writes the rollouts.
+    `carried`: what a resumed run's checkpoint has of groups that had not ended.
     `is_in_training`: the trainer has a group, and must not lose it."""
 
     def __init__(
@@ -41,6 +42,7 @@ class GenerationSide:
         state: RunState,
         prompts: Prompts,
         *,
+        stage: str,
         fleet: Fleet,
         replicas: Mapping[int, Replica],
         newest: WeightManifest | None,
@@ -49,6 +51,7 @@ class GenerationSide:
     ) -> None:
         self._state = state
         self._prompts = prompts
+        self._stage = stage
         self._sampling = state.config.sampling.params()
         self._attempts: Counter[int] = Counter()  # issues of each group
         self._deaths: Counter[int] = Counter()  # of replicas, while they sampled this group
@@ -99,15 +102,15 @@ class GenerationSide:
         does not depend on timing."""
         state = self._state
         while True:
-            with state.waiting("generate", "gate"):
+            with state.waiting(self._stage, "gate"):
                 await state.may_issue.until(self._has_work)
-            with state.waiting("generate", "replica"):
+            with state.waiting(self._stage, "replica"):
                 await state.may_issue.until(lambda: bool(self._router.replicas))
             if batches := self._next_batches():
                 await self.pool.submit(batches)
                 state.progress.notify()
             elif self._has_work():
-                with state.waiting("generate", "store"):
+                with state.waiting(self._stage, "store"):
                     await first_of(state.may_issue, state.store.more_room)
 
     def _has_work(self) -> bool:
@@ -137,6 +140,7 @@ class GenerationSide:
 
     def _batches(self, group: Group, placed: Mapping[str, Sequence[int]]) -> list[Batch]:
         batches = []
+        completions = group.prompt.completions
         for replica, indices in placed.items():
             requests = [
                 GenerationRequest(
@@ -144,6 +148,7 @@ class GenerationSide:
                     prompt_token_ids=group.prompt.token_ids,
                     sampling=self._sampling,
                     seed=request_seed(self._state.config.seed, group.group_id, index),
+                    completion_token_ids=completions[index].token_ids if completions else None,
                 )
                 for index in indices
             ]
@@ -180,7 +185,7 @@ class GenerationSide:
             group_id=group_id,
             prompt=prompt,
             rows=state.store.add_group(group_id),
-            rollouts=[RolloutNote() for _ in range(state.config.group_size)],
+            rollouts=[RolloutNote(index=index) for index in range(state.config.group_size)],
             version=version,
             attempt=self._attempts[group_id],
         )
@@ -271,11 +276,13 @@ class GenerationSide:
                 continue
             index = _index_of(rollout.request_id)
             group.rollouts[index].finished = rollout
+            if group.prompt.completions and self._state.records(group.group_id):
+                group.rollouts[index].text = _held_text(group, index, rollout)
             live.append(rollout)
             rows.append(group.rows[index])
         if live:
             self._state.store.write(
-                "generate",
+                self._stage,
                 rows,
                 block=block,
                 places=[rollout.cell[1] for rollout in live],
@@ -298,6 +305,17 @@ class GenerationSide:
             for request_id in request_ids:
                 self._partials.forget(request_id)
             await self.pool.abort(request_ids)
+
+
+def _held_text(group: Group, index: int, rollout: FinishedRollout) -> RolloutText:
+    """Of a completion that the dataset holds: no worker has to decode it."""
+    completion = group.prompt.completions[index]
+    return RolloutText(
+        prompt=group.prompt.text,
+        completion=completion.text,
+        token_ids=completion.token_ids,
+        policy_versions=[rollout.min_version] * rollout.num_tokens,
+    )
 
 
 def _request_id(group: Group, index: int) -> str:

@@ -1,6 +1,6 @@
 """The learners of all trained models, in step: each takes the same steps on the same rows.
 
-    policy  ── accumulate ──► optimizer step ──► publish
+    main    ── accumulate ──► optimizer step ──► publish
     critic  ── accumulate ──► optimizer step
     ...
 
@@ -13,16 +13,16 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from rlsys.dataflow.graph import POLICY
 from rlsys.types import StepResult
 from rlsys.workers import Learner
 
 
 class Learners(Mapping[str, Learner]):
-    """By the name of the model; the policy is the first."""
+    """By the name of the model; the graph's main model is the first."""
 
-    def __init__(self, learners: Mapping[str, Learner]) -> None:
-        self._learners = {POLICY: learners[POLICY], **learners}
+    def __init__(self, learners: Mapping[str, Learner], *, main: str) -> None:
+        self._main = main
+        self._learners = {main: learners[main], **learners}
 
     def __getitem__(self, model: str) -> Learner:
         return self._learners[model]
@@ -34,16 +34,16 @@ class Learners(Mapping[str, Learner]):
         return len(self._learners)
 
     @property
-    def policy(self) -> Learner:
-        return self._learners[POLICY]
+    def main(self) -> Learner:
+        return self._learners[self._main]
 
     def result(self, results: Sequence[StepResult]) -> StepResult:
-        """Of one step of all models, in their order: the policy's, with the metrics of the others
+        """Of one step of all models, in their order: the main one's, with the metrics of the others
         under their names."""
         others = {
             f"{model}/{name}": value
             for model, result in zip(self._learners, results, strict=True)
-            if model != POLICY
+            if model != self._main
             for name, value in result.metrics.items()
         }
         return replace(results[0], metrics=results[0].metrics | others) if others else results[0]

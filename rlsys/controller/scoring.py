@@ -104,7 +104,6 @@ class ScoringSide:
         self._state.progress.notify()
 
     def _task(self, batch: RowBatch, i: int) -> ScoreTask:
-        config = self._state.config
         group = self._state.groups[batch.group_ids[i]]
         return ScoreTask(
             group_id=group.group_id,
@@ -113,7 +112,7 @@ class ScoringSide:
             prompt_text=group.prompt.text,
             metadata=group.prompt.metadata,
             finish_reason=group.rollouts[batch.indices[i]].finish_reason,
-            record=group.group_id % config.prompts_per_step < config.observe.record_groups,
+            record=self._state.records(group.group_id),
         )
 
     def _failed(self, row: int, group_id: int, failure: RewardFailure) -> None:
@@ -143,17 +142,16 @@ class ScoringSide:
             for start in range(0, len(batch), size):
                 of_group = slice(start, start + size)
                 group = state.groups[batch.group_ids[start]]
-                values = stage.function(
-                    *(
-                        torch.tensor(
-                            [FACTS[column.name](note) for note in group.rollouts]
-                            if column.name in FACTS
-                            else batch.scalars[column.name][of_group]
-                        )
-                        for column in stage.reads
-                    )
-                )
+                columns = {
+                    column.name: [FACTS[column.name](note) for note in group.rollouts]
+                    if column.name in FACTS
+                    else batch.scalars[column.name][of_group]
+                    for column in stage.reads
+                }
+                tensors = {name: torch.tensor(values) for name, values in columns.items()}
+                values = stage.function(*(tensors[column.name] for column in stage.reads))
                 if values is None:
+                    state.observer.group_refused(columns)
                     state.drop(group.group_id, "refused")
                     continue
                 if values.shape != (size,):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from rlsys.config import RunConfig
 from rlsys.dataflow.admission import AdmissionGate
-from rlsys.dataflow.graph import NUM_TOKENS, TRUNCATED
+from rlsys.dataflow.graph import NUM_TOKENS, PREFERENCE, TRUNCATED
 from rlsys.dataflow.ledger import Ledger, OpenGroup
 from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.store import StreamStore
@@ -25,6 +25,7 @@ from rlsys.workers import FinishedRollout, Part, RolloutText
 class RolloutNote:
     """What is remembered of a rollout until its group is trained."""
 
+    index: int = 0  # within its group
     finished: FinishedRollout | None = None  # None: it is still being sampled
     components: Mapping[str, float] = field(default_factory=dict)  # of its reward
     text: RolloutText | None = None
@@ -55,6 +56,7 @@ class RolloutNote:
 FACTS: Mapping[str, Callable[[RolloutNote], float]] = {
     NUM_TOKENS.name: lambda note: note.num_tokens,
     TRUNCATED.name: lambda note: note.finish_reason is FinishReason.LENGTH,
+    PREFERENCE.name: lambda note: -1 if note.index else 1,
 }
 
 
@@ -120,6 +122,9 @@ class Observer(Protocol):
 
     def reward_failed(self, failure: RewardFailure) -> None: ...
 
+    def group_refused(self, columns: Mapping[str, Sequence[float]]) -> None:
+        """A function over groups gave None for one with these values, one a rollout."""
+
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None: ...
 
     def replica_joined(self, name: str, *, version: int) -> None: ...
@@ -168,6 +173,11 @@ class RunState:
         """Tokens of an older version may not enter the gradient of the step that comes after
         `num_steps` others."""
         return num_steps - self.config.max_version_lag
+
+    def records(self, group_id: int) -> bool:
+        """Whether rollouts.jsonl gets the group."""
+        config = self.config
+        return group_id % config.prompts_per_step < config.observe.record_groups
 
     def drop(self, group_id: int, reason: str) -> None:
         """End a group without training it; another is issued in its stead."""

@@ -30,6 +30,7 @@ from rlsys.controller.step_rows import StepRows
 from rlsys.dataflow.batching import ReadyGroup, StepAssembler, mini_batches, split
 from rlsys.dataflow.graph import (
     Dataflow,
+    GenerateStage,
     InferStage,
     PerBatchStage,
     TrainStage,
@@ -69,6 +70,7 @@ class TrainingSide:
         self._trainers = {
             name: _trainer(stage, config.trainer) for name, stage in self._train_stages.items()
         }
+        self._samples = bool(flow.all(GenerateStage))
         self._updates = max(trainer.updates_per_step for trainer in self._trainers.values())
         self._waits_for_step = bool(self._step_stages) or self._updates > 1
         self._publish = publish
@@ -131,7 +133,7 @@ class TrainingSide:
                     tasks.create_task(learner.optimizer_step())
                     for learner in self._learners.values()
                 ]
-                published = tasks.create_task(self._learners.policy.publish())
+                published = tasks.create_task(self._published(self._num_handed_out + 1))
                 if finishing is not None:
                     await finishing
                 group_ids = self._assembler.group_ids
@@ -186,7 +188,7 @@ class TrainingSide:
                 self._rows.add(share, of_share)
         elif stage.has_tokens:
             rows = self._rows.rows(groups, reads)
-            self._rows.add(groups, await self._learners.policy.compute(stage.name, rows))
+            self._rows.add(groups, await self._learners.main.compute(stage.name, rows))
         else:
             self._rows.add(groups, _computed(stage, self._rows.rows(groups, reads)))
 
@@ -231,7 +233,13 @@ class TrainingSide:
             str(death), step=step, lost_steps=reached - step, seconds=state.clock() - start
         )
         state.progress.notify()
-        self._publish(await self._learners.policy.publish())
+        self._publish(await self._published(step))
+
+    async def _published(self, step: int) -> WeightManifest:
+        """The weights after `step` optimizer steps, for those that sample with them."""
+        if self._samples:
+            return await self._learners.main.publish()
+        return WeightManifest.of_nothing(step)
 
     def _forget(self, group_id: int) -> None:
         """Let a group's rows go."""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlsys.config import DataConfig, require
+from rlsys.data.completions import CompletionColumn
 from rlsys.data.hub import in_short, unreadable
 from rlsys.data.render import PromptRenderer
 from rlsys.data.rows import load_rows
@@ -55,9 +56,10 @@ def epoch_order(seed: int, epoch: int, num_rows: int) -> Int32Array:
 class PromptSource:
     """Endless prompts, epoch after epoch.
 
-    `rows`, a list of dictionaries or a `datasets.Dataset`, stand in place of data.source. Raises
+    `rows`, a list of dictionaries or a `datasets.Dataset`, stand in place of data.source;
+    `completions` (a column's name and how many it has a row) are read with the prompts. Raises
     ValueError for rows that are missing, too few for one step, no prompts, or too long for
-    data.max_prompt_tokens or for the model's context.
+    data.max_prompt_tokens or for the model's context; and for completions that are none.
     """
 
     def __init__(
@@ -70,13 +72,22 @@ class PromptSource:
         max_tokens: int,
         max_context: int,
         rows: Sequence[Mapping[str, Any]] | None = None,
+        completions: tuple[str, int] | None = None,
     ) -> None:
         self._config = config
         self._renderer = PromptRenderer(config, tokenizer)
         self._seed = seed
         self._rows: Any = load_rows(config) if rows is None else rows
         self._where = f"data.source={config.source!r}" if rows is None else "the recipe's data"
-        self._columns = self._check_columns()
+        self._columns = self._check_columns(config.prompt_column, "data.prompt_column")
+        self._completions: CompletionColumn | None = None
+        if completions is not None:
+            name, size = completions
+            self._check_columns(name, "flow.dataset's completions")
+            self._completions = CompletionColumn(
+                name=name, group_size=size, max_tokens=max_tokens, tokenizer=tokenizer
+            )
+            self._completions.check(self._values(name), lambda number: self._name(number, name))
         room = max_context - max_tokens
         require(
             room > 0,
@@ -129,7 +140,16 @@ class PromptSource:
             f"{self._name(number)}={text!r} makes {len(token_ids)} tokens; it must make 1 to "
             f"{self._limit} ({self._rule}). Change the row or leave it out.",
         )
-        return Prompt(index=index, token_ids=tuple(token_ids), text=text, metadata=row)
+        column = self._completions
+        return Prompt(
+            index=index,
+            token_ids=tuple(token_ids),
+            text=text,
+            metadata=row,
+            completions=column.read(row[column.name], self._name(number, column.name))
+            if column is not None
+            else (),
+        )
 
     @property
     def order(self) -> dict[str, int]:
@@ -145,16 +165,18 @@ class PromptSource:
                 f"{key}={value}; resume with the same data and seed.",
             )
 
-    def _name(self, number: int) -> str:
-        return f"{self._config.prompt_column!r} in row {number} (from 0) of {self._where}"
+    def _name(self, number: int, column: str | None = None) -> str:
+        column = column or self._config.prompt_column
+        return f"{column!r} in row {number} (from 0) of {self._where}"
 
-    def _check_columns(self) -> list[str]:
-        column = self._config.prompt_column
+    def _check_columns(self, column: str, option: str) -> list[str]:
+        """All that the rows have; raises ValueError unless `column`, which `option` names, is one
+        of them."""
         require(len(self._rows) > 0, f"{self._where} has no rows; give data with prompts.")
         columns = list(getattr(self._rows, "column_names", None) or self._rows[0])
         require(
             column in columns,
-            f"data.prompt_column={column!r} is no column of {self._where}, which has {columns}; "
+            f"{option}={column!r} is no column of {self._where}, which has {columns}; "
             "name one of them.",
         )
         return columns

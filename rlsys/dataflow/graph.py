@@ -4,8 +4,10 @@ A recipe builds one `Dataflow`, in the paper's order; each call adds a stage and
 that it writes. Edges follow from the columns. The controller runs this object.
 
     generate ─► token_ids, sampler_logprobs, ... ─► score ─► reward ─► ... ─► train
+    dataset  ─► token_ids, ... ─────────────────────────────────► infer ─► ... ─► train
 
-Rows are rollouts. A stage runs as soon as what it reads is there:
+Rows are rollouts, or completions that a dataset holds. A stage runs as soon as what it reads is
+there:
 
     for each row    infer (a frozen model), score
     for each group  per_group
@@ -40,11 +42,9 @@ Role = RoleConfig | TrainedRoleConfig
 Per = Literal["row", "token"]
 Head = Literal["logits", "value", "score"]
 
-POLICY = "policy"
-
 # What sampling writes, in bytes a token.
-PROMPT_COLUMN = "prompt_token_ids"
-ROLLOUT_COLUMNS = (PROMPT_COLUMN, "token_ids", "sampler_logprobs", "policy_versions")
+PROMPT_COLUMN, SAMPLER_COLUMN = "prompt_token_ids", "sampler_logprobs"
+ROLLOUT_COLUMNS = (PROMPT_COLUMN, "token_ids", SAMPLER_COLUMN, "policy_versions")
 BYTES_PER_VALUE = 4
 
 # A row's columns of one writer are padded to the arena's alignment.
@@ -62,10 +62,11 @@ class Column:
     per: Per = "row"
 
 
-# Of every rollout, for functions over groups and batches: what no stage writes.
+# Of every rollout, for functions over groups and batches, and for losses: what no stage writes.
 NUM_TOKENS = Column("num_tokens")  # of the completion
 TRUNCATED = Column("truncated")  # 1: ended by the limit on tokens, else 0
-FACTS = (NUM_TOKENS, TRUNCATED)
+PREFERENCE = Column("preference")  # 1: the first of its group, else -1
+FACTS = (NUM_TOKENS, TRUNCATED, PREFERENCE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +80,20 @@ class Prompts:
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A role in the algorithm. `config` says whose weights it begins with and what it runs on; None
-    is the policy's own (model, trainer and rollout of the run's configuration)."""
+    for the graph's main model, which runs by model, trainer and rollout of the run's configuration:
+    the policy, or whatever a graph without one is for."""
 
     name: str
     head: Head = "logits"
     config: Role | None = None
 
     @property
+    def is_main(self) -> bool:
+        return self.config is None
+
+    @property
     def may_train(self) -> bool:
-        return self.config is None or isinstance(self.config, TrainedRoleConfig)
+        return self.is_main or isinstance(self.config, TrainedRoleConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +106,21 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateStage(Stage):
-    model: Model
+class SourceStage(Stage):
+    """Where rows come from."""
+
     prompts: Prompts
     group_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateStage(SourceStage):
+    model: Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetStage(SourceStage):
+    completions: str  # a column of the prompts' dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,16 +177,18 @@ class Dataflow:
         self.models: dict[str, Model] = {}
 
     def model(self, name: str, config: Role | None = None, *, head: Head = "logits") -> Model:
-        """A model that stages run. "policy" has no configuration of its own."""
+        """A model that stages run. One of them, the main model, has no configuration of its own;
+        it is trained, sampled where anything is, and exported at the end."""
         require(
             name not in self.models,
             f"model {name!r} stands twice in the dataflow; give the second another name.",
         )
+        mains = [model.name for model in self.models.values() if model.is_main]
         require(
-            (config is None) == (name == POLICY),
-            f"flow.model({name!r}, {'no configuration' if config is None else config!r}): only "
-            f"{POLICY!r} runs by the configuration's own model, trainer and rollout; give every "
-            "other model a RoleConfig, or a TrainedRoleConfig if a stage trains it.",
+            config is not None or not mains,
+            f"flow.model({name!r}) without a configuration: {mains} runs by the run's own model, "
+            "trainer and rollout already; give every other model a RoleConfig, or a "
+            "TrainedRoleConfig if a stage trains it.",
         )
         self.models[name] = Model(name=name, head=head, config=config)
         return self.models[name]
@@ -177,9 +196,11 @@ class Dataflow:
     def generate(self, model: Model, prompts: Prompts, *, group_size: int) -> tuple[Column, ...]:
         """Sample `group_size` completions of each prompt with `model`."""
         require(
-            model.name == POLICY,
-            f"flow.generate samples with {model.name!r}; replicas run {POLICY!r} alone.",
+            model.is_main and model.head == "logits",
+            f"flow.generate samples with {model.name!r} (head {model.head!r}); replicas run the "
+            "model without a configuration of its own, and it must have logits.",
         )
+        self._check_first_source()
         columns = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
         self._add(
             GenerateStage(
@@ -191,6 +212,28 @@ class Dataflow:
             )
         )
         return columns
+
+    def dataset(
+        self, prompts: Prompts, *, group_size: int, completions: str = "completions"
+    ) -> tuple[Column, ...]:
+        """Rows of completions that the prompts' dataset holds, instead of a model sampling them:
+        demonstrations, with group_size=1, or pairs, of which the first is the better one
+        (PREFERENCE). `completions` is the column with a list of `group_size` texts.
+
+        The columns returned are those of `generate` but for the sampler's log-probabilities, which
+        nobody knows, so that no loss with a ratio takes them."""
+        self._check_first_source()
+        columns = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
+        self._add(
+            DatasetStage(
+                name="dataset",
+                writes=columns,
+                prompts=prompts,
+                group_size=group_size,
+                completions=completions,
+            )
+        )
+        return tuple(column for column in columns if column.name != SAMPLER_COLUMN)
 
     def infer(self, model: Model, rollouts: Sequence[Column], *, writes: str) -> Column:
         """What `model` makes of each rollout: log-probabilities of its tokens (head "logits"),
@@ -280,13 +323,26 @@ class Dataflow:
         needs = needs_of(loss)
         if model.head == "logits" and uses_advantages(loss):
             needs = ("advantages", *needs)
+            require(
+                any(column.name == SAMPLER_COLUMN for column in rollouts),
+                f"flow.train({model.name!r}): {loss} compares the policy with the one that sampled "
+                "the rollouts, and those of a dataset have none; use a loss without advantages, "
+                "such as one of rlsys.algorithms.preferences.",
+            )
+        if PREFERENCE in columns:
+            size = self.source.group_size
+            require(
+                size == 2,
+                f"flow.train({model.name!r}): group_size={size} is no pair, which PREFERENCE is "
+                "about; use group_size=2.",
+            )
         lacks = [name for name in needs if name not in has]
         require(
             not lacks,
             f"flow.train({model.name!r}): {loss} needs the columns {lacks}, and is given "
             f"{sorted(has)}; add the stages that write them, and name them here.",
         )
-        name = "train" if model.name == POLICY else f"train {model.name}"
+        name = "train" if model.is_main else f"train {model.name}"
         self._add(
             TrainStage(
                 name=name,
@@ -300,13 +356,13 @@ class Dataflow:
 
     def check(self) -> None:
         """Raise ValueError for what only the whole graph shows: a column that nobody reads, a stage
-        that cannot wait for the step, no generation, a policy that nobody trains."""
-        self.stage(GenerateStage)
-        self.trained(POLICY)
+        that cannot wait for the step, no rows, a main model that nobody trains."""
+        self.stage(SourceStage)
+        self.trained(self.main.name)
         readers = {column.name for stage in self.stages for column in stage.reads}
         for stage in self.stages:
             unread = [c.name for c in stage.writes if c.name not in readers]
-            if isinstance(stage, GenerateStage):
+            if isinstance(stage, SourceStage):
                 continue
             require(
                 not unread,
@@ -329,11 +385,27 @@ class Dataflow:
                 return stage
         raise ValueError(
             f"the dataflow has the stages {[s.name for s in self.stages]} but no "
-            f"{kind.__name__}; a run needs generate and train."
+            f"{kind.__name__}; a run needs generate (or dataset) and train."
         )
 
     def all(self, kind: type[S]) -> list[S]:
         return [stage for stage in self.stages if isinstance(stage, kind)]
+
+    @property
+    def source(self) -> SourceStage:
+        """Where rows come from; ValueError if there is no such stage."""
+        return self.stage(SourceStage)
+
+    @property
+    def main(self) -> Model:
+        """The model without a configuration of its own; ValueError if there is none."""
+        for model in self.models.values():
+            if model.is_main:
+                return model
+        raise ValueError(
+            f"the dataflow has the models {list(self.models)} but none that runs by the run's own "
+            'configuration; begin with flow.model("policy").'
+        )
 
     def trained(self, model: str) -> TrainStage:
         """The stage that trains a model; ValueError if none does."""
@@ -389,22 +461,25 @@ class Dataflow:
         self, *, max_bytes: int, max_row_bytes: int, on_free: Callable[[FreedRows], None]
     ) -> StreamStore:
         """A store with this graph's columns and stages; the arguments are StreamStore's. A step is
-        one reader, called "train", whatever it consists of."""
+        one reader, called "train", whatever it consists of; a row's tokens stay for it in any
+        case."""
         late = self.step_columns
         in_store = [
             stage for stage in self.stages if not isinstance(stage, TrainStage | PerBatchStage)
         ]
         in_store = [stage for stage in in_store if stage not in self.step_stages]
         columns = {c for stage in in_store for c in stage.writes if c.name not in late}
+        source = self.source
         specs = [
-            StageSpec(name=stage.name, reads=_stored(stage.reads), writes=_names(stage.writes))
+            StageSpec(name=stage.name, reads=self._waits_for(stage), writes=_names(stage.writes))
             for stage in in_store
         ]
+        step = _distinct((*source.writes, *self.step_reads))
         return StreamStore(
             tensors=[column.name for column in columns if column.per == "token"],
             scalars=[column.name for column in columns if column.per == "row"],
-            stages=[*specs, StageSpec(name="train", reads=_names(self.step_reads))],
-            group_size=self.stage(GenerateStage).group_size,
+            stages=[*specs, StageSpec(name="train", reads=_names(step))],
+            group_size=source.group_size,
             max_bytes=max_bytes,
             max_row_bytes=max_row_bytes,
             on_free=on_free,
@@ -450,7 +525,21 @@ class Dataflow:
     def _check_group_size(self, function: Callable[..., Any]) -> None:
         from rlsys.algorithms.groups import check_group_size
 
-        check_group_size(function, self.stage(GenerateStage).group_size)
+        check_group_size(function, self.source.group_size)
+
+    def _check_first_source(self) -> None:
+        found = self.all(SourceStage)
+        require(
+            not found,
+            f"rows come from stage {[s.name for s in found]} already; a graph has one source.",
+        )
+
+    def _waits_for(self, stage: Stage) -> tuple[str, ...]:
+        """Columns in the store that the stage needs; one that reads facts alone waits for the
+        completion that they are of."""
+        if isinstance(stage, SourceStage):
+            return ()
+        return _stored(stage.reads) or ("token_ids",)
 
     def _add(self, stage: Stage) -> Column:
         return (*self._add_all(stage), Column(""))[0]

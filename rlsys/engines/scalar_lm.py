@@ -43,7 +43,7 @@ def load_scalar_lm(path: str | Path, *, dtype: str, fresh_head: bool) -> Any:
     hide_progress_bars()
     try:
         config = AutoConfig.from_pretrained(path)
-        kind = _class_of(config)
+        kind = scalar_class(config)
     except unreadable() as error:
         raise _unreadable(path, error) from error
     name = (config.architectures or [type(config).__name__])[0]
@@ -142,7 +142,7 @@ VALUES = Outputs(
 )
 
 
-def _class_of(config: Any) -> Any:
+def scalar_class(config: Any) -> Any:
     """transformers' class for a configuration. For a causal language model without one, it is made
     as transformers makes its own."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING

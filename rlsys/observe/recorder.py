@@ -64,6 +64,7 @@ class Recorder:
         self._num_generated_tokens = 0
         self._num_failed: Counter[str] = Counter()  # in this step
         self._shown_failures: set[str] = set()
+        self._refused_rewards: list[float] | None = None  # in this step; None: never any
         self._waited_s: defaultdict[str, float] = defaultdict(float)  # by metric, in this step
         self._actors_s: dict[str, float] = {}  # work and wait by metric, last reported
         self._sync: dict[str, float] = {}
@@ -86,6 +87,9 @@ class Recorder:
             self._shown_failures.add(failure.kind)
             self._console.warn(f"reward {failure.reward!r} failed: {failure.message}")
         self._num_failed[failure.kind] += 1
+
+    def group_refused(self, columns: Mapping[str, Sequence[float]]) -> None:
+        self._refused_rewards = (self._refused_rewards or []) + list(columns.get(REWARD, ()))
 
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
         self._num_deaths += 1
@@ -132,6 +136,7 @@ class Recorder:
             metrics.STEP: trained.step,
             metrics.POLICY_VERSION: trained.result.policy_version,
             **_rollout_metrics(trained),
+            **self._sampled_mean(trained),
             **trained.result.metrics,
             metrics.ROLLOUTS_ISSUED: self._ledger.num_issued * self._group_size,
             metrics.ROLLOUTS_TRAINED: self._ledger.num_trained * self._group_size,
@@ -165,6 +170,14 @@ class Recorder:
         self._wandb.log(line)
         self._console.step(line, records)
         self._stepped.notify()
+
+    def _sampled_mean(self, trained: TrainedStep) -> dict[str, float]:
+        if self._refused_rewards is None:
+            return {}
+        rewards, self._refused_rewards = self._refused_rewards, []
+        for of_group in trained.columns.values():
+            rewards += of_group.get(REWARD, ())
+        return {metrics.REWARD_SAMPLED_MEAN: statistics.fmean(rewards)} if rewards else {}
 
     def close(self, *, failed: bool) -> None:
         self._metrics.close()

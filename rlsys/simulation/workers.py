@@ -335,6 +335,7 @@ class Record:
     steps: list[TrainedStep] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     failures: list[RewardFailure] = field(default_factory=list)
+    refused: list[Mapping[str, Sequence[float]]] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     restarts: list[str] = field(default_factory=list)
@@ -357,6 +358,9 @@ class Record:
 
     def reward_failed(self, failure: RewardFailure) -> None:
         self.failures.append(failure)
+
+    def group_refused(self, columns: Mapping[str, Sequence[float]]) -> None:
+        self.refused.append(columns)
 
     def waited(self, stage: str, reason: str, seconds: float) -> None:
         self.waited_s[stage, reason] += seconds

@@ -5,19 +5,31 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.dpo import DPOConfig, dpo
 from recipes.grpo import GRPOConfig, grpo
 from recipes.ppo import PPOConfig, ppo
+from recipes.reward_model import RewardModelConfig, reward_model
 from rlsys.algorithms import (
+    bradley_terry,
     clipped_surrogate,
     distill,
     grpo_advantage,
     reinforce,
     scale_rl_advantage,
+    sequence_mean,
     token_mean,
     with_kl,
 )
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig
-from rlsys.dataflow.graph import Column, Dataflow, GenerateStage, Prompts, TrainStage
+from rlsys.dataflow.graph import (
+    NUM_TOKENS,
+    PREFERENCE,
+    Column,
+    Dataflow,
+    GenerateStage,
+    Prompts,
+    TrainStage,
+)
 
 PROMPTS = Prompts(config=DataConfig())
 
@@ -71,6 +83,7 @@ def test_the_documentation_shows_the_graphs_that_run() -> None:
     for flow in (
         grpo(GRPOConfig(), [lambda rollout: 1.0]),
         ppo(PPOConfig(), [lambda rollout: 1.0]),
+        dpo(DPOConfig()),
     ):
         flow.check()
         assert f"```mermaid\n{flow.to_mermaid()}\n```" in page
@@ -127,15 +140,17 @@ def test_a_loss_without_its_columns_is_refused() -> None:
 
 def test_roles_are_told_apart() -> None:
     flow = Dataflow()
-    with pytest.raises(ValueError, match="only 'policy' runs by the configuration's own"):
-        flow.model("critic")
     critic = flow.model("critic", TrainedRoleConfig(), head="value")
     frozen = flow.model("reference", RoleConfig())
     with pytest.raises(ValueError, match="'critic' stands twice"):
         flow.model("critic", TrainedRoleConfig())
-    with pytest.raises(ValueError, match="replicas run 'policy' alone"):
+    with pytest.raises(ValueError, match="replicas run the model without a configuration"):
         flow.generate(critic, PROMPTS, group_size=2)
+    with pytest.raises(ValueError, match=r"models \['critic', 'reference'\] but none that runs"):
+        _ = flow.main
     rollouts = generated(flow)
+    with pytest.raises(ValueError, match=r"'judge'.*: \['policy'\] runs by the run's own model"):
+        flow.model("judge", head="score")
     with pytest.raises(ValueError, match=r"'reference'.: it has no trainer"):
         flow.train(frozen, rollouts, loss=distill(reinforce()), aggregation=token_mean)
 
@@ -156,3 +171,48 @@ def test_a_row_takes_the_bytes_of_its_columns() -> None:
     assert flow.row_bytes(max_prompt_tokens=10, max_tokens=100) == (
         10 * 4 + 3 * 100 * 4 + 64 + 100 * 4 + 64
     )
+
+
+def test_completions_of_a_dataset_make_rows_without_a_sampler() -> None:
+    flow = Dataflow()
+    judge = flow.model("judge", head="score")
+    pairs = flow.dataset(PROMPTS, group_size=2)
+    assert [column.name for column in pairs] == ["prompt_token_ids", "token_ids", "policy_versions"]
+    with pytest.raises(ValueError, match=r"rows come from stage \['dataset'\] already"):
+        flow.dataset(PROMPTS, group_size=2)
+    with pytest.raises(ValueError, match="head 'score'"):
+        flow.generate(judge, PROMPTS, group_size=2)
+    flow.train(judge, pairs, PREFERENCE, loss=bradley_terry(), aggregation=sequence_mean)
+    flow.check()
+    store = flow.open_store(max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
+    assert store.max_groups == 0  # until a replica has a home
+    assert "dataset" in flow.describe()
+    assert "-. weights" not in flow.to_mermaid()
+
+
+def test_what_a_dataset_cannot_be_trained_by_is_refused() -> None:
+    flow = Dataflow()
+    policy = flow.model("policy")
+    rows = flow.dataset(PROMPTS, group_size=1)
+    with pytest.raises(ValueError, match="those of a dataset have none; use a loss without adv"):
+        flow.train(policy, rows, loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean)
+    with pytest.raises(ValueError, match="group_size=1 is no pair"):
+        flow.train(policy, rows, PREFERENCE, loss=bradley_terry(), aggregation=token_mean)
+
+
+def test_a_recipe_over_pairs_needs_pairs() -> None:
+    reward_model(RewardModelConfig()).check()
+    with pytest.raises(ValueError, match="group_size=4 is no pair"):
+        reward_model(RewardModelConfig(group_size=4))
+
+
+def test_a_function_of_facts_alone_waits_for_the_completions() -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    shorter = flow.per_group(center, NUM_TOKENS)
+    flow.train(
+        flow.main, rollouts, shorter, loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean
+    )
+    flow.check()
+    store = flow.open_store(max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
+    assert store.subscribe("advantages", at_most=2) is not None

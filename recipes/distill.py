@@ -1,0 +1,114 @@
+"""On-policy distillation (Lu, Thinking Machines, 2025; Agarwal et al., 2306.13649, at lambda = 1).
+
+The student samples; a larger, frozen teacher says how likely it would have been to say each token.
+The reward of a token is the difference, so that the student learns from its own mistakes, and from
+every token of them rather than from one number a completion:
+
+    A_t = log pi_teacher(y_t) - log pi(y_t),      loss = -min(rho_t, c) A_t log pi(y_t)
+
+which lowers the reverse Kullback-Leibler divergence to the teacher. rho corrects for the policy
+that sampled. Rewards are only watched.
+
+    python recipes/distill.py --name distill
+
+trains a teacher first (half as deep and half as wide again; GRPO, in runs/distill-teacher),
+unless --teacher.model.path gives one with the student's tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import rlsys
+from recipes import arithmetic
+from recipes.arithmetic import CHARACTERS
+from recipes.grpo import grpo
+from recipes.quickstart import QuickstartConfig
+from rlsys import OwnModel, RolloutConfig, RunConfig, TrainerConfig, require
+from rlsys import algorithms as alg
+from rlsys.config import ModelConfig, RoleConfig
+from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
+
+TEACHER = OwnModel(name="addition-teacher", characters=CHARACTERS, width=192, num_layers=6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(RunConfig):
+    """Distillation's own settings."""
+
+    max_ratio: float = 5.0
+    """Bound c of a token's importance weight."""
+    teacher: RoleConfig = field(default_factory=RoleConfig)
+    """The teacher: a model with the student's tokenizer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.max_ratio >= 1,
+            f"max_ratio={self.max_ratio} would scale on-policy gradients down; use at least 1.",
+        )
+
+
+def distill(
+    cfg: DistillConfig, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
+) -> Dataflow:
+    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    flow = Dataflow()
+    policy = flow.model("policy")
+    teacher = flow.model("teacher", cfg.teacher)
+    rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
+    reward = flow.score(rollouts, rewards)
+    teacher_logprobs = flow.infer(teacher, rollouts, writes="teacher_logprobs")
+    flow.train(
+        policy,
+        rollouts,
+        teacher_logprobs,
+        loss=alg.distill(alg.cispo(cfg.max_ratio)),
+        aggregation=alg.token_mean,
+        watch=[reward],
+    )
+    return flow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(arithmetic.ArithmeticConfig, DistillConfig):
+    """Of the arithmetic task. Three processes share two cores."""
+
+    name: str = "distill"
+    """Name of the run's directory below runs_dir; two runs never share one."""
+    teacher_steps: int = 150
+    """Optimizer steps of the teacher's own training, where it has no path."""
+    rollout: RolloutConfig = field(
+        default_factory=lambda: RolloutConfig(max_running=512, num_cpus=0.6)
+    )
+    trainer: TrainerConfig = field(default_factory=lambda: arithmetic.small_trainer(num_cpus=0.8))
+    teacher: RoleConfig = field(default_factory=lambda: RoleConfig(num_cpus=0.6))
+
+
+def trained_teacher(cfg: Config) -> RoleConfig:
+    """GRPO on the same task, once: a second run finds it."""
+    teaching = QuickstartConfig(
+        name=f"{cfg.name}-teacher",
+        runs_dir=cfg.runs_dir,
+        num_steps=cfg.teacher_steps,
+        resume="auto",
+        warm_start_steps=cfg.warm_start_steps,
+        seed=cfg.seed,
+    )
+    found = arithmetic.run(teaching, grpo, own_model=TEACHER)
+    return replace(cfg.teacher, model=ModelConfig(path=str(found.model)))
+
+
+@rlsys.main
+def main() -> None:
+    parsed = rlsys.parse(Config)
+    cfg = parsed.config
+    if not cfg.teacher.model.path and not parsed.dry_run:
+        cfg = replace(cfg, teacher=trained_teacher(cfg))
+    arithmetic.run(cfg, distill, dry_run=parsed.dry_run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Dr. GRPO, "GRPO done right" (Liu et al., 2503.20783).
+
+GRPO divides what a rollout adds to the loss by its length, so that a long wrong answer is punished
+less than a short one; and advantages by the standard deviation of their group, so that questions
+that are nearly always or nearly never answered weigh more. Dr. GRPO does neither:
+
+    A_i = r_i - mean(r),      loss = sum_t -min(rho A, clip(rho, 1 - low, 1 + high) A) / max_tokens
+
+    python recipes/dr_grpo.py --name dr_grpo
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import rlsys
+from recipes import arithmetic
+from recipes.grpo import GRPOConfig
+from rlsys.algorithms import clipped_surrogate, constant_length, dr_grpo_advantage
+from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrGRPOConfig(GRPOConfig):
+    """Dr. GRPO has GRPO's settings; the constant is sampling.max_tokens."""
+
+
+def dr_grpo(
+    cfg: DrGRPOConfig, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
+) -> Dataflow:
+    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    flow = Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
+    reward = flow.score(rollouts, rewards)
+    advantages = flow.per_group(dr_grpo_advantage, reward)
+    flow.train(
+        policy,
+        rollouts,
+        advantages,
+        loss=clipped_surrogate(cfg.clip_low, cfg.clip_high),
+        aggregation=constant_length(cfg.sampling.max_tokens),
+    )
+    return flow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(arithmetic.ArithmeticConfig, DrGRPOConfig):
+    """Of the arithmetic task."""
+
+    name: str = "dr_grpo"
+    """Name of the run's directory below runs_dir; two runs never share one."""
+
+
+@rlsys.main
+def main() -> None:
+    arithmetic.train(Config, dr_grpo)
+
+
+if __name__ == "__main__":
+    main()

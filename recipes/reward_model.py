@@ -1,0 +1,109 @@
+"""A reward model learned from preferences (Ouyang et al., 2203.02155, equation 1).
+
+Of two completions of a prompt one is better: c over r. Scores s, of a model with a head of one
+output, are to say so by Bradley and Terry's rule, that c is preferred with probability
+sigma(s(c) - s(r)):
+
+    loss = -log sigma(s(c) - s(r)) + centre (s(c) + s(r))^2
+
+Nothing is sampled: rows are pairs that the dataset holds, the better one first. Here they are right
+and wrong answers to the sums of recipes/arithmetic.py. recipes/ppo.py takes what this exports.
+
+    python recipes/reward_model.py --name judge
+    python recipes/ppo.py --reward-model.model.path runs/judge/hf
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import rlsys
+from recipes.arithmetic import CHARACTERS, MODEL, problem, small_trainer
+from rlsys import RunConfig, SamplingConfig, TrainerConfig
+from rlsys.algorithms import bradley_terry, sequence_mean
+from rlsys.dataflow.graph import PREFERENCE, Dataflow, Prompts
+
+NUM_PAIRS = 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig(RunConfig):
+    """The reward model's own settings."""
+
+    group_size: int = 2
+    """Completions of a prompt: a pair."""
+    centre: float = 0.01
+    """Keeps the scores around 0; the preferences know their differences alone."""
+
+
+def reward_model(
+    cfg: RewardModelConfig, *, rows: Sequence[dict[str, Any]] | None = None
+) -> Dataflow:
+    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    flow = Dataflow()
+    judge = flow.model("reward_model", head="score")
+    pairs = flow.dataset(Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
+    flow.train(judge, pairs, PREFERENCE, loss=bradley_terry(cfg.centre), aggregation=sequence_mean)
+    return flow
+
+
+def pair(rng: random.Random) -> dict[str, Any]:
+    """A sum, its right answer, and a wrong one such as a model may give."""
+    row = problem(rng)
+    right = wrong = row["answer"]
+    while wrong == right:
+        wrong = rng.choice(
+            (
+                str(abs(int(right) + rng.choice((-10, -1, 1, 10)))),
+                str(rng.randint(0, 99)),
+                right[:-1] + rng.choice(CHARACTERS),
+                right + rng.choice(CHARACTERS),
+                right[:-1],
+            )
+        )
+    return {"prompt": row["prompt"], "completions": [right, wrong]}
+
+
+def pairs(cfg: RunConfig) -> list[dict[str, Any]]:
+    rng = random.Random(cfg.seed + 2)
+    return [pair(rng) for _ in range(NUM_PAIRS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RewardModelConfig):
+    """Of the arithmetic task; sizes that fit two CPU cores."""
+
+    name: str = "reward_model"
+    """Name of the run's directory below runs_dir; two runs never share one."""
+    num_steps: int = 300
+    """Optimizer steps of the whole run, resumed parts included."""
+    prompts_per_step: int = 128
+    """Pairs in one optimizer step."""
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=6))
+    trainer: TrainerConfig = field(
+        default_factory=lambda: small_trainer(learning_rate=1e-3, warmup_steps=20)
+    )
+
+
+def train(cfg: Config, *, dry_run: bool = False) -> rlsys.RunResult:
+    flow = reward_model(cfg, rows=pairs(cfg))
+    return rlsys.launch(cfg, flow, own_model=MODEL, dry_run=dry_run)
+
+
+def for_run(cfg: RunConfig) -> rlsys.RunResult:
+    """The reward model of another recipe's run, trained once: a second time finds it."""
+    name, where = f"{cfg.name}-reward_model", cfg.runs_dir
+    return train(Config(name=name, runs_dir=where, seed=cfg.seed, resume="auto"))
+
+
+@rlsys.main
+def main() -> None:
+    parsed = rlsys.parse(Config)
+    train(parsed.config, dry_run=parsed.dry_run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Completions that a dataset holds: demonstrations, pairs.
+
+In: a row's list of texts. Out: `Completion`s, each with the tokenizer's end of sequence behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlsys.config import require
+from rlsys.types import Completion
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionColumn:
+    """The column of a dataset with `group_size` texts in each row, of at most `max_tokens` tokens.
+    Raises ValueError at once for a tokenizer without an end of sequence."""
+
+    name: str
+    group_size: int
+    max_tokens: int
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        require(
+            self.tokenizer.eos_token_id is not None,
+            "the tokenizer has no end of sequence (eos_token), which every completion of a dataset "
+            "ends with; set one.",
+        )
+
+    def read(self, value: object, where: str) -> tuple[Completion, ...]:
+        """Of one row. Raises ValueError, beginning with `where`, for anything else than so many
+        texts that are short enough."""
+        texts = self._texts(value, where)
+        token_ids = self._tokens(texts)
+        self._check_lengths(map(len, token_ids), where)
+        return tuple(
+            Completion(text=text, token_ids=tuple(ids))
+            for text, ids in zip(texts, token_ids, strict=True)
+        )
+
+    def check(self, values: Iterable[object], name: Callable[[int], str]) -> None:
+        """All rows, by their number; tokenizes those alone that may be too long."""
+        for number, value in enumerate(values):
+            texts = self._texts(value, name(number))
+            # A token covers at least a byte, but for the end of sequence.
+            if any(len(text.encode()) + 1 > self.max_tokens for text in texts):
+                self._check_lengths(map(len, self._tokens(texts)), name(number))
+
+    def _texts(self, value: object, where: str) -> Sequence[str]:
+        require(
+            isinstance(value, Sequence)
+            and not isinstance(value, str)
+            and len(value) == self.group_size
+            and all(isinstance(text, str) for text in value),
+            f"{where}={value!r} is no list of {self.group_size} texts; flow.dataset has groups of "
+            f"group_size={self.group_size}.",
+        )
+        assert isinstance(value, Sequence)
+        return value
+
+    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return [[*token_ids, self.tokenizer.eos_token_id] for token_ids in encoded]
+
+    def _check_lengths(self, lengths: Iterable[int], where: str) -> None:
+        longest = max(lengths)
+        require(
+            longest <= self.max_tokens,
+            f"{where} has a completion of {longest} tokens, end of sequence included; raise "
+            f"sampling.max_tokens={self.max_tokens}, or leave the row out.",
+        )

@@ -1,0 +1,76 @@
+"""An engine that samples nothing: the completion of each request is in the dataset.
+
+A rlsys.engines.generation.protocol.GenerationEngine without a model, so that training on what a
+dataset holds runs through the same replicas, gate and store as training on what a policy samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from rlsys.dataflow.signal import Signal
+from rlsys.engines.generation.protocol import EngineStats
+from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
+
+
+class DatasetEngine:
+    """Tokens carry the version that was current when they were asked for, and log-probability 0,
+    which nobody reads."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._num_tokens = 0
+        self._ended: list[Generation] = []
+        self._has_ended = Signal()
+
+    async def start(self) -> None: ...
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._ended += [self._answer(request) for request in requests]
+        self._has_ended.notify()
+
+    async def collect(self) -> list[Generation]:
+        await self._has_ended.until(lambda: bool(self._ended))
+        ended, self._ended = self._ended, []
+        return ended
+
+    async def progress(self) -> list[Generation]:
+        return []
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """Every request has ended as soon as it came."""
+
+    async def pause(self) -> None: ...
+
+    async def load(self, manifest: WeightManifest) -> None:
+        self._version = manifest.version
+
+    async def resume(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_waiting=0,
+            num_running=0,
+            num_generated_tokens=self._num_tokens,
+            policy_version=self._version,
+        )
+
+    async def close(self) -> None: ...
+
+    def _answer(self, request: GenerationRequest) -> Generation:
+        if request.completion_token_ids is None:
+            raise ValueError(
+                f"request {request.request_id} has no completion: this engine answers with those "
+                "of a dataset; let the graph begin with flow.dataset."
+            )
+        token_ids = np.array(request.completion_token_ids, np.int32)
+        self._num_tokens += len(token_ids)
+        return Generation(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            sampler_logprobs=np.zeros(len(token_ids), np.float32),
+            policy_versions=np.full(len(token_ids), self._version, np.int32),
+            finish_reason=FinishReason.STOP,
+        )

@@ -1,0 +1,118 @@
+"""Trains each recipe's small task as a user would, and tells what came of it.
+
+    python scripts/bench/recipes.py [NAME ...] [--runs-dir runs/recipes] [--num-steps 150]
+
+Each is `python recipes/NAME.py` in a process of its own, one after the other; a run that is there
+already is not trained again. Prints one line of JSON last, per recipe: reward_first and
+reward_last, means over a tenth of the steps at either end, and minutes, with all that a start
+takes; whatever else RECIPES asks of the last steps. scripts/plot_recipes.py draws the curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlsys import metrics
+from rlsys.observe.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMES = "minutes.json"  # in runs_dir, by run: of those that were trained here
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is asked of a recipe's run."""
+
+    reward: str = metrics.REWARD_MEAN
+    """The metric that should rise."""
+    also: Mapping[str, str] = field(default_factory=dict)
+    """More numbers of the last steps: {name here: metric}."""
+    before: tuple[str, ...] = ()
+    """Runs beside its own that the same command trains first: "NAME-SUFFIX"."""
+
+
+RECIPES: dict[str, Recipe] = {
+    "quickstart": Recipe(),
+    "dr_grpo": Recipe(),
+    "rloo": Recipe(),
+    "reinforce_pp": Recipe(),
+    "gspo": Recipe(also={"clipped_frac": "ratio/clipped_frac"}),
+    "dapo": Recipe(reward=metrics.REWARD_SAMPLED_MEAN, also={"trained": metrics.REWARD_MEAN}),
+    "decoupled_ppo": Recipe(),
+    "llamarl": Recipe(),
+    "scalerl": Recipe(also={"staleness": metrics.STALENESS_MEAN}),
+    "distill": Recipe(also={"kl_teacher": "kl/teacher"}, before=("distill-teacher",)),
+}
+
+
+def series(lines: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    """The metric's values; where a line has none of it, the reward that every line has."""
+    return [line.get(name, line[metrics.REWARD_MEAN]) for line in lines]
+
+
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """Means over the first and the last tenth."""
+    tenth = max(1, len(values) // 10)
+    return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
+
+
+def train(name: str, runs_dir: Path, options: Sequence[str]) -> float:
+    """Minutes that it took. Ends this process where the recipe fails."""
+    start = time.monotonic()
+    command = [sys.executable, f"recipes/{name}.py", "--name", name, "--runs-dir", str(runs_dir)]
+    done = subprocess.run([*command, "--resume", "auto", *options], cwd=ROOT, check=False)
+    if done.returncode:
+        sys.exit(f"error: {name} ended with code {done.returncode}.")
+    return (time.monotonic() - start) / 60
+
+
+def told(name: str, runs_dir: Path, minutes: float | None) -> dict[str, float]:
+    recipe = RECIPES[name]
+    lines = read_metrics(runs_dir / name / "metrics.jsonl")
+    first, last = ends(series(lines, recipe.reward))
+    found = {"reward_first": first, "reward_last": last, "steps": len(lines)}
+    if minutes is not None:
+        found["minutes"] = minutes
+    for key, metric in recipe.also.items():
+        found[key] = ends([line[metric] for line in lines if metric in line])[1]
+    for other in recipe.before:
+        theirs = read_metrics(runs_dir / other / "metrics.jsonl")
+        key = other.removeprefix(f"{name}-")
+        found[f"{key}_reward_last"] = ends(series(theirs, metrics.REWARD_MEAN))[1]
+        found[f"{key}_minutes"] = (
+            theirs[-1][metrics.TIME_UNIX_S] - theirs[0][metrics.TIME_UNIX_S]
+        ) / 60
+    return {key: round(value, 4) for key, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the recipes' small tasks.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECIPES)}")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs/recipes"))
+    parser.add_argument("--num-steps", type=int, help="of each; by default the recipe's own")
+    given = parser.parse_args()
+    if unknown := [name for name in given.names if name not in RECIPES]:
+        parser.error(f"no recipe is called {unknown[0]!r}; give some of {', '.join(RECIPES)}.")
+    runs_dir = given.runs_dir.resolve()
+    options = [] if given.num_steps is None else ["--num-steps", str(given.num_steps)]
+    times = runs_dir / TIMES
+    for name in given.names or RECIPES:
+        was_there = (runs_dir / name / "metrics.jsonl").exists()
+        minutes = train(name, runs_dir, options)
+        if not was_there:
+            known = json.loads(times.read_text()) if times.exists() else {}
+            times.write_text(json.dumps(known | {name: minutes}))
+    known = json.loads(times.read_text()) if times.exists() else {}
+    found = {name: told(name, runs_dir, known.get(name)) for name in given.names or RECIPES}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

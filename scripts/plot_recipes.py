@@ -1,0 +1,102 @@
+"""Draws the reward of several recipes' runs, a panel each, with the others in grey behind it.
+
+    python scripts/plot_recipes.py runs/recipes [--out docs/recipes.svg]
+
+In: a directory of run directories, such as scripts/bench/recipes.py leaves; runs that another
+recipe trains first ("distill-teacher") are left out. Out: a picture, SVG or PNG by the name's
+ending; without --out it goes to recipes.svg in that directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlsys import metrics
+from rlsys.observe.metrics import read_metrics
+from scripts.bench.recipes import RECIPES, series
+from scripts.plot_run import FAINT, INK, REWARD, smoothed
+
+COLUMNS = 4
+BEHIND = "#bbbbbb"
+
+Curve = tuple[list[float], list[float]]  # steps, rewards
+
+
+def curves(runs_dir: Path) -> dict[str, Curve]:
+    """Of the runs there that are a recipe's, in the order of RECIPES."""
+    found = {}
+    for name, recipe in RECIPES.items():
+        path = runs_dir / name / "metrics.jsonl"
+        if path.is_file() and (lines := read_metrics(path)):
+            values = series(lines, recipe.reward)
+            found[name] = (
+                [line[metrics.STEP] for line in lines],
+                smoothed(values, max(1, len(values) // 25)),
+            )
+    return found
+
+
+def draw(found: Mapping[str, Curve]) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.edgecolor": FAINT, "svg.hashsalt": "rlsys"})
+    rows = -(-len(found) // COLUMNS)
+    figure, grid = plt.subplots(
+        rows,
+        COLUMNS,
+        figsize=(10, 2.1 * rows + 0.4),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    panels = list(grid.flat)
+    for panel, (name, (steps, values)) in zip(panels, found.items(), strict=False):
+        for other in found.values():
+            panel.plot(*other, color=BEHIND, linewidth=0.7, alpha=0.6)
+        panel.plot(steps, values, color=REWARD, linewidth=2)
+        panel.set_title(f"{name}   {values[0]:.2f} to {values[-1]:.2f}", loc="left", color=INK)
+        panel.set_ylim(0, 1.02)
+        panel.grid(axis="y", color=FAINT, linewidth=0.6)
+        panel.tick_params(colors=INK, length=0)
+        panel.spines[["top", "right", "left"]].set_visible(False)
+    for panel in panels[len(found) :]:
+        panel.set_visible(False)
+    figure.supxlabel("optimizer step", color=INK)
+    figure.supylabel("reward", color=INK)
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Draw the reward of several recipes' runs.")
+    parser.add_argument("runs_dir", type=Path, help="a directory of runs, such as runs/recipes")
+    parser.add_argument(
+        "--out", type=Path, help="picture to write, .svg or .png (default: RUNS_DIR/recipes.svg)"
+    )
+    given = parser.parse_args(arguments)
+    found = curves(given.runs_dir)
+    if not found:
+        sys.exit(
+            f"error: {given.runs_dir} holds no run of a recipe; train some with "
+            "scripts/bench/recipes.py, or give another directory."
+        )
+    out = given.out or given.runs_dir / "recipes.svg"
+    if out.suffix not in (".svg", ".png"):
+        sys.exit(f"error: --out {out} ends in {out.suffix!r}; use .svg or .png.")
+    try:
+        figure = draw(found)
+    except ImportError as error:
+        sys.exit(f"error: drawing needs matplotlib ({error}); pip install 'rlsys[plot]'.")
+    figure.savefig(out, dpi=160, facecolor="white")
+    print(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Runs of other models than a sampled policy: reward models, preferences, PPO with four models."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlsys.audit import Verdict, audit
+from rlsys.history import read_evidence
+from rlsys.observe.metrics import read_metrics
+from tests.e2e.job import run, start
+
+pytestmark = pytest.mark.slow
+
+TRAINER = "ray::TrainerActor"
+SMALL_PAIRS = shlex.split("--prompts-per-step 8 --num-steps 3 --checkpoint-every 2 --resume auto")
+SMALL_WARM_START = shlex.split("--warm-start-steps 2 --warm-start-batch 8")
+
+
+def audited(directory: Path) -> Verdict:
+    evidence, damages = read_evidence(directory)
+    verdict = audit(evidence)
+    assert [*damages, *verdict.faults] == []
+    return verdict
+
+
+def test_a_reward_model_is_trained_alone_and_resumes(tmp_path: Path) -> None:
+    options = [*SMALL_PAIRS, "--runs-dir", str(tmp_path / "runs")]
+    directory = tmp_path / "runs" / "reward_model"
+    job = run("recipes/reward_model.py", options, tmp_path)
+    assert job.returncode == 0, job.output
+    assert "(dataset)" in job.output
+    job = run("recipes/reward_model.py", [*options, "--num-steps", "5"], tmp_path)
+    assert job.returncode == 0, job.output
+
+    lines = read_metrics(directory / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[0]["preference/margin"] == 0  # the head begins as zeros
+    assert lines[-1]["preference/margin"] != 0
+    assert {"score/mean", "preference/accuracy"} <= lines[-1].keys()
+    assert "kl/sampler_trainer" not in lines[-1]
+    assert audited(directory).finished
+    records = [json.loads(line) for line in (directory / "rollouts.jsonl").open()]
+    first, second = records[:2]
+    assert (first["index"], second["index"]) == (0, 1)
+    assert [first["completion"], second["completion"]] == first["row"]["completions"]
+    model = AutoModelForSequenceClassification.from_pretrained(directory / "hf")
+    assert model.config.num_labels == 1
+
+
+def test_dpo_trains_a_policy_beside_its_reference(tmp_path: Path) -> None:
+    options = [*SMALL_PAIRS, *SMALL_WARM_START, "--runs-dir", str(tmp_path / "runs")]
+    job = run("recipes/dpo.py", options, tmp_path)
+    assert job.returncode == 0, job.output
+    directory = tmp_path / "runs" / "dpo"
+    lines = read_metrics(directory / "metrics.jsonl")
+    # At the first step policy and reference are one: the margin is 0 up to rounding.
+    assert abs(lines[0]["preference/margin"]) < 1e-3
+    assert abs(lines[0]["loss"] - 0.6931) < 1e-3
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert "kl/sampler_trainer" not in lines[-1]
+    assert audited(directory).finished
+    AutoModelForCausalLM.from_pretrained(directory / "hf")
+
+
+def test_ppo_outlives_its_trainers_and_resumes(tmp_path: Path) -> None:
+    """Ranks of policy and critic are killed, each after two more steps, until both have been."""
+    where = ["--runs-dir", str(tmp_path / "runs")]
+    job = run("recipes/reward_model.py", [*SMALL_PAIRS, *where], tmp_path)
+    assert job.returncode == 0, job.output
+    judge = str(tmp_path / "runs" / "reward_model" / "hf")
+    options = shlex.split(
+        f"--prompts-per-step 4 --group-size 2 --resume auto --reward-model.model.path {judge}"
+    )
+    options += [*SMALL_WARM_START, *where]
+    directory = tmp_path / "runs" / "ppo"
+    job = start("recipes/ppo.py", [*options, "--num-steps", "60"], tmp_path)
+    try:
+        step = job.wait_for_step(directory, 2, timeout_s=280)
+        chance = random.Random(0)
+        while not {"trainer-0", "critic-0"} <= dead_ranks(job.output):
+            # Their processes have the same name, and both start anew when one of them dies.
+            pids = [p for p, name in job.processes().items() if name.startswith(TRAINER)]
+            assert len(pids) == 2, job.processes()
+            os.kill(chance.choice(pids), signal.SIGKILL)
+            step = job.wait_for_step(directory, step + 2, timeout_s=280)
+        assert job.wait(timeout_s=280) == 0, job.output
+        assert job.left_behind() == {}
+    finally:
+        job.end()
+
+    job = run("recipes/ppo.py", [*options, "--num-steps", "62"], tmp_path)
+    assert job.returncode == 0, job.output
+    lines = read_metrics(directory / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [*range(1, 63)]
+    wanted = {"reward/mean", "score/mean", "critic/loss", "critic/value/mean"}
+    assert wanted <= lines[-1].keys()
+    verdict = audited(directory)
+    assert verdict.finished
+    assert "1 resumes" in verdict.summary
+
+
+def dead_ranks(output: str) -> set[str]:
+    return set(re.findall(r"warning: (\S+) died.*the trainer goes on", output))

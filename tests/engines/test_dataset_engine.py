@@ -1,0 +1,66 @@
+"""The engine that answers with the dataset's completions: what, when, and of which version."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rlsys.engines.generation.dataset_engine import DatasetEngine
+from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.engines.generation.weight_switch import WeightSwitch
+from rlsys.types import FinishReason, GenerationRequest, SamplingParams, WeightManifest
+
+
+def request(name: str, *token_ids: int) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(),
+        seed=0,
+        completion_token_ids=token_ids,
+    )
+
+
+def test_each_request_is_answered_with_its_completion() -> None:
+    async def scenario() -> None:
+        engine: GenerationEngine = DatasetEngine()
+        switch = WeightSwitch(engine)
+        switch.submit([request("a", 5, 6, 2), request("b", 2)])
+        first, second = await switch.collect()
+        assert (first.request_id, second.request_id) == ("a", "b")
+        assert first.token_ids.tolist() == [5, 6, 2]
+        assert first.sampler_logprobs.tolist() == [0.0, 0.0, 0.0]
+        assert first.policy_versions.tolist() == [0, 0, 0]
+        assert second.finish_reason is FinishReason.STOP
+        assert await engine.progress() == []
+        await engine.abort(["a", "unknown"])
+
+        await switch.drained()  # nothing runs, so nothing is waited for
+        switch.submit([request("c", 7)])
+        await switch.switch(WeightManifest.of_nothing(3))
+        (third,) = await switch.collect()
+        assert third.policy_versions.tolist() == [3]
+        assert (engine.stats().policy_version, engine.stats().num_generated_tokens) == (3, 5)
+
+    asyncio.run(scenario())
+
+
+def test_collect_waits_for_a_request() -> None:
+    async def scenario() -> None:
+        engine = DatasetEngine()
+        collecting = asyncio.create_task(engine.collect())
+        await asyncio.sleep(0)
+        assert not collecting.done()
+        engine.submit([request("a", 1)])
+        assert [generation.request_id for generation in await collecting] == ["a"]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_without_a_completion_is_refused() -> None:
+    sampled = GenerationRequest(
+        request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0
+    )
+    with pytest.raises(ValueError, match="request a has no completion"):
+        DatasetEngine().submit([sampled])

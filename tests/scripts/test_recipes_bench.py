@@ -1,0 +1,84 @@
+"""What scripts/bench/recipes.py tells of runs, and how scripts/plot_recipes.py draws them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlsys.observe.metrics import MetricsWriter
+from scripts import plot_recipes
+from scripts.bench import recipes
+
+
+def run_of(directory: Path, *, metric: str, from_step: int = 1) -> None:
+    """Twenty steps, over which the metric rises from 1/20 to 1; before `from_step` the run has
+    only the usual reward, 0."""
+    directory.mkdir(parents=True)
+    writer = MetricsWriter(directory / "metrics.jsonl")
+    for step in range(1, 21):
+        line = {"step": step, "reward/mean": 0.0, "time/unix_s": 60.0 * step}
+        writer.write(line | ({metric: step / 20} if step >= from_step else {}))
+    writer.close()
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Path:
+    run_of(tmp_path / "rloo", metric="reward/mean")
+    run_of(tmp_path / "dapo", metric="reward/sampled_mean", from_step=3)
+    run_of(tmp_path / "distill", metric="kl/teacher")
+    run_of(tmp_path / "distill-teacher", metric="reward/mean")
+    return tmp_path
+
+
+def test_rewards_are_means_over_a_tenth_at_either_end(runs_dir: Path) -> None:
+    found = recipes.told("rloo", runs_dir, 2.5)
+    assert found == {"reward_first": 0.075, "reward_last": 0.975, "steps": 20, "minutes": 2.5}
+
+
+def test_a_recipe_that_refuses_groups_is_told_by_all_of_them(runs_dir: Path) -> None:
+    found = recipes.told("dapo", runs_dir, None)
+    assert (found["reward_first"], found["reward_last"]) == (0.0, 0.975)
+    assert found["trained"] == 0.0
+
+
+def test_what_was_trained_before_is_told_too(runs_dir: Path) -> None:
+    found = recipes.told("distill", runs_dir, None)
+    assert (found["teacher_reward_last"], found["teacher_minutes"]) == (0.975, 19.0)
+    assert found["kl_teacher"] == 0.975
+
+
+def test_one_line_of_json_comes_last(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained: list[tuple[str, list[str]]] = []
+
+    def train(name: str, _: Path, options: list[str]) -> float:
+        trained.append((name, options))
+        return 1.0
+
+    monkeypatch.setattr(recipes, "train", train)
+    arguments = ["rloo", "dapo", "--runs-dir", str(runs_dir), "--num-steps", "20"]
+    monkeypatch.setattr(sys, "argv", ["recipes.py", *arguments])
+    recipes.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(found) == ["rloo", "dapo"]
+    assert trained == [(name, ["--num-steps", "20"]) for name in found]
+
+
+def test_every_recipe_that_is_asked_for_is_there() -> None:
+    for name in recipes.RECIPES:
+        assert (recipes.ROOT / "recipes" / f"{name}.py").is_file()
+
+
+def test_a_picture_of_all_runs_is_drawn(runs_dir: Path) -> None:
+    assert list(plot_recipes.curves(runs_dir)) == ["rloo", "dapo", "distill"]
+    plot_recipes.main([str(runs_dir)])
+    assert (runs_dir / "recipes.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_no_runs_are_told(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="holds no run of a recipe"):
+        plot_recipes.main([str(tmp_path)])
