@@ -253,6 +253,7 @@ def _load_prompts(
         if isinstance(stage, DatasetStage)
         else None,
     )
+    flow.hold_proximal(config.trainer.updates_per_step)
     flow.check()
     for scored in flow.all(ScoreStage):
         rewards = as_rewards(scored.rewards)

@@ -82,6 +82,7 @@ class Controller:
         first_step: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        flow.hold_proximal(config.trainer.updates_per_step)
         source = flow.source
         sampled = source.group_size
         require(

@@ -21,7 +21,7 @@ live in the store's shared memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig, require
@@ -43,6 +43,7 @@ Per = Literal["row", "token"]
 Head = Literal["logits", "value", "score"]
 
 # What sampling writes, in bytes a token.
+PROXIMAL_COLUMN = "proximal_logprobs"  # by the policy at the beginning of the step
 PROMPT_COLUMN, SAMPLER_COLUMN = "prompt_token_ids", "sampler_logprobs"
 ROLLOUT_COLUMNS = (PROMPT_COLUMN, "token_ids", SAMPLER_COLUMN, "policy_versions")
 BYTES_PER_VALUE = 4
@@ -353,6 +354,26 @@ class Dataflow:
                 watches=tuple(column for column in watch if column not in columns),
             )
         )
+
+    def hold_proximal(self, updates_per_step: int) -> None:
+        """Where a step makes several updates of a policy, the losses' π_prox is not the policy of
+        each update but that of the step's beginning: add the stage that computes it, unless the
+        graph has a column "proximal_logprobs"."""
+        stage = self.trained(self.main.name)
+        columns = {column.name for one in self.stages for column in one.writes}
+        if updates_per_step == 1 or self.main.head != "logits" or PROXIMAL_COLUMN in columns:
+            return
+        place = self.stages.index(stage)
+        reads = tuple(c for c in stage.reads if c.name in ROLLOUT_COLUMNS)
+        column = Column(PROXIMAL_COLUMN, "token")
+        held = InferStage(
+            name=f"infer {PROXIMAL_COLUMN}", reads=reads, writes=(column,), model=stage.model
+        )
+        self.stages[place:] = [
+            held,
+            replace(stage, reads=(*stage.reads, column)),
+            *self.stages[place + 1 :],
+        ]
 
     def check(self) -> None:
         """Raise ValueError for what only the whole graph shows: a column that nobody reads, a stage
