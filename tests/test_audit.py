@@ -350,11 +350,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_metrics_count_staleness_in_updates_of_the_weights() -> None:
     """Two updates a step: the oldest token is part of the first of them, or of the second."""
-    run = made_up_run(3)
-    lines = [
-        {**line, metrics.STALENESS_MAX: 2 * line[metrics.STALENESS_MAX]} for line in run.metrics
-    ]
-    for beyond, num_faults in ((0, 0), (1, 0), (2, len(lines))):
-        told = [{**x, metrics.STALENESS_MAX: x[metrics.STALENESS_MAX] + beyond} for x in lines]
+    run, name = made_up_run(3), metrics.STALENESS_MAX
+    for beyond, num_faults in ((0, 0), (1, 0), (2, len(run.metrics))):
+        told = [{**line, name: 2 * line[name] + beyond} for line in run.metrics]
         verdict = audit(replace(run, metrics=told, updates_per_step=2))
         assert len(verdict.faults) == num_faults
