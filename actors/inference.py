@@ -86,7 +86,7 @@ class RayPool:
         self._num_workers = num_workers
         self._start_timeout_s = 0.0
         self._workers: dict[int, Worker] = {}  # by place
-        self._starts: dict[int, asyncio.Task[None]] = {}
+        self._starts: dict[Worker, asyncio.Task[None]] = {}
         self._load = [0] * num_workers  # rows under way, by place
 
     @property
@@ -101,41 +101,40 @@ class RayPool:
         """Returns when all can work; `timeout_s` holds for their successors too. Raises what keeps
         them from starting."""
         self._start_timeout_s = timeout_s
-        await asyncio.gather(*map(self._started, range(self._num_workers)))
+        starts = [self._starts[self._worker(place)] for place in range(self._num_workers)]
+        await asyncio.gather(*map(asyncio.shield, starts))
 
     async def run(self, rows: Rows) -> Written:
         reason = ""
         for _ in range(MAX_DEATHS):
             place = min(range(self._num_workers), key=self._load.__getitem__)
             self._load[place] += len(rows)
-            worker = None
+            worker = self._worker(place)
             try:
-                worker = await self._started(place)
+                await asyncio.shield(self._starts[worker])
                 written: Written = await worker.call("run", rows)
                 return written
             except WorkerDied as death:
                 reason = str(death)
-                if worker is None or self._workers.get(place) is worker:
-                    self._forget(place)
+                self._forget(place, worker)
             finally:
                 self._load[place] -= len(rows)
         raise PoolDied(f"{MAX_DEATHS} workers in a row died over the same rows: {reason}")
 
-    async def _started(self, place: int) -> Worker:
-        """The worker of a place, when it can work."""
+    def _worker(self, place: int) -> Worker:
+        """That of a place, which may be starting."""
         if place not in self._workers:
             worker = self._workers[place] = self._start_worker(place)
-            self._starts[place] = asyncio.create_task(self._start(worker))
-        worker = self._workers[place]
-        await asyncio.shield(self._starts[place])
-        return worker
+            self._starts[worker] = asyncio.create_task(self._start(worker))
+        return self._workers[place]
 
     async def _start(self, worker: Worker) -> None:
         node_id = await worker.call("node", timeout_s=self._start_timeout_s)
         store = await self._open_store(node_id)
         await worker.call("start", store, timeout_s=self._start_timeout_s)
 
-    def _forget(self, place: int) -> None:
-        if (worker := self._workers.pop(place, None)) is not None:
-            worker.kill()
-        self._starts.pop(place, None)
+    def _forget(self, place: int, worker: Worker) -> None:
+        """It has died; not its successor, which another call may have started by now."""
+        worker.kill()
+        if self._workers.get(place) is worker:
+            del self._workers[place], self._starts[worker]

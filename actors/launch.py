@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlsys.blocking import run_to_end
-from rlsys.checkpoint import Checkpoints
+from rlsys.checkpoint import Checkpoints, write_manifest
 from rlsys.config import RunConfig, require
 from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.data.hub import offline_where_unreachable
@@ -305,8 +305,16 @@ class _Job:
         self._first_step = history.checkpoint.step if history else 0
         self._samples = bool(flow.all(GenerateStage))
 
+    @property
+    def _begins_alike(self) -> bool:
+        """Another model begins with the weights of the main one."""
+        roles = [model.config for model in self._flow.models.values()]
+        return any(not role.model.path for role in roles if role is not None)
+
     async def run(self, warm_start: WarmStart | None) -> None:
         config = self._config
+        if warm_start and self._begins_alike and self._resume_from:
+            await asyncio.to_thread(self._checkpoints.check_beginning)
         ranks, replicas = needs(config, self._flow)
         async with contextlib.AsyncExitStack() as cluster:
             with self._console.phase("Starting Ray"):
@@ -368,9 +376,9 @@ class _Job:
         roles = [model for model in self._flow.models.values() if model.config is not None]
         if not roles:
             return
-        begins_alike = any(not model.config.model.path for model in roles if model.config)
-        if warm_start and begins_alike and not self._resume_from:
+        if warm_start and self._begins_alike and not self._resume_from:
             await team.learner.export(self._checkpoints.taught)
+            await asyncio.to_thread(write_manifest, self._checkpoints.taught)
         limit_s = self._config.cluster.start_timeout_s
         with self._console.phase(f"Loading {', '.join(model.name for model in roles)}"):
             async with asyncio.TaskGroup() as tasks:

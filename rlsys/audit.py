@@ -249,7 +249,7 @@ def _staleness_in_updates(past: Past, evidence: Evidence, line: Mapping[str, Any
     updates = evidence.updates_per_step
     least = updates * past.staleness(line[metrics.STEP])
     told = line.get(metrics.STALENESS_MAX)
-    return int(told) if told in range(least, least + updates) else least
+    return int(told) if told is not None and least <= told < least + updates else least
 
 
 def _rollouts(past: Past, evidence: Evidence) -> list[str]:

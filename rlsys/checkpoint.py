@@ -28,7 +28,7 @@ from typing import TypeVar
 from rlsys.file_modes import ordinary_modes
 
 TRAINER_DIR = "trainer"
-BEGINNING_DIR = "beginning"
+BEGINNING_DIR = ".beginning"
 CONTROLLER_FILE = "controller.json"
 MANIFEST_FILE = "manifest.json"
 
@@ -60,23 +60,7 @@ class Checkpoint:
 
     def faults(self) -> list[str]:
         """What is wrong with its files, by name; none if it is as it was written. Reads it all."""
-        try:
-            wanted = json.loads((self.path / MANIFEST_FILE).read_bytes())
-            files = {str(name): (entry["bytes"], entry["crc32"]) for name, entry in wanted.items()}
-        except FileNotFoundError:
-            return [f"{MANIFEST_FILE} is missing"]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            return [f"{MANIFEST_FILE} is damaged ({type(error).__name__}: {error})"]
-        found = set(_files(self.path)) - {MANIFEST_FILE}
-        faults = [f"{name} does not belong there" for name in sorted(found - files.keys())]
-        for name, (num_bytes, checksum) in sorted(files.items()):
-            if name not in found:
-                faults.append(f"{name} is missing")
-            elif (size := (self.path / name).stat().st_size) != num_bytes:
-                faults.append(f"{name} has {size:,} bytes instead of {num_bytes:,}")
-            elif _checksum(self.path / name) != checksum:
-                faults.append(f"{name} has another checksum than when it was written")
-        return faults
+        return faults_of(self.path)
 
 
 class Checkpoints:
@@ -105,6 +89,18 @@ class Checkpoints:
     def taught(self) -> Path:
         """Where the weights are kept that a warm start has taught, for other models."""
         return self._directory / BEGINNING_DIR
+
+    def check_beginning(self) -> None:
+        """Raise ValueError unless those weights are as they were written."""
+        faults = (
+            [f"{self.taught} is missing"] if not self.taught.is_dir() else faults_of(self.taught)
+        )
+        if faults:
+            raise ValueError(
+                f"{'; '.join(faults)}: a reference or a critic of this run began with these "
+                "weights, which the warm start had taught, and would begin with others now. "
+                "Restore the directory from a copy, or start again under another name."
+            )
 
     def all(self) -> list[Checkpoint]:
         """Complete ones, oldest first."""
@@ -186,6 +182,29 @@ def write_manifest(directory: Path) -> None:
         for name in _files(directory)
     }
     (directory / MANIFEST_FILE).write_text(json.dumps(entries, indent=1) + "\n")
+
+
+def faults_of(directory: Path) -> list[str]:
+    """What is wrong with a directory's files by its manifest. Reads it all."""
+    try:
+        wanted = json.loads((directory / MANIFEST_FILE).read_bytes())
+        files = {
+            str(name): (int(entry["bytes"]), int(entry["crc32"])) for name, entry in wanted.items()
+        }
+    except FileNotFoundError:
+        return [f"{MANIFEST_FILE} is missing"]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return [f"{MANIFEST_FILE} is damaged ({type(error).__name__}: {error})"]
+    found = set(_files(directory)) - {MANIFEST_FILE}
+    faults = [f"{name} does not belong there" for name in sorted(found - files.keys())]
+    for name, (num_bytes, checksum) in sorted(files.items()):
+        if name not in found:
+            faults.append(f"{name} is missing")
+        elif (size := (directory / name).stat().st_size) != num_bytes:
+            faults.append(f"{name} has {size:,} bytes instead of {num_bytes:,}")
+        elif _checksum(directory / name) != checksum:
+            faults.append(f"{name} has another checksum than when it was written")
+    return faults
 
 
 @contextmanager

@@ -70,7 +70,7 @@ MAY_CHANGE = {
 # What a start may leave behind that ended before its first optimizer step.
 OF_A_START = re.compile(
     r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger)\.jsonl|trace\.json|wandb"
-    r"|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)|\.warm_start"
+    r"|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)|\.warm_start|\.beginning"
 )
 
 

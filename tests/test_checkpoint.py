@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.checkpoint import Checkpoints, find_checkpoints, find_strays, new_directory
+from rlsys.checkpoint import (
+    Checkpoints,
+    find_checkpoints,
+    find_strays,
+    new_directory,
+    write_manifest,
+)
 
 
 def save(checkpoints: Checkpoints, step: int, *, state: str = "") -> None:
@@ -248,3 +254,18 @@ def test_a_cancelled_save_leaves_no_thread_at_work(
     asyncio.run(run())
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert all(checkpoint.faults() == [] for checkpoint in find_checkpoints(tmp_path))
+
+
+def test_weights_that_other_models_began_with_are_as_they_were(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    assert checkpoints.beginning("model") == "model"
+    with pytest.raises(ValueError, match=r"\.beginning is missing: a reference or a critic"):
+        checkpoints.check_beginning()
+    checkpoints.taught.mkdir()
+    (checkpoints.taught / "weights").write_text("as taught")
+    write_manifest(checkpoints.taught)
+    checkpoints.check_beginning()
+    assert checkpoints.beginning("model") == checkpoints.taught
+    (checkpoints.taught / "weights").write_text("as tau9ht")
+    with pytest.raises(ValueError, match="weights has another checksum"):
+        checkpoints.check_beginning()

@@ -166,6 +166,11 @@ def test_several_updates_share_a_step() -> None:
             assert [len(rows) for rows in of_epoch] == [4, 4]
             assert len(groups(of_epoch)) == 4
     assert max(w.observer.staleness) <= 1  # versions: (11 + 1) / 6 - 1
+    # Their ratios are to the policy at the beginning of the step, not of each update.
+    assert [(what, version) for what, version, _ in w.learner.inferred] == [
+        ("proximal_logprobs", step) for step in range(4)
+    ]
+    assert all("proximal_logprobs" in rows.cells for step in w.learner.trained[:4] for rows in step)
 
 
 def test_a_bound_that_a_steps_own_updates_break_is_refused() -> None:

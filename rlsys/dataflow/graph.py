@@ -320,6 +320,13 @@ class Dataflow:
         )
         from rlsys.algorithms.inputs import needs_of, uses_advantages
 
+        if PREFERENCE in columns:
+            size = self.source.group_size
+            require(
+                size == 2,
+                f"flow.train({model.name!r}): group_size={size} is no pair, which PREFERENCE is "
+                "about; use group_size=2.",
+            )
         has = {column.name for column in columns}
         needs = needs_of(loss)
         if model.head == "logits" and uses_advantages(loss):
@@ -329,13 +336,6 @@ class Dataflow:
                 f"flow.train({model.name!r}): {loss} compares the policy with the one that sampled "
                 "the rollouts, and those of a dataset have none; use a loss without advantages, "
                 "such as one of rlsys.algorithms.preferences.",
-            )
-        if PREFERENCE in columns:
-            size = self.source.group_size
-            require(
-                size == 2,
-                f"flow.train({model.name!r}): group_size={size} is no pair, which PREFERENCE is "
-                "about; use group_size=2.",
             )
         lacks = [name for name in needs if name not in has]
         require(

@@ -1,0 +1,69 @@
+"""The pool of a frozen model's workers, over fakes that answer or die."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from actors.calls import Worker, WorkerDied
+from actors.inference import RayPool
+from actors.store import StoreAddress
+from rlsys.workers import PoolDied, Written
+from tests.actors.no_rows import NO_ROWS
+
+DONE = Written(scalars={"score": []})
+
+
+class FakeWorker(Worker):
+    """Dies when it is asked for `dies_at`."""
+
+    def __init__(self, number: int, dies_at: str = "") -> None:
+        super().__init__(f"reference-{number}", None, timeout_s=1)
+        self.dies_at = dies_at
+        self.killed = False
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        await asyncio.sleep(0)  # as a remote call, it lets others run
+        if self.killed or method == self.dies_at:
+            raise WorkerDied(f"{self.name} died during {method}")
+        return DONE if method == "run" else "node"
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+async def open_store(node_id: str) -> StoreAddress:
+    return StoreAddress(shards=(), timeout_s=1)
+
+
+@pytest.mark.parametrize("num_calls", [1, 2, 8])
+def test_a_successor_that_dies_while_it_loads_has_one_too(num_calls: int) -> None:
+    workers = [FakeWorker(0, "run"), FakeWorker(1, "start"), FakeWorker(2), FakeWorker(3)]
+    started: list[int] = []
+
+    async def run() -> None:
+        def start(place: int) -> Worker:
+            started.append(place)
+            return workers[len(started) - 1]
+
+        pool = RayPool(start, open_store, num_workers=1)
+        await pool.start(1.0)
+        assert await asyncio.gather(*(pool.run(NO_ROWS) for _ in range(num_calls))) == (
+            [DONE] * num_calls
+        )
+
+    asyncio.run(run())
+    assert started == [0, 0, 0]
+    assert not workers[2].killed
+
+
+def test_rows_of_which_every_worker_dies_are_told() -> None:
+    async def run() -> None:
+        pool = RayPool(lambda place: FakeWorker(place, "run"), open_store, num_workers=2)
+        await pool.start(1.0)
+        with pytest.raises(PoolDied, match="3 workers in a row died over the same rows"):
+            await pool.run(NO_ROWS)
+
+    asyncio.run(run())
