@@ -189,7 +189,7 @@ def faults_of(directory: Path) -> list[str]:
     try:
         wanted = json.loads((directory / MANIFEST_FILE).read_bytes())
         files = {
-            str(name): (int(entry["bytes"]), int(entry["crc32"])) for name, entry in wanted.items()
+            str(name): (int(entry["bytes"]), str(entry["crc32"])) for name, entry in wanted.items()
         }
     except FileNotFoundError:
         return [f"{MANIFEST_FILE} is missing"]
