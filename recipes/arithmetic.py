@@ -47,7 +47,10 @@ def small_trainer(**changes: Any) -> TrainerConfig:
 # What has these fields is a RunConfig, through its algorithm's configuration. It is no base here,
 # because a dataclass takes over all defaults of its bases, and would set back those that the
 # algorithm has set.
-Base = RunConfig if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    Base = RunConfig
+else:
+    Base = object
 
 
 @dataclass(frozen=True, kw_only=True)
