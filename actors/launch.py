@@ -28,6 +28,7 @@ from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
+from rlsys.data.vocabulary import check_vocabularies
 from rlsys.dataflow.graph import Dataflow, DatasetStage, GenerateStage, ScoreStage
 from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
@@ -255,6 +256,10 @@ def _load_prompts(
     )
     flow.hold_proximal(config.trainer.updates_per_step)
     flow.check()
+    roles = {name: model.config for name, model in flow.models.items()}
+    check_vocabularies(
+        tokenizer, {name: config.model.path for name, config in roles.items() if config}
+    )
     for scored in flow.all(ScoreStage):
         rewards = as_rewards(scored.rewards)
         check_columns(rewards, prompts.metadata_columns)

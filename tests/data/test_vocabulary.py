@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlsys.data.vocabulary import check_vocabularies
+from rlsys.tiny_models import build_tokenizer
+
+DIGITS = "0123456789+="
+
+
+def saved(directory: Path, characters: str) -> str:
+    build_tokenizer(characters).save_pretrained(directory)
+    return str(directory)
+
+
+def test_a_model_that_has_the_policys_tokens_may_have_more(tmp_path: Path) -> None:
+    policy = build_tokenizer(DIGITS)
+    paths = {"teacher": saved(tmp_path / "same", DIGITS), "critic": ""}
+    check_vocabularies(policy, paths)
+    check_vocabularies(policy, {"teacher": saved(tmp_path / "more", DIGITS + "-*")})
+
+
+@pytest.mark.parametrize(
+    ("characters", "words"),
+    [("+0123456789=", r"11 of the policy's 15 tokens"), ("0123456789+", r"such as \['='\]")],
+)
+def test_another_vocabulary_is_refused(tmp_path: Path, characters: str, words: str) -> None:
+    paths = {"teacher": saved(tmp_path / "other", characters)}
+    with pytest.raises(ValueError, match=f"teacher.model.path=.*another vocabulary.*{words}"):
+        check_vocabularies(build_tokenizer(DIGITS), paths)
