@@ -304,10 +304,10 @@ def test_without_a_model_nothing_can_be_trained(tmp_path: Path) -> None:
 def test_a_runs_dir_that_cannot_be_made_is_refused(tmp_path: Path, make: str) -> None:
     (tmp_path / "file").touch()
     runs_dir = tmp_path / "file" / ("runs" if make == "parent is a file" else "")
+    flow = rlsys.Dataflow()
+    flow.model("policy")
     with pytest.raises(ValueError, match=r"runs_dir='.*file.*' cannot be written"):
-        rlsys.launch(
-            QuickstartConfig(runs_dir=str(runs_dir)), rlsys.Dataflow(), own_model=OwnModel(name="a")
-        )
+        rlsys.launch(QuickstartConfig(runs_dir=str(runs_dir)), flow, own_model=OwnModel(name="a"))
 
 
 # Warm starts.
