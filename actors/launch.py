@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from rlsys.blocking import run_to_end
 from rlsys.checkpoint import Checkpoints, write_manifest
-from rlsys.config import RunConfig, require
+from rlsys.config import RoleConfig, RunConfig, require
 from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
@@ -256,6 +256,14 @@ def _load_prompts(
     )
     flow.hold_proximal(config.trainer.updates_per_step)
     flow.check()
+    for name, model in flow.models.items():
+        has_own = not isinstance(model.config, RoleConfig) or bool(model.config.model.path)
+        require(
+            has_own or model.head == "logits",
+            f"{name}.model.path is empty, and the policy's weights, which it would take, have no "
+            f"trained {model.head} head; give it the directory of a model that has one, such as "
+            "recipes/reward_model.py makes.",
+        )
     roles = {name: model.config for name, model in flow.models.items()}
     check_vocabularies(
         tokenizer, {name: config.model.path for name, config in roles.items() if config}

@@ -503,3 +503,13 @@ def test_a_hub_dataset_without_a_network_is_refused_at_once(tmp_path: Path) -> N
         launch(tmp_path, data=rlsys.DataConfig(source="nobody/data"))
     assert time.monotonic() - start < 15
     assert datasets.config.HF_HUB_OFFLINE is False
+
+
+def test_a_reward_model_without_weights_of_its_own_is_refused(tmp_path: Path) -> None:
+    from recipes.ppo import PPOConfig, ppo
+
+    config = PPOConfig(runs_dir=str(tmp_path), prompts_per_step=4)
+    with pytest.raises(ValueError, match=r"reward_model.model.path is empty.*score head"):
+        rlsys.launch(
+            config, ppo(config, [right], rows=ROWS), own_model=OwnModel(name="own"), dry_run=True
+        )
