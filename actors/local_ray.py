@@ -129,14 +129,16 @@ def _start(directory: Path) -> None:
             _end(_children() - before)
             raise asyncio.CancelledError("ended while Ray started") from None
         except Exception as error:  # noqa: BLE001  (Ray raises whatever its processes met)
+            started = _children() - before  # those of a process that ends are no children any more
             stop_ray()
-            _end(_children() - before)
+            _end(started | (_children() - before))
             if attempt == NUM_ATTEMPTS:
                 cause = _said(directory) or last_line(error)
                 raise RayFailed(
                     f"Ray did not start on this machine, tried {NUM_ATTEMPTS} times: {cause}. "
                     "See whether memory, disk, processes (ulimit -u) or open files (ulimit -n) are "
-                    "short: python scripts/doctor.py."
+                    "short: python scripts/doctor.py; or whether the machine has too much else to "
+                    "do."
                 ) from None
 
 
@@ -204,6 +206,9 @@ def _own_directory(root: Path) -> Iterator[Path]:
             yield directory
         finally:
             for _ in range(NUM_REMOVALS):
+                for pid in users_of(directory):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                 if _remove(directory):
                     break
                 time.sleep(REMOVAL_EVERY_S)
@@ -225,6 +230,8 @@ def _own_settings() -> Iterator[None]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         # Ray would run actors at a low priority, behind whatever else the machine does.
         "RAY_worker_niceness": "0",
+        # Of Ray's own helpers, which load for seconds, or for a minute where much else runs.
+        "RAY_agent_register_timeout_ms": "300000",
         # Nobody looks at Ray's own events and metrics; a driver at its end would wait for seconds
         # to hand them to processes that are dead.
         "RAY_task_events_report_interval_ms": "0",
