@@ -148,7 +148,10 @@ class ScoringSide:
                     else batch.scalars[column.name][of_group]
                     for column in stage.reads
                 }
-                tensors = {name: torch.tensor(values) for name, values in columns.items()}
+                tensors = {
+                    name: torch.tensor(values, dtype=torch.float32)
+                    for name, values in columns.items()
+                }
                 values = stage.function(*(tensors[column.name] for column in stage.reads))
                 if values is None:
                     state.observer.group_refused(columns)

@@ -348,7 +348,7 @@ def _computed(stage: PerBatchStage, rows: Rows) -> Written:
     """Of a function over one value per row."""
     made = run_batch_function(
         stage.function,
-        [torch.tensor(rows.scalars[column.name]) for column in stage.reads],
+        [torch.tensor(rows.scalars[c.name], dtype=torch.float32) for c in stage.reads],
         group_ids=rows.group_ids,
         row_lengths=None,
         writes=[column.name for column in stage.writes],
