@@ -28,6 +28,7 @@ from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
+from rlsys.data.vocabulary import check_vocabulary
 from rlsys.dataflow.graph import Dataflow, DatasetStage, GenerateStage, ScoreStage
 from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
@@ -254,6 +255,9 @@ def _load_prompts(
         else None,
     )
     flow.check()
+    for model in flow.models.values():
+        if model.config is not None and model.config.model.path:
+            check_vocabulary(model.name, model.config.model.path, tokenizer)
     for scored in flow.all(ScoreStage):
         rewards = as_rewards(scored.rewards)
         check_columns(rewards, prompts.metadata_columns)
