@@ -28,7 +28,7 @@ from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
-from rlsys.data.vocabulary import check_vocabulary
+from rlsys.data.vocabulary import check_vocabularies
 from rlsys.dataflow.graph import Dataflow, DatasetStage, GenerateStage, ScoreStage
 from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
@@ -255,9 +255,10 @@ def _load_prompts(
         else None,
     )
     flow.check()
-    for model in flow.models.values():
-        if model.config is not None and model.config.model.path:
-            check_vocabulary(model.name, model.config.model.path, tokenizer)
+    roles = {name: model.config for name, model in flow.models.items()}
+    check_vocabularies(
+        tokenizer, {name: config.model.path for name, config in roles.items() if config}
+    )
     for scored in flow.all(ScoreStage):
         rewards = as_rewards(scored.rewards)
         check_columns(rewards, prompts.metadata_columns)

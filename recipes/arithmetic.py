@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import rlsys
 from rlsys import (
@@ -44,8 +44,17 @@ def small_trainer(**changes: Any) -> TrainerConfig:
     return TrainerConfig(**{**sizes, **changes})
 
 
+# What has these fields is a RunConfig, through its algorithm's configuration. It is no base here,
+# because a dataclass takes over all defaults of its bases, and would set back those that the
+# algorithm has set.
+if TYPE_CHECKING:
+    Base = RunConfig
+else:
+    Base = object
+
+
 @dataclass(frozen=True, kw_only=True)
-class ArithmeticConfig(RunConfig):
+class ArithmeticConfig(Base):
     """Sizes that fit two CPU cores."""
 
     warm_start_steps: int = 200

@@ -33,6 +33,7 @@ from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.engines.generation.sampling import request_seed
 from rlsys.estimate import model_shape
 from rlsys.evaluation import Estimate, check_k, evaluate
 from rlsys.fields import conform
@@ -243,14 +244,13 @@ async def _samples(
 
 
 def _requests(config: EvaluationConfig, prompts: Sequence[Prompt]) -> Iterator[GenerationRequest]:
-    seed = config.seed << 40  # as in training: no two runs' seeds meet
     for prompt in prompts:
         for i in range(config.num_samples):
             yield GenerationRequest(
                 request_id=f"{prompt.index}-{i}",
                 prompt_token_ids=prompt.token_ids,
                 sampling=config.params,
-                seed=seed + prompt.index * config.num_samples + i,
+                seed=request_seed(config.seed, prompt.index, i),
             )
 
 

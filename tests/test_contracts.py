@@ -16,9 +16,14 @@ from recipes.grpo_gsm8k import GSM8KConfig
 from recipes.quickstart import QuickstartConfig
 from rlsys.cli import parse
 from rlsys.fields import num_leaf_fields, to_toml
+from tests.small_recipes import SMALL_RECIPES, config_of
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = {"quickstart.py": QuickstartConfig, "grpo_gsm8k.py": GSM8KConfig}
+CONFIGS: dict[str, type] = {
+    "quickstart.py": QuickstartConfig,
+    "grpo_gsm8k.py": GSM8KConfig,
+    **{f"{name}.py": config_of(name) for name in SMALL_RECIPES},
+}
 
 
 def imports(package: str) -> Iterator[tuple[Path, str]]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import (
@@ -24,10 +24,9 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
-from rlsys.controller.generation import request_seed
 from rlsys.dataflow.graph import Dataflow, Prompts
 from rlsys.dataflow.ledger import Ledger
-from rlsys.engines.generation.sampling import stream_key
+from rlsys.engines.generation.sampling import request_seed, stream_key
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time
 from rlsys.simulation.workers import (
@@ -235,6 +234,23 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     answer_s=st.sampled_from([0.0, 0.5, 5.0]),
     step_s=st.sampled_from([0.0, 1.0]),
     checkpoint_every=st.integers(0, 2),
+)
+@example(  # a replica that starts after the roll-back, before the weights come again
+    seed=58660,
+    max_staleness=1,
+    num_replicas=1,
+    order="issued",
+    over_issue=0,
+    deaths=[
+        (9.82607676582989, "replica"),
+        (9.84259236217728, "replica"),
+        (23.531349798622774, "learner back to an older step"),
+        (0.0, "replica"),
+    ],
+    row_s=0.1,
+    answer_s=5.0,
+    step_s=0.0,
+    checkpoint_every=2,
 )
 def test_deaths_cost_time_and_nothing_else(
     seed: int,

@@ -194,6 +194,9 @@ def test_a_refused_group_is_replaced() -> None:
     run_in_virtual_time(w.run())
     assert [sum(map(len, step)) for step in w.learner.trained[:4]] == [8] * 4
     assert w.ledger.drop_reasons["refused"] == 16
+    assert len(w.observer.refused) == 16
+    assert all(group["num_tokens"] == [3, 3] for group in w.observer.refused)
+    assert all(len(group["reward"]) == 2 for group in w.observer.refused)
 
 
 def test_a_function_over_the_step_sees_all_its_rows() -> None:

@@ -8,7 +8,6 @@ prompts ─► issue ──► ReplicaPool ──► collected ─► store
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from rlsys.controller.state import Group, OpenWork, RolloutNote, RunState
 from rlsys.dataflow.blocks import BlockRef
 from rlsys.dataflow.router import Router
 from rlsys.dataflow.signal import first_of
+from rlsys.engines.generation.sampling import request_seed
 from rlsys.types import GenerationRequest, Prompt, WeightManifest
 from rlsys.workers import Collected, FinishedRollout, Fleet, Part, Replica, RolloutText
 
@@ -305,13 +305,6 @@ class GenerationSide:
             for request_id in request_ids:
                 self._partials.forget(request_id)
             await self.pool.abort(request_ids)
-
-
-def request_seed(seed: int, group_id: int, index: int) -> int:
-    """Of one rollout, in [0, 2^64): the same in every life of a run, and unlike those of all other
-    rollouts of runs with this and any other seed."""
-    digest = hashlib.blake2b(f"{seed} {group_id} {index}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest())
 
 
 def _held_text(group: Group, index: int, rollout: FinishedRollout) -> RolloutText:

@@ -160,8 +160,7 @@ class ReplicaPool:
     async def _admit(self, replica: Replica) -> None:
         """Load the newest weights, and take part from then on."""
         loaded: WeightManifest | None = None
-        while (newest := self._newest) is not loaded:
-            assert newest is not None
+        while (newest := self._newest) is not None and newest is not loaded:
             try:
                 await replica.update_weights(newest, delayed=False)
                 loaded = newest
@@ -169,7 +168,11 @@ class ReplicaPool:
                 while self._newest is newest:
                     await self._weights_published.next()
         # No wait from here on: whatever is published next finds it among those that serve.
-        version = loaded.version if loaded is not None else self._state.gate.version
+        version = self._state.gate.version  # of model.path
+        if newest is not None:
+            version = newest.version
+        elif self._history > 0:
+            version = NOTHING_LOADED  # those of the step that the run has gone back to will come
         self._router.add(replica.name, home=replica.home)
         self._state.store.add_home(replica.home)
         self._serving[replica.name] = replica

@@ -1,29 +1,35 @@
-"""Models that read the same token ids must mean the same by them.
+"""Whether models that read each other's tokens mean the same by them.
 
-In: the tokenizer that makes the ids, and another model's directory. Out: nothing, or a ValueError
-that names the first token that is another there.
+In: the policy's tokenizer, and the models beside it. Rollouts travel as token ids, so that a
+reference, a teacher, a critic or a reward model of another vocabulary would read another text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rlsys.config import require
 from rlsys.data.prompts import load_tokenizer
 
 
-def check_vocabulary(name: str, path: str, tokenizer: Any) -> None:
-    """Every token of `tokenizer` is the same for the model `name` at `path`, which may have more.
-    Raises ValueError else, and for a model without a tokenizer."""
-    theirs: dict[str, int] = load_tokenizer(path).get_vocab()
-    ours: dict[str, int] = tokenizer.get_vocab()
-    differs = sorted(
-        (token_id, token) for token, token_id in ours.items() if theirs.get(token) != token_id
-    )
-    example = differs[0] if differs else (0, "")
-    require(
-        not differs,
-        f"model {name!r} at {path!r} has another vocabulary: {len(differs)} of {len(ours)} tokens "
-        f"differ, first {example[1]!r}, which is {example[0]} for the policy and "
-        f"{theirs.get(example[1], 'none')} there; give a model with the policy's tokenizer.",
-    )
+def check_vocabularies(tokenizer: Any, paths: Mapping[str, str]) -> None:
+    """Raise ValueError for a model whose tokens are not the policy's. `paths`: by role; an empty
+    one takes the policy's weights."""
+    own = tokenizer.get_vocab()
+    for role, path in paths.items():
+        if not path:
+            continue
+        theirs = load_tokenizer(path).get_vocab()
+        differing = sorted(
+            (token for token in own.keys() & theirs.keys() if own[token] != theirs[token]),
+            key=own.__getitem__,
+        )
+        lacking = sorted(own.keys() - theirs.keys(), key=own.__getitem__)
+        wrong = [*lacking, *differing]
+        require(
+            not wrong,
+            f"{role}.model.path={path!r} has another vocabulary than the policy: {len(wrong)} of "
+            f"the policy's {len(own)} tokens mean something else there, such as {wrong[:1]}; "
+            "rollouts travel as token ids, so give a model with the policy's tokenizer.",
+        )

@@ -1,6 +1,7 @@
 """An event loop whose clock jumps: whatever sleeps, wakes at once, in the right order.
 
-A loop that waits for nothing but the future is a deadlock, and raises instead of hanging.
+A loop that waits for nothing but the future is a deadlock, and one that goes on and on a livelock:
+both raise instead of hanging.
 """
 
 from __future__ import annotations
@@ -17,12 +18,24 @@ class Deadlock(AssertionError):
     """Every task waits, and no timer will ever wake one."""
 
 
+class Livelock(AssertionError):
+    """Tasks wake each other without end."""
+
+
+# Of the loop: a hundred times what the longest simulation takes.
+MAX_TURNS = 1_000_000
+
+
 class _JumpingSelector(selectors.DefaultSelector):
     now_s = 0.0
+    num_turns = 0
 
     def select(self, timeout: float | None = None) -> Any:
         if timeout is None:
             raise Deadlock("every task waits for another")
+        self.num_turns += 1
+        if self.num_turns > MAX_TURNS:
+            raise Livelock(f"no end after {self.num_turns} turns, at {self.now_s:g} s")
         self.now_s += max(timeout, 0.0)
         return super().select(0)
 

@@ -1,26 +1,32 @@
-"""Token ids mean the same to every model of a run, or it is refused."""
-
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 
-from rlsys.data.vocabulary import check_vocabulary
+from rlsys.data.vocabulary import check_vocabularies
 from rlsys.tiny_models import build_tokenizer
 
-
-def test_a_model_may_know_more_tokens_but_no_other_ones(tmp_path: Path) -> None:
-    build_tokenizer("0123=").save_pretrained(tmp_path / "judge")
-    judge = str(tmp_path / "judge")
-    check_vocabulary("judge", judge, build_tokenizer("0123="))
-    check_vocabulary("judge", judge, build_tokenizer("012"))
-    with pytest.raises(ValueError, match=r"model 'judge' at .*1 of 9 tokens differ, first '4'"):
-        check_vocabulary("judge", judge, build_tokenizer("0123=4"))
-    with pytest.raises(ValueError, match="first '1', which is 3 for the policy and 4 there"):
-        check_vocabulary("judge", judge, build_tokenizer("10"))
+DIGITS = "0123456789+="
 
 
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no tokenizer"):
-        check_vocabulary("judge", str(tmp_path), build_tokenizer("01"))
+def saved(directory: Path, characters: str) -> str:
+    build_tokenizer(characters).save_pretrained(directory)
+    return str(directory)
+
+
+def test_a_model_that_has_the_policys_tokens_may_have_more(tmp_path: Path) -> None:
+    policy = build_tokenizer(DIGITS)
+    paths = {"teacher": saved(tmp_path / "same", DIGITS), "critic": ""}
+    check_vocabularies(policy, paths)
+    check_vocabularies(policy, {"teacher": saved(tmp_path / "more", DIGITS + "-*")})
+
+
+@pytest.mark.parametrize(
+    ("characters", "words"),
+    [("+0123456789=", r"11 of the policy's 15 tokens"), ("0123456789+", r"such as \['='\]")],
+)
+def test_another_vocabulary_is_refused(tmp_path: Path, characters: str, words: str) -> None:
+    paths = {"teacher": saved(tmp_path / "other", characters)}
+    with pytest.raises(ValueError, match=f"teacher.model.path=.*another vocabulary.*{words}"):
+        check_vocabularies(build_tokenizer(DIGITS), paths)

@@ -11,6 +11,7 @@ Shape legend: N rows, V vocabulary, C rows whose distribution is cut by top-k or
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,13 @@ _MASK = (1 << 64) - 1
 
 # Below this a temperature is as good as 0, and dividing by it would overflow float32.
 SMALLEST_TEMPERATURE = 1e-20
+
+
+def request_seed(seed: int, group_id: int, index: int) -> int:
+    """Of one rollout of a group, in [0, 2^64): the same in every life of a run, and unlike those of
+    all other rollouts, of runs with this and any other seed."""
+    digest = hashlib.blake2b(f"{seed} {group_id} {index}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest())
 
 
 def stream_key(seed: int) -> int:

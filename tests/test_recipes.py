@@ -1,0 +1,89 @@
+"""The recipes of the arithmetic task: their graphs, and what is each one's own."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.dapo import penalised_advantage
+from rlsys.algorithms import grpo_advantage
+from rlsys.dataflow.graph import PerGroupStage, TrainStage
+from rlsys.fields import to_dict
+from tests.small_recipes import SMALL_RECIPES, config_of, graph_of
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", SMALL_RECIPES)
+def test_a_recipe_is_a_page_whose_graph_runs_and_draws(name: str) -> None:
+    assert len((ROOT / "recipes" / f"{name}.py").read_text().splitlines()) <= 120
+    flow = graph_of(name)
+    flow.check()
+    drawn = flow.to_mermaid().splitlines()
+    assert drawn[0] == "flowchart LR"
+    named = set(re.findall(r"^    (s\d+)\[", "\n".join(drawn), re.MULTILINE))
+    assert len(named) == len(flow.stages)
+    assert set(re.findall(r"\b(s\d+)\b", "\n".join(drawn))) == named
+    assert any("weights, version v+1" in line for line in drawn)
+    assert config_of(name)().name == name  # so that two recipes do not share a directory
+
+
+def test_a_recipe_of_two_proximal_policies() -> None:
+    recomputed, interpolated = (
+        {column.name for column in graph_of("decoupled_ppo", proximal=how).trained("policy").reads}
+        for how in ("recomputed", "interpolated")
+    )
+    assert recomputed - interpolated == {"proximal_logprobs"}
+    assert interpolated < recomputed
+
+
+def test_dapo_refuses_by_the_reward_and_punishes_length_besides() -> None:
+    """At most 6 tokens, of which the last 4 cost a quarter each."""
+    advantage = partial(penalised_advantage, max_tokens=6, overlong_tokens=4)
+    rewards, lengths = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0, 4.0, 6.0])
+    expected = grpo_advantage(torch.tensor([1.0, 0.5, -1.0]))
+    torch.testing.assert_close(advantage(rewards, lengths), expected)
+
+    (stage,) = graph_of("dapo").all(PerGroupStage)
+    assert [column.name for column in stage.reads] == ["reward", "num_tokens", "reward"]
+    assert stage.function(torch.ones(3), lengths, torch.ones(3)) is None
+    assert stage.function(rewards, lengths, rewards) is not None
+
+
+def test_every_small_recipe_trains_the_policy_alone() -> None:
+    for name in SMALL_RECIPES:
+        (stage,) = graph_of(name).all(TrainStage)
+        assert stage.model.name == "policy"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("dr_grpo", {"group_size": 1}, "group_size=1 makes every GRPO advantage zero"),
+        ("rloo", {"group_size": 1}, "group_size=1 makes every advantage of rloo_advantage zero"),
+        ("rloo", {"max_weight": 0.5}, "max_weight=0.5 would scale on-policy gradients down"),
+        ("scalerl", {"group_size": 1}, "makes every advantage of scale_rl_advantage zero"),
+        ("scalerl", {"max_ratio": 0.0}, "max_ratio=0.0 would scale"),
+        ("gspo", {"clip_high": -0.1}, "clip_high=-0.1 leave no range around 1"),
+        ("dapo", {"overlong_tokens": 7}, "overlong_tokens=7 leaves no range"),
+        ("reinforce_pp", {"kl_coefficient": -1.0}, "pays for leaving the reference"),
+        ("decoupled_ppo", {"proximal": "guessed"}, "guessed"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    name: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        graph_of(name, **settings)
+
+
+def test_the_task_wins_over_the_algorithms_sizes() -> None:
+    found = to_dict(config_of("scalerl")())
+    assert found["asynchrony"]["max_staleness"] == 8
+    assert found["sampling"]["max_tokens"] == 6
+    assert to_dict(config_of("reinforce_pp")())["group_size"] == 1
