@@ -141,7 +141,7 @@ class TrainerActor(Heartbeat):
                 [
                     torch.from_numpy(np.concatenate(arrays[column.name]))
                     if column.name in arrays
-                    else torch.tensor(rows.scalars[column.name])
+                    else torch.tensor(rows.scalars[column.name], dtype=torch.float32)
                     for column in stage.reads
                 ],
                 group_ids=rows.group_ids,

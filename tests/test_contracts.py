@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS: dict[str, type] = {
     "quickstart.py": QuickstartConfig,
     "grpo_gsm8k.py": GSM8KConfig,
-    **{f"{name}.py": config_of(name) for name in SMALL_RECIPES},
+    **{f"{name}.py": config_of(name) for name in (*SMALL_RECIPES, "dpo", "ppo", "reward_model")},
 }
 
 

@@ -302,8 +302,11 @@ def test_an_advantage_of_lengths_alone_is_computed() -> None:
     w = world(num_replicas=1)
     w.dataflow = flow = Dataflow()
     rollouts = flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
-    shortness = flow.per_group(center, NUM_TOKENS)
-    flow.train(flow.main, rollouts, shortness, loss=no_loss, aggregation=no_loss)
+    shortness = flow.per_group(center, NUM_TOKENS, name="shortness")
+    (advantages,) = flow.per_batch(
+        lambda *columns: sum(map(center, columns)), shortness, NUM_TOKENS
+    )
+    flow.train(flow.main, rollouts, advantages, loss=no_loss, aggregation=no_loss)
     flow.check()
     run_in_virtual_time(w.run())
     assert [x for rows in w.learner.trained[0] for x in rows.scalars["advantages"]] == [0.0] * 8

@@ -23,6 +23,7 @@ from rlsys import metrics
 from rlsys.observe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
+PREFERENCES = "preference/accuracy"  # of pairs, as the model in training has them
 TIMES = "minutes.json"  # in runs_dir, by run: of those that were trained here
 
 
@@ -34,8 +35,9 @@ class Recipe:
     """The metric that should rise."""
     also: Mapping[str, str] = field(default_factory=dict)
     """More numbers of the last steps: {name here: metric}."""
-    before: tuple[str, ...] = ()
-    """Runs beside its own that the same command trains first: "NAME-SUFFIX"."""
+    before: Mapping[str, str] = field(default_factory=dict)
+    """Runs beside its own that the same command trains first, and the metric that should rise
+    there: {"NAME-SUFFIX": metric}."""
 
 
 RECIPES: dict[str, Recipe] = {
@@ -48,13 +50,25 @@ RECIPES: dict[str, Recipe] = {
     "decoupled_ppo": Recipe(),
     "llamarl": Recipe(),
     "scalerl": Recipe(also={"staleness": metrics.STALENESS_MEAN}),
-    "distill": Recipe(also={"kl_teacher": "kl/teacher"}, before=("distill-teacher",)),
+    "distill": Recipe(
+        also={"kl_teacher": "kl/teacher"}, before={"distill-teacher": metrics.REWARD_MEAN}
+    ),
+    "reward_model": Recipe(reward=PREFERENCES, also={"margin": "preference/margin"}),
+    "dpo": Recipe(reward=PREFERENCES, also={"margin": "preference/margin"}),
+    "ppo": Recipe(
+        also={
+            "accuracy": metrics.REWARD_MEAN,
+            "score": "score/mean",
+            "explained_variance": "critic/value/explained_variance",
+        },
+        before={"ppo-reward_model": PREFERENCES},
+    ),
 }
 
 
 def series(lines: Sequence[Mapping[str, float]], name: str) -> list[float]:
     """The metric's values; where a line has none of it, the reward that every line has."""
-    return [line.get(name, line[metrics.REWARD_MEAN]) for line in lines]
+    return [line[name] if name in line else line[metrics.REWARD_MEAN] for line in lines]
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
@@ -82,10 +96,10 @@ def told(name: str, runs_dir: Path, minutes: float | None) -> dict[str, float]:
         found["minutes"] = minutes
     for key, metric in recipe.also.items():
         found[key] = ends([line[metric] for line in lines if metric in line])[1]
-    for other in recipe.before:
+    for other, metric in recipe.before.items():
         theirs = read_metrics(runs_dir / other / "metrics.jsonl")
         key = other.removeprefix(f"{name}-")
-        found[f"{key}_reward_last"] = ends(series(theirs, metrics.REWARD_MEAN))[1]
+        found[f"{key}_reward_last"] = ends(series(theirs, metric))[1]
         found[f"{key}_minutes"] = (
             theirs[-1][metrics.TIME_UNIX_S] - theirs[0][metrics.TIME_UNIX_S]
         ) / 60

@@ -17,6 +17,7 @@ from rlsys.algorithms import (
     reinforce,
     scale_rl_advantage,
     sequence_mean,
+    simpo,
     token_mean,
     with_kl,
 )
@@ -197,7 +198,7 @@ def test_what_a_dataset_cannot_be_trained_by_is_refused() -> None:
     with pytest.raises(ValueError, match="those of a dataset have none; use a loss without adv"):
         flow.train(policy, rows, loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean)
     with pytest.raises(ValueError, match="group_size=1 is no pair"):
-        flow.train(policy, rows, PREFERENCE, loss=bradley_terry(), aggregation=token_mean)
+        flow.train(policy, rows, PREFERENCE, loss=simpo(), aggregation=sequence_mean)
 
 
 def test_a_recipe_over_pairs_needs_pairs() -> None:

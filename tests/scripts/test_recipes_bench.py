@@ -50,6 +50,17 @@ def test_what_was_trained_before_is_told_too(runs_dir: Path) -> None:
     assert found["kl_teacher"] == 0.975
 
 
+def test_a_run_without_rewards_is_told_by_its_preferences(runs_dir: Path) -> None:
+    path = runs_dir / "ppo-reward_model"
+    path.mkdir()
+    lines = [{"step": n, "preference/accuracy": n / 20, "time/unix_s": 60.0 * n} for n in (1, 20)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_of(runs_dir / "ppo", metric="score/mean")
+    found = recipes.told("ppo", runs_dir, None)
+    assert (found["reward_model_reward_last"], found["reward_model_minutes"]) == (1.0, 19.0)
+    assert found["score"] == 0.975
+
+
 def test_one_line_of_json_comes_last(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
