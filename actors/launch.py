@@ -254,6 +254,7 @@ def _load_prompts(
         if isinstance(stage, DatasetStage)
         else None,
     )
+    flow.check_groups(config.group_size)
     flow.hold_proximal(config.trainer.updates_per_step)
     flow.check()
     for name, model in flow.models.items():

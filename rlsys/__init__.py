@@ -26,7 +26,7 @@ from rlsys.config import (
     TrainerConfig,
     require,
 )
-from rlsys.dataflow.graph import Dataflow, Prompts
+from rlsys.dataflow.graph import NUM_TOKENS, PREFERENCE, TRUNCATED, Dataflow, Prompts
 from rlsys.errors import RunFailed
 from rlsys.launching import RunResult, WarmStart, launch, main
 from rlsys.rewards import Reward, example_rollout, reward
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "NUM_TOKENS",
+    "PREFERENCE",
+    "TRUNCATED",
     "AsyncConfig",
     "ClusterConfig",
     "DataConfig",

@@ -84,12 +84,7 @@ class Controller:
     ) -> None:
         flow.hold_proximal(config.trainer.updates_per_step)
         source = flow.source
-        sampled = source.group_size
-        require(
-            sampled == config.group_size,
-            f"the dataflow has groups of group_size={sampled} (flow.{source.name}), the "
-            f"configuration says group_size={config.group_size}; give both the same.",
-        )
+        flow.check_groups(config.group_size)
         for replica in replicas.values():
             store.add_home(replica.home)
         # Where one has died by now, nobody knows yet how many nodes there are going to be.

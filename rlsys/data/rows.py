@@ -24,6 +24,11 @@ def load_rows(config: DataConfig) -> Any:
     Raises ValueError for a file that is missing, empty or unreadable, and for a hub dataset, subset
     or split that is not there or cannot be reached.
     """
+    if config.source and Path(config.source).is_dir():
+        raise ValueError(
+            f"data.source={config.source!r} is a directory; give one of its files (.jsonl, .json "
+            "or .parquet), or a hub name."
+        )
     import datasets
     from datasets.exceptions import DatasetsError
 

@@ -253,6 +253,11 @@ class Dataflow:
         self, rollouts: Sequence[Column], rewards: Sequence[RewardFn], *, writes: str = "reward"
     ) -> Column:
         """Reward of each rollout, as soon as it has ended."""
+        _check_columns("score", rollouts)
+        require(
+            isinstance(rewards, Sequence) and not isinstance(rewards, str),
+            f"flow.score is given {rewards!r} for its rewards; give a list, such as [correct].",
+        )
         require(
             len(rewards) > 0,
             "rewards=() scores nothing; give flow.score at least one reward function.",
@@ -269,6 +274,8 @@ class Dataflow:
     def per_group(self, function: GroupFn, *columns: Column, name: str = "advantages") -> Column:
         """`function(*[G] tensors) -> [G]` over each group, as soon as it is complete; None refuses
         the group, and another is issued in its place."""
+        _check_callable("per_group", "function", function)
+        _check_columns("per_group", columns)
         for column in columns:
             require(
                 column.per == "row",
@@ -290,6 +297,8 @@ class Dataflow:
     ) -> tuple[Column, ...]:
         """`function` over all rows of a step, once they are chosen: rlsys.algorithms.batches says
         what it is given and returns. `per`: of what it returns."""
+        _check_callable("per_batch", "function", function)
+        _check_columns("per_batch", columns)
         from rlsys.algorithms.batches import check_batch_function
 
         check_batch_function(function, len(columns))
@@ -314,6 +323,13 @@ class Dataflow:
     ) -> None:
         """Gradient steps of `model`: per-token `loss` over the rollouts and `columns`, summed up by
         `aggregation`. `watch`: columns that only the metrics show."""
+        require(
+            isinstance(model, Model),
+            f"flow.train is given {model!r} for its model; give what flow.model returns.",
+        )
+        _check_columns("train", (*rollouts, *columns, *watch))
+        _check_callable("train", "loss", loss)
+        _check_callable("train", "aggregation", aggregation)
         require(
             model.may_train,
             f"flow.train({model.name!r}): it has no trainer; give flow.model a TrainedRoleConfig.",
@@ -398,6 +414,15 @@ class Dataflow:
                     f"stage {stage.name!r} runs as soon as it can, and reads {column.name!r}, "
                     "which is there only when a step is complete; use flow.per_batch.",
                 )
+
+    def check_groups(self, group_size: int) -> None:
+        """Raise ValueError unless groups are as large as the configuration has them."""
+        source = self.source
+        require(
+            source.group_size == group_size,
+            f"the dataflow has groups of group_size={source.group_size} (flow.{source.name}), the "
+            f"configuration says group_size={group_size}; give both the same.",
+        )
 
     def stage(self, kind: type[S]) -> S:
         """The one stage of a kind; ValueError if there is none."""
@@ -586,6 +611,28 @@ class Dataflow:
             )
         self.stages.append(stage)
         return stage.writes
+
+
+def _check_columns(stage: str, columns: Sequence[Any]) -> None:
+    for column in columns:
+        require(
+            isinstance(column, Column),
+            f"flow.{stage} is given {column!r} for a column; give what another stage returns "
+            "(flow.generate, flow.dataset and flow.per_batch return a tuple of columns).",
+        )
+
+
+def _check_callable(stage: str, what: str, given: Any) -> None:
+    require(
+        callable(given),
+        f"flow.{stage} is given {given!r} for its {what}, which is no function; names of functions "
+        "become functions with rlsys.algorithms.registry.parse.",
+    )
+    require(
+        not isinstance(given, type),
+        f"flow.{stage} is given the class {getattr(given, '__name__', given)} for its {what}; make "
+        f"one of it: {getattr(given, '__name__', given)}(...).",
+    )
 
 
 def _distinct(columns: Iterable[Column]) -> tuple[Column, ...]:

@@ -75,3 +75,8 @@ def test_no_source_is_refused() -> None:
 def test_a_hub_dataset_that_cannot_be_had_says_what_to_check() -> None:
     with pytest.raises(ValueError, match=r"'no-one/nothing' cannot be loaded .*the network"):
         load_rows(DataConfig(source="no-one/nothing"))
+
+
+def test_a_directory_is_no_source(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a directory; give one of its files"):
+        load_rows(DataConfig(source=str(tmp_path)))

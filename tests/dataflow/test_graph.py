@@ -1,6 +1,7 @@
 """The graph refuses what could never run, with the names in the message."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,28 @@ def test_a_loss_without_its_columns_is_refused() -> None:
         flow.train(
             policy, rollouts, reward, loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean
         )
+
+
+def test_what_is_no_column_and_no_function_is_told() -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    policy = flow.models["policy"]
+    right: Any = lambda rollout: 1.0  # noqa: E731
+    with pytest.raises(ValueError, match=r"for its rewards; give a list, such as \[correct\]"):
+        flow.score(rollouts, right)
+    reward = flow.score(rollouts, [right])
+    lengths: Any = "num_tokens"
+    with pytest.raises(ValueError, match="is given 'num_tokens' for a column"):
+        flow.per_group(center, reward, lengths)
+    name: Any = "grpo_advantage"
+    with pytest.raises(ValueError, match="'grpo_advantage' for its function, which is no function"):
+        flow.per_group(name, reward)
+    advantages = flow.per_group(center, reward)
+    with pytest.raises(ValueError, match=r"the class reinforce for its loss; .* reinforce\(...\)"):
+        flow.train(policy, rollouts, advantages, loss=reinforce, aggregation=token_mean)
+    flow.train(policy, rollouts, advantages, loss=reinforce(), aggregation=token_mean)
+    with pytest.raises(ValueError, match=r"group_size=2 \(flow.generate\), the config.* says"):
+        flow.check_groups(4)
 
 
 def test_roles_are_told_apart() -> None:
