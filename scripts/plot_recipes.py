@@ -17,13 +17,13 @@ from typing import Any
 
 from rlsys import metrics
 from rlsys.observe.metrics import read_metrics
-from scripts.bench.recipes import RECIPES, series
+from scripts.bench.recipes import RECIPES, ends, series
 from scripts.plot_run import FAINT, INK, REWARD, smoothed
 
 COLUMNS = 4
 BEHIND = "#bbbbbb"
 
-Curve = tuple[list[float], list[float]]  # steps, rewards
+Curve = tuple[list[float], list[float], str]  # steps, rewards, and how they rose
 
 
 def curves(runs_dir: Path) -> dict[str, Curve]:
@@ -33,9 +33,11 @@ def curves(runs_dir: Path) -> dict[str, Curve]:
         path = runs_dir / name / "metrics.jsonl"
         if path.is_file() and (lines := read_metrics(path)):
             values = series(lines, recipe.reward)
+            first, last = ends(values)
             found[name] = (
                 [line[metrics.STEP] for line in lines],
                 smoothed(values, max(1, len(values) // 25)),
+                f"{first:.2f} to {last:.2f}",
             )
     return found
 
@@ -47,22 +49,23 @@ def draw(found: Mapping[str, Curve]) -> Any:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"font.size": 9, "axes.edgecolor": FAINT, "svg.hashsalt": "rlsys"})
-    rows = -(-len(found) // COLUMNS)
+    columns = min(COLUMNS, len(found))
+    rows = -(-len(found) // columns)
     figure, grid = plt.subplots(
         rows,
-        COLUMNS,
-        figsize=(10, 2.1 * rows + 0.4),
+        columns,
+        figsize=(2.5 * columns, 2.1 * rows + 0.4),
         sharex=True,
         sharey=True,
         squeeze=False,
         layout="constrained",
     )
     panels = list(grid.flat)
-    for panel, (name, (steps, values)) in zip(panels, found.items(), strict=False):
+    for panel, (name, (steps, values, rise)) in zip(panels, found.items(), strict=False):
         for other in found.values():
-            panel.plot(*other, color=BEHIND, linewidth=0.7, alpha=0.6)
+            panel.plot(*other[:2], color=BEHIND, linewidth=0.7, alpha=0.6)
         panel.plot(steps, values, color=REWARD, linewidth=2)
-        panel.set_title(f"{name}   {values[0]:.2f} to {values[-1]:.2f}", loc="left", color=INK)
+        panel.set_title(f"{name}   {rise}", loc="left", color=INK)
         panel.set_ylim(0, 1.02)
         panel.grid(axis="y", color=FAINT, linewidth=0.6)
         panel.tick_params(colors=INK, length=0)
