@@ -26,6 +26,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .local_ray import is_intact, within
 
+# Ray's smallest share of a core or GPU is a ten-thousandth.
+RAY_UNITS = 10_000
+
 # For giving a reservation back; where Ray's head is dead nobody waits for it.
 RELEASE_TIMEOUT_S = 2.0
 
@@ -86,12 +89,12 @@ def check_capacity(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) 
 
     First fit, largest first: a bound on what Ray's own packing achieves, not a placement.
     """
-    free = [dict(node) for node in nodes]
+    free = [[_units(node.get(kind, 0)) for kind in ("CPU", "GPU")] for node in nodes]
     for need in sorted(needs, key=_largest_first):
+        cpus, gpus = _units(need.num_cpus), _units(need.num_gpus)
         for node in free:
-            if node.get("CPU", 0) >= need.num_cpus and node.get("GPU", 0) >= need.num_gpus:
-                node["CPU"] = node.get("CPU", 0) - need.num_cpus
-                node["GPU"] = node.get("GPU", 0) - need.num_gpus
+            if node[0] >= cpus and node[1] >= gpus:
+                node[:] = node[0] - cpus, node[1] - gpus
                 break
         else:
             raise ClusterTooSmall(
@@ -150,6 +153,11 @@ async def reserved(
         for group in {place.group for place in places.values()}:
             if is_intact():
                 within(RELEASE_TIMEOUT_S, functools.partial(remove_placement_group, group))
+
+
+def _units(share: float) -> int:
+    """Whole numbers, in which Ray counts too: shares that add up to a node fill it exactly."""
+    return round(share * RAY_UNITS)
 
 
 def _largest_first(need: Need) -> tuple[float, float]:

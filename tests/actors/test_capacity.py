@@ -1,0 +1,22 @@
+"""Whether a cluster's free resources hold what a run reserves, in Ray's own arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.placement import ClusterTooSmall, Need, check_capacity
+
+
+def needs(*cpus: float) -> list[Need]:
+    return [Need(name=f"a-{i}", num_cpus=n, num_gpus=0, fix="x") for i, n in enumerate(cpus)]
+
+
+def test_shares_that_add_up_to_a_whole_find_room() -> None:
+    # 2 - 0.8 - 0.8 is less than 0.4 in floating point.
+    check_capacity(needs(0.8, 0.4, 0.8), [{"CPU": 2.0}])
+    check_capacity(needs(*[0.1] * 10), [{"CPU": 1.0}])
+
+
+def test_a_share_too_many_finds_none() -> None:
+    with pytest.raises(ClusterTooSmall, match="a-1 finds no place"):
+        check_capacity(needs(0.8, 0.4001, 0.8), [{"CPU": 2.0}])
