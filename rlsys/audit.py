@@ -248,8 +248,8 @@ def _staleness_in_updates(past: Past, evidence: Evidence, line: Mapping[str, Any
     """What the metrics may say: the oldest token was part of one of the step's updates."""
     updates = evidence.updates_per_step
     least = updates * past.staleness(line[metrics.STEP])
-    told = line.get(metrics.STALENESS_MAX)
-    return int(told) if told in range(least, least + updates) else least
+    told: int = line.get(metrics.STALENESS_MAX, least)
+    return told if told in range(least, least + updates) else least
 
 
 def _rollouts(past: Past, evidence: Evidence) -> list[str]:

@@ -18,7 +18,7 @@ from rlsys.history import read_evidence
 from rlsys.observe.metrics import read_metrics
 from tests.e2e.job import run, start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TRAINER = "ray::TrainerActor"
 SMALL_PAIRS = shlex.split("--prompts-per-step 8 --num-steps 3 --checkpoint-every 2 --resume auto")
