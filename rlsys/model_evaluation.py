@@ -43,7 +43,6 @@ from rlsys.rewards import (
     RewardResult,
     RewardRunner,
     as_rewards,
-    check_columns,
     pack_rewards,
 )
 from rlsys.types import FinishReason, Generation, GenerationRequest, Prompt, Rollout, SamplingParams
@@ -188,12 +187,10 @@ def _prompts(
         config.data,
         tokenizer,
         seed=config.seed,
-        prompts_per_step=1,
         max_tokens=config.sampling.max_tokens,
         max_context=max_context,
     )
-    check_columns(rewards, source.metadata_columns)
-    source.check_filled(dict.fromkeys(name for one in rewards for name in one.required_columns))
+    source.check_rewards(rewards)
     num = len(source) if config.num_prompts is None else config.num_prompts
     require(
         2 <= num <= len(source),

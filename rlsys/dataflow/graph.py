@@ -20,7 +20,8 @@ live in the store's shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -28,6 +29,7 @@ from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig, require
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.schema import StageSpec
 from rlsys.dataflow.store import StreamStore
+from rlsys.rewards.reward import Reward, as_rewards
 
 if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
     import torch
@@ -76,6 +78,26 @@ class Prompts:
 
     config: DataConfig
     rows: Sequence[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.config, DataConfig),
+            f"Prompts.config={self.config!r} is no DataConfig; give the configuration's data.",
+        )
+        rows = self.rows
+        if rows is None or hasattr(rows, "column_names"):  # a datasets.Dataset
+            return
+        require(
+            isinstance(rows, Sequence) and not isinstance(rows, str | bytes),
+            f"Prompts.rows={reprlib.repr(rows)} is no list of rows; give a list of dictionaries, "
+            "or a datasets.Dataset.",
+        )
+        for number, row in enumerate(rows):
+            require(
+                isinstance(row, Mapping),
+                f"Prompts.rows[{number}]={reprlib.repr(row)} is no row; give a dictionary of "
+                f"columns, such as {{{self.config.prompt_column!r}: {reprlib.repr(row)}}}.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +153,7 @@ class InferStage(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreStage(Stage):
-    rewards: tuple[RewardFn, ...]
+    rewards: tuple[Reward, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +289,7 @@ class Dataflow:
                 name="score",
                 reads=tuple(rollouts),
                 writes=(Column(writes),),
-                rewards=tuple(rewards),
+                rewards=as_rewards(rewards),
             )
         )
 
@@ -283,6 +305,9 @@ class Dataflow:
                 "function over a group reads one value per row. Use flow.per_batch, whose "
                 "functions get tokens too.",
             )
+        from rlsys.algorithms.groups import check_group_function
+
+        check_group_function(function, len(columns))
         self._check_group_size(function)
         return self._add(
             PerGroupStage(name=name, reads=columns, writes=(Column(name),), function=function)

@@ -24,7 +24,6 @@ def source(
         DataConfig(shuffle=False),
         tokenizer,
         seed=0,
-        prompts_per_step=1,
         max_tokens=4,
         max_context=64,
         rows=rows,
