@@ -21,7 +21,7 @@ class Alphabet:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._known: set[str] = set()
         self._unknown: set[str] = set()
         # Other kinds have a token for what they do not know, or raise.

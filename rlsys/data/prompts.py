@@ -118,10 +118,8 @@ class PromptSource:
         require(
             len(self) >= prompts_per_step,
             f"prompts_per_step={prompts_per_step}, but {self._where} has only {len(self)} prompts "
-            "that can be used; "
-            + (
-                f"use at most {len(self)} a step, or more data." if len(self) else "give more data."
-            ),
+            f"that can be used; use {f'at most {len(self)} a step, or ' if len(self) else ''}more "
+            "data.",
         )
 
     def check_rewards(self, rewards: Sequence[Reward]) -> None:

@@ -65,7 +65,8 @@ class Column:
     per: Per = "row"
 
 
-# Of every rollout, for functions over groups and batches, and for losses: what no stage writes.
+# Of every rollout, for functions over groups and batches, and for losses: what no stage writes, and
+# a recipe names as rlsys.NUM_TOKENS, rlsys.TRUNCATED, rlsys.PREFERENCE.
 NUM_TOKENS = Column("num_tokens")  # of the completion
 TRUNCATED = Column("truncated")  # 1: ended by the limit on tokens, else 0
 PREFERENCE = Column("preference")  # 1: the first of its group, else -1
@@ -321,7 +322,8 @@ class Dataflow:
         per: Per = "row",
     ) -> tuple[Column, ...]:
         """`function` over all rows of a step, once they are chosen: rlsys.algorithms.batches says
-        what it is given and returns. `per`: of what it returns."""
+        what it is given and returns. `per`: of what it returns. Returns a tuple of as many columns
+        as it writes: `(advantages,) = flow.per_batch(...)`."""
         _check_callable("per_batch", "function", function)
         _check_columns("per_batch", columns)
         from rlsys.algorithms.batches import check_batch_function
