@@ -222,13 +222,12 @@ def test_the_texts_of_special_tokens_are_no_unknown_characters() -> None:
 
 
 def test_only_rewards_say_what_a_columns_values_may_be() -> None:
-    data = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": ["2"]}]
+    data: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": value} for value in ("2", ["2"])]
     prompts = source(data)
     with pytest.raises(ValueError, match=r"'exact_match': 'answer' in row 1 .*=\['2'\] is of type"):
         prompts.check_rewards([exact_match()])
-    source([{"prompt": "1+1=", "answer": value} for value in ("2", 2)]).check_rewards(
-        [exact_match()]
-    )
+    whole: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": value} for value in ("2", 2)]
+    source(whole).check_rewards([exact_match()])
     floats = source([{"prompt": "1+1=", "answer": 2.0}])
     floats.check_rewards([numeric_answer()])
     with pytest.raises(ValueError, match=r"=2.0 is of type float, .* of type str or int; make the"):

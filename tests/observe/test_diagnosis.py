@@ -68,9 +68,9 @@ def test_of_two_bottlenecks_the_one_that_was_measured_is_told() -> None:
 
 
 def test_a_trainer_that_waits_is_no_bottleneck_however_stale_its_data() -> None:
-    pinned = {"staleness__mean": 1.0}
-    assert found(lines(time__trainer_idle_s=0.9, **pinned)) == {}  # 45 %
-    assert list(found(lines(time__trainer_idle_s=0.39, **pinned))) == ["staleness_pinned"]
+    assert found(lines(time__trainer_idle_s=0.9, staleness__mean=1.0)) == {}  # 45 %
+    busy = lines(time__trainer_idle_s=0.39, staleness__mean=1.0)
+    assert list(found(busy)) == ["staleness_pinned"]
 
 
 def test_rows_of_a_dataset_ask_for_no_replicas() -> None:

@@ -100,7 +100,7 @@ def test_a_weight_can_be_changed_without_changing_the_reward() -> None:
         ),
         (lambda: reward(environment="KEY")(plain), "environment='KEY' of reward 'plain' is one"),
         (lambda: as_rewards([two]), r"reward 'two' takes \(rollout.*, answer.*with one rollout \("),  # type: ignore[list-item]
-        (lambda: reward(none_at_all), "reward 'none_at_all' takes .* is called with one rollout"),  # type: ignore[call-overload]
+        (lambda: reward(none_at_all), "reward 'none_at_all' takes .* is called with one rollout"),  # type: ignore[arg-type]
         (lambda: as_rewards([3]), "reward 'int' is 3, which is no function"),  # type: ignore[list-item]
         (lambda: as_rewards([exact_match]), "exact_match makes a reward .*call it.*exact_match"),  # type: ignore[list-item]
         (
