@@ -19,7 +19,7 @@ def describe(
     config: RunConfig, flow: Dataflow, shape: ModelShape, prompts: PromptSource, tokenizer: Any
 ) -> str:
     ranks, replicas = needs(config, flow)
-    roles = [need for needs in role_needs(flow).values() for need in needs]
+    roles = [need for needs in role_needs(config, flow).values() for need in needs]
     memory = estimate_memory(config, shape)
     prompt = prompts.at(0)
     # Of the tokens, not of the row: this is what the model sees, special tokens included.

@@ -12,19 +12,23 @@ import functools
 import importlib
 import reprlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.config import RunConfig, require
-from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.graph import Dataflow, check_rows
 from rlsys.errors import RunFailed
 from rlsys.fields import checked
 from rlsys.pipes import let_go_of_stdout
+from rlsys.rewards.reward import as_rewards
 from rlsys.run_directory import RunFiles
 from rlsys.tiny_models import OwnModel
+
+if TYPE_CHECKING:
+    from rlsys.dataflow.graph import RewardFn
 
 # Exit codes of a recipe, beside 0 and, for a wrong option, 2.
 FAILED, INTERRUPTED, NOBODY_READS = 1, 130, 141
@@ -85,6 +89,21 @@ class WarmStart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """What a model is evaluated on beside training, where evaluation.every is set."""
+
+    rows: Sequence[Mapping[str, Any]] | None = None
+    """In place of evaluation.source, where a recipe makes its own."""
+    rewards: Sequence[RewardFn] | None = None
+    """None: those that the dataflow scores with."""
+
+    def __post_init__(self) -> None:
+        check_rows(self.rows, "HeldOut.rows")
+        if self.rewards is not None:
+            as_rewards(self.rewards)  # raises for what is no reward function
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunResult:
     """What a run came to."""
 
@@ -94,6 +113,8 @@ class RunResult:
     metrics: tuple[Mapping[str, float], ...]
     """A line per optimizer step, earlier parts of a resumed run included; names as in
     metrics.jsonl, such as "reward/mean"."""
+    evaluations: tuple[Mapping[str, float], ...] = ()
+    """A line per evaluation on held-out prompts, as in evaluations.jsonl: "step", "eval/pass@1"."""
 
     @property
     def directory(self) -> Path:
@@ -105,6 +126,11 @@ class RunResult:
         """The trained model, as AutoModelForCausalLM.from_pretrained loads it."""
         return self.files.hf
 
+    @property
+    def best_model(self) -> Path:
+        """That of the evaluation with the highest mean reward; as `model`, if there was one."""
+        return self.files.best
+
 
 def launch(
     config: RunConfig,
@@ -112,11 +138,13 @@ def launch(
     *,
     own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
+    held_out: HeldOut | None = None,
     dry_run: bool = False,
 ) -> RunResult:
     """Run to the last optimizer step, and return what came of it.
 
-    `own_model` is trained where config.model.path is empty. With `dry_run` nothing is started and
+    `own_model` is trained where config.model.path is empty. `held_out` says what is evaluated
+    beside training, where config.evaluation does not say it. With `dry_run` nothing is started and
     nothing written: the configuration, the graph, the placement, the memory and one prompt are
     printed. Works in any thread, in a notebook too.
 
@@ -132,9 +160,17 @@ def launch(
     if warm_start is not None:
         fix = "rlsys.WarmStart(num_steps=..., batches=..., learning_rate=...), or leave it out"
         _check_kind("warm_start", warm_start, WarmStart, fix)
+    if held_out is not None:
+        fix = "rlsys.HeldOut(rows=..., rewards=...), or leave it out"
+        _check_kind("held_out", held_out, HeldOut, fix)
     _check_kind("dry_run", dry_run, bool, "True or False")
     result: RunResult = _actors_package("launch").launch(
-        config, flow, own_model=own_model, warm_start=warm_start, dry_run=dry_run
+        config,
+        flow,
+        own_model=own_model,
+        warm_start=warm_start,
+        held_out=held_out,
+        dry_run=dry_run,
     )
     return result
 

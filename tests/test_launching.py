@@ -331,6 +331,7 @@ def graph(*rewards: Any) -> rlsys.Dataflow:
         ((rlsys.RunConfig(), graph), {}, "is given flow=<function gr"),
         ((rlsys.RunConfig(), graph()), {"warm_start": 5}, "warm_start=5, which is no WarmStart"),
         ((rlsys.RunConfig(), graph()), {"own_model": "own"}, "own_model='own', which is no OwnM"),
+        ((rlsys.RunConfig(), graph()), {"held_out": ROWS}, "which is no HeldOut; give rlsys.Held"),
         ((rlsys.RunConfig(), graph()), {"dry_run": "yes"}, "dry_run='yes', which is no bool"),
     ],
 )

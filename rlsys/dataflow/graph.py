@@ -85,20 +85,25 @@ class Prompts:
             isinstance(self.config, DataConfig),
             f"Prompts.config={self.config!r} is no DataConfig; give the configuration's data.",
         )
-        rows = self.rows
-        if rows is None or hasattr(rows, "column_names"):  # a datasets.Dataset
-            return
+        check_rows(self.rows, "Prompts.rows")
+
+
+def check_rows(rows: Any, name: str) -> None:
+    """Raise ValueError for what a recipe gives as rows, and calls `name`, unless it is a list of
+    dictionaries, a datasets.Dataset or None."""
+    if rows is None or hasattr(rows, "column_names"):
+        return
+    require(
+        isinstance(rows, Sequence) and not isinstance(rows, str | bytes),
+        f"{name}={reprlib.repr(rows)} is no list of rows; give a list of dictionaries, or a "
+        "datasets.Dataset.",
+    )
+    for number, row in enumerate(rows):
         require(
-            isinstance(rows, Sequence) and not isinstance(rows, str | bytes),
-            f"Prompts.rows={reprlib.repr(rows)} is no list of rows; give a list of dictionaries, "
-            "or a datasets.Dataset.",
+            isinstance(row, Mapping),
+            f"{name}[{number}]={reprlib.repr(row)} is no row; give a dictionary of columns, such "
+            f"as {{'prompt': {reprlib.repr(row)}}}.",
         )
-        for number, row in enumerate(rows):
-            require(
-                isinstance(row, Mapping),
-                f"Prompts.rows[{number}]={reprlib.repr(row)} is no row; give a dictionary of "
-                f"columns, such as {{{self.config.prompt_column!r}: {reprlib.repr(row)}}}.",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
