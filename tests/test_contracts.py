@@ -44,8 +44,9 @@ def test_imports_go_one_way() -> None:
 
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
-    "algorithms types errors fields metrics interrupts pipes blocking file_modes",
-    "config checkpoint evaluation scaling",
+    "algorithms types errors fields metrics interrupts pipes blocking file_modes growing_file",
+    "manifest",
+    "exported config checkpoint evaluation scaling",
     "run_directory layout",
     "rewards",
     "data",
@@ -55,7 +56,8 @@ ROOMS = (
     "controller",
     "observe",
     "simulation audit estimate tiny_models",
-    "history launching cli model_evaluation",
+    "history",
+    "resuming launching cli model_evaluation",
     "__init__",
 )
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}

@@ -52,11 +52,19 @@ LOOPBACK = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        signal.SIGINT,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGQUIT, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
     number: signal.Signals, tmp_path: Path, ray_dir: Path
 ) -> None:
-    """As systemd and terminals send it. Two ranks, so that these have met too."""
+    """As systemd and terminals send it, closed ones too. Two ranks, so that these have met too."""
     ranks = ["--trainer.num-ranks", "2", "--trainer.num-cpus", "0.5", "--rollout.num-cpus", "0.5"]
     arguments = [*ENDLESS, *ranks, "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
