@@ -15,8 +15,8 @@ from rlsys.checkpoint import (
     find_checkpoints,
     find_strays,
     new_directory,
-    write_manifest,
 )
+from rlsys.manifest import write_manifest
 
 
 def save(checkpoints: Checkpoints, step: int, *, state: str = "") -> None:
@@ -82,7 +82,7 @@ def test_a_killed_save_is_never_the_newest_and_the_next_one_succeeds(tmp_path: P
     save(checkpoints, 1)
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)],
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
     )
     assert killed.returncode == -signal.SIGKILL
