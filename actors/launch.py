@@ -230,7 +230,7 @@ def _where_it_goes_on(history: History, config: RunConfig, directory: RunDirecto
             f"All {step} steps are trained; their model is exported to {directory.hf} again "
             f"({some(faults)})."
         )
-    again = f"; steps {step + 1} to {last}, of which no checkpoint is there, are trained again"
+    again = f"; what was trained behind it, up to step {last}, is trained again"
     return f"Going on from {history.checkpoint.path}{again if last > step else ''}."
 
 
