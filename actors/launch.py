@@ -59,6 +59,7 @@ from .calls import WorkerError
 from .cluster import check_runs_dir, connected
 from .dry_run import describe
 from .factories import needs, role_needs
+from .local_ray import ends_with_ray
 from .placement import reserved
 from .store import StoreClient
 from .team import Team, hired
@@ -355,6 +356,7 @@ class _Job:
             with self._console.phase("Starting Ray"):
                 cluster.enter_context(connected(config.cluster))
                 _cancel_on_signals()  # again: Ray's own handler has just replaced it
+                await cluster.enter_async_context(ends_with_ray())
                 places = await cluster.enter_async_context(
                     reserved(
                         ranks,
