@@ -41,7 +41,7 @@ class Evidence:
     metrics: Sequence[Mapping[str, Any]]
     rollouts: Sequence[Mapping[str, Any]]
     checkpoints: Sequence[int]  # steps of those that are whole
-    exported: bool  # hf/ is there: the run has ended at least once
+    exported: bool  # hf/ holds the model of the last step, whole
     updates_per_step: int = 1  # of the weights, which staleness in the metrics counts
 
 
@@ -72,6 +72,8 @@ def audit(evidence: Evidence) -> Verdict:
         f"resumes, staleness at most {staleness} of {evidence.max_staleness}, "
         f"{len(evidence.checkpoints)} checkpoints whole"
     )
+    if not evidence.events and not evidence.checkpoints:
+        summary = f"none of {evidence.num_steps} steps, it ended before it issued a group"
     return Verdict(faults=faults, summary=summary, finished=past.is_finished)
 
 

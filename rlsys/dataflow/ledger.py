@@ -23,12 +23,13 @@ is enough to resume a run and to audit it.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from rlsys.growing_file import GrowingFile, Tally, ordinary
 
 Event = dict[str, Any]
 
@@ -137,7 +138,7 @@ class Ledger:
                     group_id=event["group"], prompt_index=event["prompt"], version=event["version"]
                 )
                 self._open[group.group_id] = group
-                self._next_prompt = max(self._next_prompt, group.prompt_index + 1)
+                self._next_prompt += 1
             case "reissued":
                 group = self._open[event["group"]]
                 self._open[group.group_id] = replace(group, version=event["version"])
@@ -159,6 +160,11 @@ class Ledger:
             case "issued":
                 if self._ended(event["group"]) or event["group"] in self._open:
                     raise LedgerError(f"group {event['group']} was issued already")
+                if (event["group"], event["prompt"]) != (self.num_issued, self._next_prompt):
+                    raise LedgerError(
+                        f"group {event['group']} was issued for prompt {event['prompt']} where "
+                        f"group {self.num_issued} for prompt {self._next_prompt} is next"
+                    )
             case "reissued" | "dropped":
                 self._check_open(event["group"], event["event"])
             case "trained":
@@ -223,26 +229,23 @@ def check_fields(event: Event) -> None:
 
 
 class LedgerFile:
-    """Appends events to a file; each reaches the operating system before it counts."""
+    """Appends events to a file; each reaches the operating system before it counts. What a crash
+    left of an event behind the last line is dropped."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a+b")
-        _cut_torn_line(self._file)
+        content = path.read_bytes() if path.exists() else b""
+        self._file = GrowingFile(path, kept=Tally().plus(content[: content.rfind(b"\n") + 1]))
+
+    @property
+    def tally(self) -> Tally:
+        """What stands there."""
+        return self._file.tally
 
     def __call__(self, event: Event) -> None:
-        self._file.write(json.dumps(event).encode() + b"\n")
-        self._file.flush()
+        self._file.append(json.dumps(event).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
-
-
-def _cut_torn_line(file: IO[bytes]) -> None:
-    """Drop a last line without its end: a crash came in the middle of writing it."""
-    file.seek(0)
-    content = file.read()
-    file.truncate(content.rfind(b"\n") + 1)
-    file.seek(0, os.SEEK_END)
 
 
 def read_events(path: Path) -> list[Event]:
@@ -251,12 +254,11 @@ def read_events(path: Path) -> list[Event]:
     Raises ValueError for a broken line anywhere else, with its number.
     """
     events: list[Event] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(ordinary(path).read_bytes().split(b"\n")[:-1], start=1):
         try:
             events.append(json.loads(line))
         except ValueError as error:
             raise ValueError(
-                f"{path} line {number} is no JSON ({error}); the ledger was edited or damaged, "
-                "restore it from a copy."
+                f"{path} line {number} is no JSON ({error}); it was edited or damaged"
             ) from error
     return events
