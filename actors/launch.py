@@ -30,6 +30,7 @@ from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
 from rlsys.data.vocabulary import check_vocabularies
+from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import (
     Dataflow,
     DatasetStage,
@@ -285,6 +286,13 @@ def _load_prompts(
     """The data, after all that can be told about it and the graph has been checked. Raises
     ValueError with every mistake that was found."""
     mistakes = Mistakes()
+    with mistakes.noted():
+        retire_at = flow.source.prompts.config.retire_at
+        require(
+            retire_at is None or bool(flow.all(ScoreStage)),
+            f"data.retire_at={retire_at} goes by rewards, and the dataflow has no flow.score; "
+            "leave it out.",
+        )
     with mistakes.noted():
         flow.check_groups(config.group_size)
         flow.hold_proximal(config.trainer.updates_per_step)
@@ -581,6 +589,12 @@ class _Job:
             stepped=stepped,
         )
 
+        curriculum = Curriculum(
+            self._flow.source.prompts.config.retire_at,
+            num_rows=len(self._prompts),
+            retired=self._history.state.retired if self._history else (),
+        )
+
         async def checkpoint(step: int, work: OpenWork) -> None:
             # Of the moment to which the open work belongs: groups are issued meanwhile.
             records = (
@@ -592,6 +606,7 @@ class _Job:
                 step=step,
                 prompts=self._prompts.order,
                 records={path.name: tally for path, tally in records},
+                retired=curriculum.retired,
             )
             async with self._checkpoints.writing(step) as unfinished:
                 for model, learner in team.learners.items():
@@ -635,6 +650,7 @@ class _Job:
             between=[evaluator.between_steps] if evaluator else [],
             weights=weights,
             carried=carried,
+            curriculum=curriculum,
             first_step=self._first_step,
         )
 

@@ -34,10 +34,16 @@ class State:
     step: int
     prompts: Mapping[str, int]  # PromptSource.order
     records: Mapping[str, Tally]  # what stood in each file, by its name
+    retired: Sequence[int] = ()  # rows of the data that are not issued again
 
     def to_dict(self) -> dict[str, Any]:
         tallies = {name: tally.to_dict() for name, tally in self.records.items()}
-        return {"step": self.step, "prompts": dict(self.prompts), "records": tallies}
+        return {
+            "step": self.step,
+            "prompts": dict(self.prompts),
+            "records": tallies,
+            "retired": list(self.retired),
+        }
 
 
 def read_state(checkpoint: Checkpoint) -> State:
@@ -49,6 +55,9 @@ def read_state(checkpoint: Checkpoint) -> State:
         prompts = {name: entry["prompts"][name] for name in ("seed", "num_prompts")}
         if any(type(value) is not int or value < 0 for value in prompts.values()):
             raise ValueError(f"prompts are {prompts}")
+        retired = entry["retired"]
+        if any(type(row) is not int or row < 0 for row in retired):
+            raise ValueError(f"retired rows are {retired}")
         records = {
             path.name: Tally.from_dict(entry["records"][path.name])
             for path in RunFiles(checkpoint.path).records
@@ -60,7 +69,7 @@ def read_state(checkpoint: Checkpoint) -> State:
             f"rlsys. Restore it from a copy, or delete {checkpoint.path} to continue from the one "
             "before."
         ) from error
-    return State(step=checkpoint.step, prompts=entry["prompts"], records=records)
+    return State(step=checkpoint.step, prompts=entry["prompts"], records=records, retired=retired)
 
 
 def record_faults(state: State, files: RunFiles) -> list[str]:
@@ -118,6 +127,7 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         num_steps=settings.number("num_steps"),
         recorded_groups=recorded.pop() if len(recorded) == 1 else None,
         shuffle=bool(settings.value("data.shuffle")),
+        retires=settings.value("data.retire_at") is not None,
         prompt_order=states[max(states)].prompts if states else None,
         events=_events(files.ledger, faults) if has_begun else [],
         metrics=list(_lines(files.metrics, _no_metrics, faults)) if has_begun else [],

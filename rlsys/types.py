@@ -36,6 +36,7 @@ class Prompt:
     token_ids: tuple[int, ...]  # [P]
     text: str
     metadata: Mapping[str, Any]  # the row's columns other than the prompt
+    row: int = -1  # of the data, the same in each epoch; -1: of none
     completions: tuple[Completion, ...] = ()  # [G] where the dataset holds them, else none
 
 

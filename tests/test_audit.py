@@ -34,6 +34,43 @@ ROOT = Path(__file__).parents[1]
 Mutation = Callable[[Any, random.Random], bool]
 
 
+def ledger_of(*prompts: int | str) -> Any:
+    """A group for each number, a prompt left out for each text."""
+    events: list[dict[str, Any]] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            events.append({"event": "skipped", "prompt": int(prompt), "reason": "retired"})
+        else:
+            num = sum(event["event"] == "issued" for event in events)
+            events.append({"event": "issued", "group": num, "prompt": prompt, "version": 0})
+    return events
+
+
+@pytest.mark.parametrize(
+    ("prompts", "retires", "fault"),
+    [
+        ((0, "1", 2), True, None),
+        ((0, "1", 2), False, "prompt 1 is skipped, and data.retire_at is not set"),
+        ((0, "1", 3), True, "group 1 has prompt 3 where prompt 2 follows"),
+        ((0, "1", 1), True, "group 1 has prompt 1 where prompt 2 follows"),
+    ],
+)
+def test_prompts_that_are_left_out_are_accounted_for(
+    prompts: tuple[int | str, ...], retires: bool, fault: str | None
+) -> None:
+    evidence = replace(
+        made_up_run(0),
+        events=ledger_of(*prompts),
+        metrics=[],
+        rollouts=[],
+        checkpoints=[],
+        exported=False,
+        retires=retires,
+    )
+    found = [one.split(": ")[-1] for one in audit(evidence).faults if "prompt" in one]
+    assert found == ([fault] if fault else [])
+
+
 def surviving(evidence: Evidence) -> list[int]:
     """Positions of the `trained` events that no resume took back."""
     by_step: dict[int, int] = {}

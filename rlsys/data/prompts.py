@@ -144,12 +144,16 @@ class PromptSource:
                         f"{not_of(value, one.column_types)}",
                     )
 
-    def at(self, index: int) -> Prompt:
-        """The prompt with this index over the run."""
+    def row(self, index: int) -> int:
+        """Which row of the data the prompt with this index is."""
         epoch, position = divmod(index, len(self))
         if self._config.shuffle:
             position = int(epoch_order(self._seed, epoch, len(self))[position])
-        number = int(self._admitted[position])
+        return int(self._admitted[position])
+
+    def at(self, index: int) -> Prompt:
+        """The prompt with this index over the run."""
+        number = self.row(index)
         row = dict(self._rows[number])
         text = self._renderer.text(row.pop(self._config.prompt_column), self._name(number))
         (token_ids,) = self._renderer.tokenize([text])
@@ -161,6 +165,7 @@ class PromptSource:
         column = self._completions
         return Prompt(
             index=index,
+            row=number,
             token_ids=tuple(token_ids),
             text=text,
             metadata=row,

@@ -1,5 +1,7 @@
 """Every group ends exactly once: trained, or dropped with a reason.
 
+    prompt ──► skipped(reason), or:
+
     issued ──► trained(step)
       │ ▲
       │ └───── reissued(version): sampled anew, because what it had is lost
@@ -13,6 +15,7 @@ A pure state machine that writes each event to a sink before it counts. The file
     {"event": "trained", "step": 4, "groups": [6, 7], "oldest_versions": [3, 3]}
     {"event": "dropped", "group": 8, "reason": "stale"}
     {"event": "resumed", "step": 3}
+    {"event": "skipped", "prompt": 8, "reason": "retired"}
 
 `version` is the oldest that any sampler had when the group was (re)issued; `oldest_versions` are
 those of each group's oldest token, in the order of `groups`. `resumed` says that training went back
@@ -40,6 +43,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "trained": {"step": int, "groups": list, "oldest_versions": list},
     "dropped": {"group": int, "reason": str},
     "resumed": {"step": int},
+    "skipped": {"prompt": int, "reason": str},
 }
 
 
@@ -66,6 +70,7 @@ class Ledger:
         self._trained_in: dict[int, int] = {}  # group id -> step
         self._dropped: dict[int, str] = {}
         self._next_prompt = 0
+        self._num_skipped = 0
 
     @property
     def num_issued(self) -> int:
@@ -96,13 +101,22 @@ class Ledger:
 
     @property
     def next_prompt(self) -> int:
-        """Index of the first prompt that no group has been issued for."""
+        """Index of the first prompt that no group has been issued for, and that was not skipped."""
         return self._next_prompt
+
+    @property
+    def num_skipped(self) -> int:
+        """Prompts."""
+        return self._num_skipped
 
     def issue(self, group_id: int, *, prompt_index: int, version: int) -> None:
         self._apply(
             {"event": "issued", "group": group_id, "prompt": prompt_index, "version": version}
         )
+
+    def skip(self, *, reason: str) -> None:
+        """No group is issued for the next prompt."""
+        self._apply({"event": "skipped", "prompt": self._next_prompt, "reason": reason})
 
     def reissue(self, group_id: int, *, version: int) -> None:
         """An open group is sampled anew, from its first token: what it had is lost."""
@@ -139,6 +153,9 @@ class Ledger:
                 )
                 self._open[group.group_id] = group
                 self._next_prompt += 1
+            case "skipped":
+                self._next_prompt += 1
+                self._num_skipped += 1
             case "reissued":
                 group = self._open[event["group"]]
                 self._open[group.group_id] = replace(group, version=event["version"])
@@ -164,6 +181,11 @@ class Ledger:
                     raise LedgerError(
                         f"group {event['group']} was issued for prompt {event['prompt']} where "
                         f"group {self.num_issued} for prompt {self._next_prompt} is next"
+                    )
+            case "skipped":
+                if event["prompt"] != self._next_prompt:
+                    raise LedgerError(
+                        f"prompt {event['prompt']} was skipped where {self._next_prompt} is next"
                     )
             case "reissued" | "dropped":
                 self._check_open(event["group"], event["event"])
