@@ -161,7 +161,7 @@ class RolloutFactory:
         if not self.samples:
             return DatasetEngine()
         max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
-        return build_engine(config.model, config.rollout, max_context=max_context)
+        return build_engine(config.model, config.rollout, config.sampling, max_context=max_context)
 
 
 @dataclass(frozen=True, kw_only=True)

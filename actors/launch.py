@@ -40,6 +40,7 @@ from rlsys.dataflow.graph import (
 )
 from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
+from rlsys.engines.generation.interruption import interruption_of
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.errors import Mistakes, RunFailed, first_error
 from rlsys.estimate import ModelShape, estimate_memory, model_shape
@@ -302,6 +303,8 @@ def _load_prompts(
     for scored in flow.all(ScoreStage):
         with mistakes.noted():
             pack_rewards(scored.rewards)  # raises for those that cannot travel
+    with mistakes.noted():
+        interruption_of(config.sampling, tokenizer)
     prompts = None
     with mistakes.noted():
         prompts = _read_prompts(config, flow.source, tokenizer, shape)

@@ -18,7 +18,14 @@ from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.layout.transport.shm import held, local_copy
 from rlsys.observe.trace import TraceBatch, Tracer
-from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
+from rlsys.types import (
+    INJECTED,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    WeightManifest,
+    sampled_versions,
+)
 from rlsys.workers import (
     Collected,
     FinishedRollout,
@@ -149,8 +156,9 @@ class RolloutActor(Heartbeat):
                 cell=(block, place),
                 num_prompt_tokens=len(prompt),
                 num_tokens=len(g.token_ids),
-                min_version=int(g.policy_versions.min(initial=np.iinfo(np.int32).max)),
-                max_version=int(g.policy_versions.max(initial=0)),
+                min_version=sampled_versions(g.policy_versions)[0],
+                max_version=sampled_versions(g.policy_versions)[1],
+                num_injected=int((g.policy_versions == INJECTED).sum()),
                 finish_reason=g.finish_reason,
             )
             for place, (g, prompt) in enumerate(zip(generations, prompts, strict=True))
@@ -180,7 +188,7 @@ class RolloutActor(Heartbeat):
                 start=start,
                 cell=(block, place),
                 num_tokens=len(g.token_ids) - start,
-                min_version=int(g.policy_versions[start:].min()),
+                min_version=sampled_versions(g.policy_versions[start:])[0],
             )
             for place, (g, start) in enumerate(new)
         ]

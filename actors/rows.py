@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.types import Float32Array, TrainRow
+from rlsys.types import INJECTED, Float32Array, TrainRow
 from rlsys.workers import Rows, Written
 
 from .store import StoreClient
@@ -33,7 +33,7 @@ def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
         columns[name] = np.full(num_tokens, values[i], np.float32)
     return TrainRow(
         **{name: arrays[name][i] for name in FIELDS},
-        loss_mask=np.ones(num_tokens, np.bool_),
+        loss_mask=arrays["policy_versions"][i] != INJECTED,
         columns=columns,
         group_id=rows.group_ids[i],
         group_size=rows.group_sizes[i],

@@ -9,9 +9,12 @@
 
     curriculum          a prompt that was answered nine times of ten is not issued again
 
-Logits are computed in float32 in sampler and trainer, as the paper's are. One of its choices is not
-here: length control by interruption (a phrase that ends the thinking, masked from the loss) needs
-tokens that the policy did not sample.
+    length control      thinking that is not over after so many tokens is interrupted, which is not
+                        trained on, and a short answer follows
+
+Logits are computed in float32 in sampler and trainer, as the paper's are. Length control is for
+models that think, on other tasks than this one: --sampling.interrupt-after 10240
+--sampling.max-tokens 12288.
 
     python recipes/scalerl.py --name scalerl
 """

@@ -25,6 +25,7 @@ from typing import Any
 from rlsys import metrics
 from rlsys.data.prompts import epoch_order
 from rlsys.dataflow.ledger import Event, LedgerError, check_fields
+from rlsys.types import INJECTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,12 @@ class Evidence:
     checkpoints: Sequence[int]  # steps of those that are whole
     exported: bool  # hf/ holds the model of the last step, whole
     retires: bool = False  # prompts may be skipped
+    interrupts: bool = False  # completions may hold tokens that no policy sampled
     updates_per_step: int = 1  # of the weights, which staleness in the metrics counts
+
+    def sampled(self, versions: Sequence[int]) -> Sequence[int]:
+        """Those of tokens that a policy sampled."""
+        return [v for v in versions if v != INJECTED] if self.interrupts else versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,14 +286,14 @@ def _rollouts(past: Past, evidence: Evidence) -> list[str]:
             faults.append(f"{name}, but that step did not train the group")
         else:
             found[step, group].append(record)
-            faults += [f"{name} {fault}" for fault in _tokens(record, evidence.max_staleness)]
+            faults += [f"{name} {fault}" for fault in _tokens(record, evidence)]
     for (step, group), records in found.items():
         name = f"rollouts.jsonl: group {group} in step {step}"
         if sorted(record["index"] for record in records) != [*range(evidence.group_size)]:
             if step < past.step or past.is_finished:
                 faults.append(f"{name} has not each of its {evidence.group_size} rollouts once")
             continue
-        sampled = [v for record in records for v in record["policy_versions"]]
+        sampled = [v for one in records for v in evidence.sampled(one["policy_versions"])]
         if sampled and min(sampled) != past.steps[step][group]:
             faults.append(
                 f"{name} has its oldest token from version {min(sampled)}, the ledger says "
@@ -306,11 +312,13 @@ def _rollouts(past: Past, evidence: Evidence) -> list[str]:
     return faults + _order(past, evidence, found)
 
 
-def _tokens(record: Mapping[str, Any], max_staleness: int) -> list[str]:
+def _tokens(record: Mapping[str, Any], evidence: Evidence) -> list[str]:
     """What is wrong with the versions of a recorded rollout's tokens."""
     step, versions = record["step"], record["policy_versions"]
+    max_staleness = evidence.max_staleness
     if len(versions) != len(record["token_ids"]):
         return [f"has {len(record['token_ids'])} tokens and {len(versions)} versions"]
+    versions = evidence.sampled(versions)
     if not versions:
         return []
     faults = []

@@ -101,6 +101,12 @@ class SamplingConfig:
     """Longest completion, in tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion and stay part of it; special tokens count as their text."""
+    interrupt_after: int | None = None
+    """Completion tokens after which thinking that is not over is interrupted: the interruption
+    follows, which is not trained on, and an answer within max_tokens. Unset: never."""
+    interruption: str = "\n\nTime is up; I answer with what I have.\n</think>\n\n"
+    """Text that brings it to its end. Its last word, </think>, says in a completion that the
+    thinking is over."""
 
     def __post_init__(self) -> None:
         conform(self, "sampling")
@@ -122,6 +128,17 @@ class SamplingConfig:
             all(self.stop),
             f"sampling.stop={self.stop} holds an empty string, which ends every completion at "
             "once; leave it out.",
+        )
+        require(
+            self.interrupt_after is None or 1 <= self.interrupt_after < self.max_tokens,
+            f"sampling.interrupt_after={self.interrupt_after} lies outside 1 to "
+            f"sampling.max_tokens={self.max_tokens}, of which an answer needs some; use less, or "
+            "leave it out.",
+        )
+        require(
+            bool(self.interruption.split()),
+            f"sampling.interruption={self.interruption!r} is no text that ends a thinking; give "
+            "one whose last word does.",
         )
 
     def params(self) -> SamplingParams:

@@ -127,6 +127,7 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         num_steps=settings.number("num_steps"),
         recorded_groups=recorded.pop() if len(recorded) == 1 else None,
         shuffle=bool(settings.value("data.shuffle")),
+        interrupts=settings.value("sampling.interrupt_after") is not None,
         retires=settings.value("data.retire_at") is not None,
         prompt_order=states[max(states)].prompts if states else None,
         events=_events(files.ledger, faults) if has_begun else [],

@@ -165,6 +165,7 @@ async def evaluate_packed(
         engine = build_engine(
             config.model,
             config.rollout,
+            config.sampling,
             max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
         )
         runner = RewardRunner(

@@ -62,6 +62,17 @@ class FinishReason(StrEnum):
     ABORTED = "aborted"  # cancelled; what was sampled so far is kept
 
 
+# policy_version of a token that no policy sampled: part of the completion, and not trained on.
+INJECTED = -1
+
+
+def sampled_versions(versions: Int32Array) -> tuple[int, int]:
+    """The oldest and the newest policy_version of sampled tokens; the largest int32 and 0 where
+    there is none."""
+    sampled = versions[versions != INJECTED]
+    return int(sampled.min(initial=np.iinfo(np.int32).max)), int(sampled.max(initial=0))
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """One completion to sample. A continued one carries its earlier tokens at the prompt's end."""
@@ -84,7 +95,7 @@ class Generation:
     request_id: str
     token_ids: Int32Array  # [T], the closing stop token included
     sampler_logprobs: Float32Array  # [T]
-    policy_versions: Int32Array  # [T], non-decreasing
+    policy_versions: Int32Array  # [T], INJECTED, or of weights that never grow older
     finish_reason: FinishReason
 
 

@@ -149,6 +149,7 @@ def config_of(evidence: Evidence) -> dict[str, Any]:
         "trainer": {"num_minibatches": 1, "num_epochs": 1},
         "observe": {"record_groups": evidence.recorded_groups},
         "data": {"shuffle": evidence.shuffle, "retire_at": None},
+        "sampling": {"interrupt_after": None},
     }
 
 

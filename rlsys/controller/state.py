@@ -41,6 +41,10 @@ class RolloutNote:
         return self._ended.num_tokens
 
     @property
+    def num_injected(self) -> int:
+        return self._ended.num_injected
+
+    @property
     def finish_reason(self) -> FinishReason:
         return self._ended.finish_reason
 
@@ -79,8 +83,9 @@ class Group:
         return sum(note.num_prompt_tokens + note.num_tokens for note in self.rollouts)
 
     @property
-    def num_completion_tokens(self) -> int:
-        return sum(note.num_tokens for note in self.rollouts)
+    def num_trained_tokens(self) -> int:
+        """Of completions, less those that no policy sampled."""
+        return sum(note.num_tokens - note.num_injected for note in self.rollouts)
 
     @property
     def oldest_version(self) -> int:

@@ -25,7 +25,7 @@ class GroupColumns:
 
     cells: dict[str, Sequence[Cell]]  # those of one writer are the same list
     scalars: dict[str, Sequence[float]]
-    num_completion_tokens: int
+    num_trained_tokens: int
     kept: list[Cell] = field(default_factory=list)
 
 
@@ -46,7 +46,7 @@ class StepRows:
         scalars: dict[str, Sequence[float]] = dict(self._store.scalars(batch.rows[rows]))
         scalars |= {name: [fact(note) for note in group.rollouts] for name, fact in FACTS.items()}
         self._groups[group.group_id] = GroupColumns(
-            cells=cells, scalars=scalars, num_completion_tokens=group.num_completion_tokens
+            cells=cells, scalars=scalars, num_trained_tokens=group.num_trained_tokens
         )
 
     def forget(self, group_id: int) -> None:
@@ -75,7 +75,7 @@ class StepRows:
             group_ids=[ready.group_id for ready, _ in chosen for _ in ready.row_ids],
             group_sizes=[len(ready.row_ids) for ready, _ in chosen for _ in ready.row_ids],
             group_num_tokens=[
-                group.num_completion_tokens for ready, group in chosen for _ in ready.row_ids
+                group.num_trained_tokens for ready, group in chosen for _ in ready.row_ids
             ],
         )
 

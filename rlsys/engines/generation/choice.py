@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from rlsys.config import ModelConfig, RolloutConfig
+from rlsys.config import ModelConfig, RolloutConfig, SamplingConfig
+from rlsys.data.prompts import load_tokenizer
+from rlsys.engines.generation.interruption import InterruptingEngine, interruption_of
 from rlsys.engines.generation.protocol import GenerationEngine
 
 
 def build_engine(
-    model: ModelConfig, rollout: RolloutConfig, *, max_context: int
+    model: ModelConfig, rollout: RolloutConfig, sampling: SamplingConfig, *, max_context: int
 ) -> GenerationEngine:
     """Not started yet. `max_context`: tokens of the longest prompt and completion together."""
+    engine = _engine(model, rollout, max_context)
+    if sampling.interrupt_after is None:
+        return engine
+    interruption = interruption_of(sampling, load_tokenizer(model.path))
+    assert interruption is not None
+    return InterruptingEngine(engine, interruption)
+
+
+def _engine(model: ModelConfig, rollout: RolloutConfig, max_context: int) -> GenerationEngine:
     if rollout.engine == "vllm":
         from rlsys.engines.generation.vllm_engine import VLLMEngine
 
