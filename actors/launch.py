@@ -25,6 +25,8 @@ from rlsys.blocking import run_to_end
 from rlsys.checkpoint import Checkpoints, write_manifest
 from rlsys.config import RoleConfig, RunConfig, require
 from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
+from rlsys.controller.generation import Prompts
+from rlsys.data.external import external_prompts
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
@@ -254,6 +256,8 @@ def _load_prompts(
         if isinstance(stage, DatasetStage)
         else None,
     )
+    if source.shared is not None:
+        source.shared.check(config)
     flow.check_groups(config.group_size)
     flow.hold_proximal(config.trainer.updates_per_step)
     flow.check()
@@ -312,9 +316,14 @@ class _Job:
         self._checkpoints = Checkpoints(
             directory.checkpoints,
             config.keep_checkpoints,
-            records=(directory.ledger, directory.metrics, directory.rollouts),
+            records=(
+                directory.ledger,
+                directory.metrics,
+                directory.rollouts,
+                directory.external,
+            ),
         )
-        self._history = history
+        self._events = history.events if history else ()
         self._resume_from = history.checkpoint if history else None
         self._first_step = history.checkpoint.step if history else 0
         self._samples = bool(flow.all(GenerateStage))
@@ -331,6 +340,7 @@ class _Job:
             await asyncio.to_thread(self._checkpoints.check_beginning)
         ranks, replicas = needs(config, self._flow)
         async with contextlib.AsyncExitStack() as cluster:
+            prompts = cluster.enter_context(self._prompts_of_all())
             with self._console.phase("Starting Ray"):
                 cluster.enter_context(connected(config.cluster))
                 _cancel_on_sigterm()  # again: Ray's own handler has just replaced it
@@ -355,9 +365,26 @@ class _Job:
             )
             # The store is empty: a shard that dies by now is replaced, and nothing is lost.
             first = await team.keep_store_while(self._start(team, warm_start))
-            await self._train(team, first, began_warm=warm_start is not None)
+            await self._train(team, first, prompts, began_warm=warm_start is not None)
             with self._console.phase("Exporting the model"):
                 await team.learner.export(self._directory.hf)
+
+    def _prompts_of_all(self) -> contextlib.AbstractContextManager[Prompts]:
+        """The run's own, and groups of other runs where the graph takes them."""
+        source = self._flow.source.prompts
+        if source.shared is None or not source.may_be_external:
+            return contextlib.nullcontext(self._prompts)
+        rewards = [one for stage in self._flow.all(ScoreStage) for one in as_rewards(stage.rewards)]
+        issued = [e["prompt"] for e in self._events if e["event"] == "issued"]
+        return external_prompts(
+            self._prompts,
+            source.shared,
+            config=self._config,
+            tokenizer=self._tokenizer,
+            columns=dict.fromkeys(name for one in rewards for name in one.required_columns),
+            path=self._directory.external,
+            next_prompt=max(issued, default=-1) + 1,
+        )
 
     async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
         """Actors start side by side; the trainer warms up as soon as it is there. Returns the first
@@ -432,7 +459,12 @@ class _Job:
         )
 
     async def _train(
-        self, team: Team, replicas: Mapping[int, Replica], *, began_warm: bool
+        self,
+        team: Team,
+        replicas: Mapping[int, Replica],
+        prompts: Prompts,
+        *,
+        began_warm: bool,
     ) -> None:
         config, directory = self._config, self._directory
         client = StoreClient(team.shards.address)
@@ -446,7 +478,7 @@ class _Job:
         )
         ledger_file = LedgerFile(directory.ledger)
         ledger = Ledger.replay(
-            self._history.events if self._history else (),
+            self._events,
             ledger_file,
             groups_per_step=config.prompts_per_step,
         )
@@ -499,7 +531,7 @@ class _Job:
         controller = Controller(
             flow=self._flow,
             config=config,
-            prompts=self._prompts,
+            prompts=prompts,
             store=store,
             ledger=ledger,
             fleet=team.fleet,

@@ -19,13 +19,17 @@ from typing import Any
 from rlsys import metrics
 from rlsys.audit import Evidence
 from rlsys.checkpoint import Checkpoint, find_checkpoints, find_strays
+from rlsys.data.external_log import read_external
+from rlsys.data.shared import SharedGroup
 from rlsys.dataflow.ledger import Event, Ledger, LedgerError, read_events
 from rlsys.observe.records import RolloutRecord
 from rlsys.observe.step_log import read_lines
 from rlsys.run_directory import RunFiles, read_config
 
 # What every line of rollouts.jsonl has.
-RECORD_NAMES = {f.name for f in fields(RolloutRecord) if f.default_factory is MISSING}
+RECORD_NAMES = {
+    f.name for f in fields(RolloutRecord) if f.default is MISSING and f.default_factory is MISSING
+}
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +95,11 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         events = read_events(files.ledger)
     except (OSError, ValueError) as error:
         faults.append(f"ledger.jsonl cannot be read: {error}")
+    external: Mapping[int, SharedGroup | None] = {}
+    try:
+        external = read_external(files.external)
+    except (OSError, ValueError) as error:
+        faults.append(f"external.jsonl cannot be read: {error}")
     steps: dict[int, Mapping[str, Any]] = {}
     for checkpoint in find_checkpoints(files.checkpoints):
         if broken := checkpoint.faults():
@@ -114,6 +123,7 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         shuffle=config["data"]["shuffle"],
         prompt_order=steps[max(steps)]["prompts"] if steps else None,
         events=events,
+        external=external,
         metrics=list(_lines(files.metrics, {metrics.STEP}, faults)),
         rollouts=list(_lines(files.rollouts, RECORD_NAMES, faults)),
         checkpoints=sorted(steps),

@@ -5,6 +5,7 @@
         metrics.jsonl    a line per optimizer step
         rollouts.jsonl   sampled rollouts
         ledger.jsonl     how every group ended
+        external.jsonl   groups of other runs that it trained on, where it takes any
         trace.json       what each actor did when, for Perfetto
         checkpoints/     for --resume
         hf/              the trained model, as Hugging Face loads it
@@ -69,7 +70,7 @@ MAY_CHANGE = {
 
 # What a start may leave behind that ended before its first optimizer step.
 OF_A_START = re.compile(
-    r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger)\.jsonl|trace\.json|wandb"
+    r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|external)\.jsonl|trace\.json|wandb"
     r"|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)|\.warm_start|\.beginning"
 )
 
@@ -83,6 +84,7 @@ class RunFiles:
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
         self.ledger = path / "ledger.jsonl"
+        self.external = path / "external.jsonl"
         self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"
         self.hf = path / "hf"
