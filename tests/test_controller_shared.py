@@ -131,6 +131,7 @@ def test_a_group_keeps_what_it_was_given(
     node.prompts.check_decided(issued)
     later.prompts = node.prompts
     later.first_step = later.learner.version = later.observer.first_step = crash_at
+    later.replicas[0].version = crash_at
     run_in_virtual_time(later.run())
     after = trained(later)
     given_before = {
