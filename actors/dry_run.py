@@ -15,7 +15,7 @@ from .factories import needs, role_needs
 
 def describe(config: RunConfig, flow: Dataflow, shape: ModelShape, prompts: PromptSource) -> str:
     ranks, replicas = needs(config, flow)
-    roles = [need for needs in role_needs(flow).values() for need in needs]
+    roles = [need for needs in role_needs(config, flow).values() for need in needs]
     memory = estimate_memory(config, shape)
     prompt = prompts.at(0)
     facts = [

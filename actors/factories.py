@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
     from rlsys.engines.training.protocol import TrainingEngine
 
 
+# Among the names of models, of which none has parentheses.
+EVALUATION = "(evaluation)"
+
+
 def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
     """Of the trainer's ranks and of the replicas. The store's shards and the reward workers reserve
     nothing: they wait most of the time; and replicas that read a dataset next to nothing."""
@@ -40,9 +44,15 @@ def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
     return ranks, replicas
 
 
-def role_needs(flow: Dataflow) -> dict[str, list[Need]]:
-    """Of the models beside the main one, by name."""
-    return {model.name: _role(model) for model in flow.models.values() if model.config is not None}
+def role_needs(config: RunConfig, flow: Dataflow) -> dict[str, list[Need]]:
+    """Of the models beside the main one, by name, and of an evaluation that reserves anything."""
+    roles = {model.name: _role(model) for model in flow.models.values() if model.config is not None}
+    own = config.evaluation
+    if own.every and (own.num_cpus or own.num_gpus):
+        fix = "evaluation.num_cpus or evaluation.num_gpus"
+        need = Need(name="evaluation", num_cpus=own.num_cpus, num_gpus=own.num_gpus, fix=fix)
+        roles[EVALUATION] = [need]
+    return roles
 
 
 def _role(model: Model) -> list[Need]:

@@ -38,8 +38,10 @@ from rlsys.engines.generation.protocol import EngineError
 from rlsys.errors import RunFailed, first_error
 from rlsys.estimate import ModelShape, estimate_memory, model_shape
 from rlsys.fields import to_dict
+from rlsys.held_out import Scoreboard, evaluation_config, read_evaluations, rewards_of
 from rlsys.history import History, read_history
-from rlsys.launching import RunResult, WarmStart
+from rlsys.launching import HeldOut, RunResult, WarmStart
+from rlsys.model_evaluation import held_out_prompts
 from rlsys.observe.console import RunConsole
 from rlsys.observe.diagnosis import foresee
 from rlsys.observe.metrics import MetricsWriter, read_metrics
@@ -56,6 +58,7 @@ from . import carry_over
 from .calls import WorkerError
 from .cluster import check_runs_dir, connected
 from .dry_run import describe
+from .evaluating import EvaluationFactory, Evaluator
 from .factories import needs, role_needs
 from .placement import reserved
 from .store import StoreClient
@@ -90,6 +93,7 @@ def launch(
     *,
     own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
+    held_out: HeldOut | None = None,
     dry_run: bool = False,
 ) -> RunResult:
     """See rlsys.launch, which calls it."""
@@ -98,10 +102,11 @@ def launch(
         f"a warm start teaches a model its next tokens, which {flow.main.name!r} (head "
         f"{flow.main.head!r}) does not give; launch it without one.",
     )
+    held_out = held_out or HeldOut()
     if dry_run:
-        work = functools.partial(_dry_run, config, flow, own_model)
+        work = functools.partial(_dry_run, config, flow, own_model, held_out)
     else:
-        work = functools.partial(_run, config, flow, own_model, warm_start)
+        work = functools.partial(_run, config, flow, own_model, warm_start, held_out)
     try:
         return run_to_end(work)
     except BrokenPipeError:  # nobody reads what it prints: no failure of the run
@@ -112,7 +117,9 @@ def launch(
         raise KeyboardInterrupt from None
 
 
-async def _dry_run(config: RunConfig, flow: Dataflow, own_model: OwnModel | None) -> RunResult:
+async def _dry_run(
+    config: RunConfig, flow: Dataflow, own_model: OwnModel | None, held_out: HeldOut
+) -> RunResult:
     files = RunFiles(Path(config.runs_dir) / config.name)
     with _hub(config, flow), tempfile.TemporaryDirectory(prefix="rlsys-") as directory:
         with_model = _with_model(
@@ -121,12 +128,17 @@ async def _dry_run(config: RunConfig, flow: Dataflow, own_model: OwnModel | None
         shape = model_shape(with_model.model.path, flow.main.head)
         tokenizer = load_tokenizer(with_model.model.path)
         prompts = _load_prompts(config, flow, tokenizer, shape)
+        _check_held_out(with_model, flow, held_out, tokenizer, shape)
         print(describe(config, flow, shape, prompts))
     return RunResult(outcome="dry run", files=files, metrics=())
 
 
 async def _run(
-    config: RunConfig, flow: Dataflow, own_model: OwnModel | None, warm_start: WarmStart | None
+    config: RunConfig,
+    flow: Dataflow,
+    own_model: OwnModel | None,
+    warm_start: WarmStart | None,
+    held_out: HeldOut,
 ) -> RunResult:
     _cancel_on_sigterm()
     check_runs_dir(config.runs_dir)
@@ -146,6 +158,7 @@ async def _run(
             shape = model_shape(with_model.model.path, flow.main.head)
             tokenizer = load_tokenizer(with_model.model.path)
             prompts = _load_prompts(config, flow, tokenizer, shape)
+            _check_held_out(with_model, flow, held_out, tokenizer, shape)
         checkpoint_bytes = estimate_memory(config, shape).checkpoint_bytes
         directory = stack.enter_context(
             RunDirectory.open(
@@ -174,7 +187,7 @@ async def _run(
             console.warn(warning)
         outcome: Literal["finished", "interrupted", "failed"] = "failed"
         try:
-            job = _Job(with_model, flow, directory, history, prompts, tokenizer, console)
+            job = _Job(with_model, flow, held_out, directory, history, prompts, tokenizer, console)
             await job.run(warm_start)
             outcome = "finished"
         except (asyncio.CancelledError, BrokenPipeError):
@@ -184,6 +197,7 @@ async def _run(
             console.close(
                 outcome,
                 lines=read_metrics(directory.metrics) if directory.metrics.exists() else [],
+                evaluations=read_evaluations(directory.evaluations),
                 directory=directory.path,
                 next_command=_next_command(directory, outcome, flow),
             )
@@ -193,9 +207,12 @@ async def _run(
 def _hub(config: RunConfig, flow: Dataflow) -> contextlib.AbstractContextManager[None]:
     roles = [model.config.model.path for model in flow.models.values() if model.config]
     names = [config.model.path, *filter(None, roles)]
-    if Path(config.data.source).suffix not in LOADERS:
-        names.append(config.data.source)
+    names += filter(_is_hub_name, [config.data.source, config.evaluation.source])
     return offline_where_unreachable(*names)
+
+
+def _is_hub_name(source: str) -> bool:
+    return bool(source) and Path(source).suffix not in LOADERS
 
 
 def _with_model(
@@ -229,6 +246,7 @@ def _result(directory: RunDirectory) -> RunResult:
         outcome="finished",
         files=RunFiles(directory.path),
         metrics=tuple(read_metrics(directory.metrics)),
+        evaluations=tuple(read_evaluations(directory.evaluations)),
     )
 
 
@@ -283,6 +301,29 @@ def _load_prompts(
     return prompts
 
 
+def _check_held_out(
+    config: RunConfig, flow: Dataflow, held_out: HeldOut, tokenizer: Any, shape: ModelShape
+) -> None:
+    """Raise ValueError for an evaluation that could not be done."""
+    if not config.evaluation.every:
+        return
+    require(
+        flow.main.head == "logits",
+        f"evaluation.every={config.evaluation.every} samples from {flow.main.name!r}, whose head "
+        f"is {flow.main.head!r}; use evaluation.every=0.",
+    )
+    has_splits = flow.source.prompts.rows is None and _is_hub_name(config.data.source)
+    require(
+        held_out.rows is not None or bool(config.evaluation.source) or has_splits,
+        f"evaluation.every={config.evaluation.every}, and nothing is held out: give a file or a "
+        "dataset as evaluation.source, or rows as launch(held_out=rlsys.HeldOut(rows=...)).",
+    )
+    rewards = rewards_of(flow, held_out)
+    pack_rewards(rewards)  # raises for those that cannot travel
+    evaluated = evaluation_config(config, config.model.path)
+    held_out_prompts(evaluated, tokenizer, shape.max_context, as_rewards(rewards), held_out.rows)
+
+
 def _next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
     if outcome == "finished" and PLOT.is_file():
         return f"python {os.path.relpath(PLOT)} {directory.path}"
@@ -301,6 +342,7 @@ class _Job:
         self,
         config: RunConfig,
         flow: Dataflow,
+        held_out: HeldOut,
         directory: RunDirectory,
         history: History | None,
         prompts: PromptSource,
@@ -309,6 +351,7 @@ class _Job:
     ) -> None:
         self._config = config
         self._flow = flow
+        self._held_out = held_out
         self._directory = directory
         self._prompts = prompts
         self._tokenizer = tokenizer
@@ -348,7 +391,7 @@ class _Job:
                     reserved(
                         ranks,
                         replicas,
-                        roles=role_needs(self._flow),
+                        roles=role_needs(config, self._flow),
                         min_replicas=config.rollout.num_first,
                         timeout_s=config.cluster.start_timeout_s,
                     )
@@ -367,7 +410,7 @@ class _Job:
             first = await team.keep_store_while(self._start(team, warm_start))
             await self._train(team, first, prompts, began_warm=warm_start is not None)
             with self._console.phase("Exporting the model"):
-                await team.learner.export(self._directory.hf)
+                await team.learner.export_the_end(self._directory.hf)
 
     def _prompts_of_all(self) -> contextlib.AbstractContextManager[Prompts]:
         """The run's own, and groups of other runs where the graph takes them."""
@@ -418,7 +461,7 @@ class _Job:
         if not roles:
             return
         if warm_start and self._begins_alike and not self._resume_from:
-            await team.learner.export(self._checkpoints.taught)
+            await team.learner.export_the_end(self._checkpoints.taught)
             await asyncio.to_thread(write_manifest, self._checkpoints.taught)
         limit_s = self._config.cluster.start_timeout_s
         with self._console.phase(f"Loading {', '.join(model.name for model in roles)}"):
@@ -528,6 +571,9 @@ class _Job:
                 self._console.warn(f"{death}; the trainer starts again")
                 await team.learner.restart(self._first_step)
                 weights = await team.learner.publish()
+        evaluator: Evaluator | None = None
+        if config.evaluation.every:
+            evaluator = self._evaluator(team, recorder, lambda: controller.is_alive())
         controller = Controller(
             flow=self._flow,
             config=config,
@@ -541,19 +587,50 @@ class _Job:
             pools=team.pools,
             observer=recorder,
             checkpoint=checkpoint,
+            between=[evaluator.between_steps] if evaluator else [],
             weights=weights,
             carried=carried,
             first_step=self._first_step,
         )
+
+        async def work() -> None:
+            await controller.run()
+            if evaluator is not None:
+                with self._console.phase("Evaluating"):
+                    await evaluator.finish()
+
         failed = True
         try:
             await team.serve_while(
-                controller.run(),
+                work(),
                 stepped,
+                *([evaluator.run()] if evaluator else []),
                 on_report=recorder.actor_reported,
                 on_shard_lost=controller.shard_lost,
             )
             failed = False
         finally:
             recorder.close(failed=failed)
+            if evaluator is not None:
+                evaluator.close()
             ledger_file.close()
+
+    def _evaluator(
+        self, team: Team, recorder: Recorder, on_progress: Callable[[], None]
+    ) -> Evaluator:
+        factory = EvaluationFactory(
+            config=self._config,
+            rewards=pack_rewards(rewards_of(self._flow, self._held_out)),
+            rows=self._held_out.rows,
+        )
+        return Evaluator(
+            self._config,
+            Scoreboard(self._directory, after_step=self._first_step),
+            self._directory.evaluating,
+            hire=lambda: team.hire_evaluator(factory),
+            export=team.learner.export,
+            on_result=recorder.evaluated,
+            on_progress=on_progress,
+            warn=self._console.warn,
+            first_step=self._first_step,
+        )

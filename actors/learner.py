@@ -245,6 +245,9 @@ class RayLearner:
         await self._crew.all("snapshot")
 
     async def export(self, directory: Path) -> None:
+        await self._crew.all("export", _absolute(directory))
+
+    async def export_the_end(self, directory: Path) -> None:
         """A rank's death in the middle is outlived: the trained state is exported all the same."""
 
         async def export() -> None:
@@ -253,7 +256,7 @@ class RayLearner:
                     f"the state after step {self._step} is gone with the trainer's node, and no "
                     "checkpoint holds it; resume the run to train it again."
                 )
-            await self._crew.all("export", _absolute(directory))
+            await self.export(directory)
 
         await _outliving_deaths(export)
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig
@@ -29,7 +38,8 @@ from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import pack_rewards
 
 from .calls import Worker, WorkerError, end_all
-from .factories import InferenceFactory, RewardFactory, RolloutFactory, TrainerFactory
+from .evaluating import EvaluationActor, EvaluationFactory
+from .factories import EVALUATION, InferenceFactory, RewardFactory, RolloutFactory, TrainerFactory
 from .fleet import RayFleet
 from .inference import InferenceActor, RayPool
 from .learner import RayLearner
@@ -85,13 +95,21 @@ async def hired(
             shards,
             start_timeout_s=config.cluster.start_timeout_s,
         )
+        evaluators: list[Worker] = []
+
+        def hire_evaluator(evaluate: EvaluationFactory) -> Worker:
+            beside = learners[flow.main.name].node_id  # where the model is exported to
+            evaluators.append(actors.evaluator(evaluate, beside))
+            return evaluators[-1]
+
         num_scorers = config.reward.num_workers if flow.all(ScoreStage) else 0
         scorer = RayScorer(actors.reward, num_workers=num_scorers)
 
         def engines() -> list[Worker]:
             ranks = [rank for learner in learners.values() for rank in learner.ranks]
             workers = [worker for pool in pools.values() for worker in pool.workers]
-            return [*ranks, *workers, *(replica.worker for replica in fleet.replicas)]
+            replicas = [replica.worker for replica in fleet.replicas]
+            return [*ranks, *workers, *replicas, *evaluators]
 
         ending.push_async_callback(lambda: end_all(engines()))
         ending.callback(lambda: _kill(scorer.workers))
@@ -101,6 +119,8 @@ async def hired(
             pools=pools,
             fleet=fleet,
             scorer=scorer,
+            evaluators=evaluators,
+            hire_evaluator=hire_evaluator,
             shards=shards,
             tracer=Tracer("controller", max_pending=actors.max_pending),
             trace_file=trace_file,
@@ -115,6 +135,8 @@ class Team:
     pools: Mapping[str, RayPool]
     fleet: RayFleet
     scorer: RayScorer
+    evaluators: Sequence[Worker]  # the last one works, where any does
+    hire_evaluator: Callable[[EvaluationFactory], Worker]
     shards: StoreShards
     tracer: Tracer  # the controller's
     trace_file: TraceFile | None
@@ -124,13 +146,13 @@ class Team:
         self,
         work: Awaitable[None],
         stepped: Signal,
-        *,
+        *services: Coroutine[Any, Any, None],
         on_report: Callable[[TraceBatch], None],
         on_shard_lost: Callable[[str], None],
     ) -> None:
-        """Run `work`, and beside it what it needs: freed rows go back, dead shards of the store are
-        replaced, reports come in. `on_shard_lost` is told the name of a shard that has died; it
-        raises if the run cannot go on."""
+        """Run `work`, beside it `services`, and what it needs: freed rows go back, dead shards of
+        the store are replaced, reports come in. `on_shard_lost` is told the name of a shard that
+        has died; it raises if the run cannot go on."""
         traces = TraceCollector(
             self.trace_file, lambda: self.workers, tracer=self.tracer, on_report=on_report
         )
@@ -139,7 +161,9 @@ class Team:
             await work
             await traces.collect()
 
-        await self.keep_store_while(traced(), traces.run(stepped), on_shard_lost=on_shard_lost)
+        await self.keep_store_while(
+            traced(), traces.run(stepped), *services, on_shard_lost=on_shard_lost
+        )
 
     async def keep_store_while(
         self,
@@ -173,6 +197,7 @@ class Team:
             *(worker for pool in self.pools.values() for worker in pool.workers),
             *(replica.worker for replica in self.fleet.replicas),
             *self.scorer.workers,
+            *self.evaluators[-1:],
         ]
 
     async def _repair(self, on_shard_lost: Callable[[str], None]) -> None:
@@ -299,6 +324,16 @@ class _Actors:
         runner = RewardFactory(config=self._config, rewards=rewards)
         name = f"reward-{number}"
         return self._start(name, RewardActor, {"num_cpus": 0}, runner, self._tokenizer)
+
+    def evaluator(self, evaluate: EvaluationFactory, node_id: str) -> Worker:
+        """On this node, where it reserves nothing."""
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True),
+        }
+        if places := self._places.roles.get(EVALUATION):
+            options = places[0].options
+        return self._start("evaluation", EvaluationActor, options, evaluate)
 
     def _start(
         self, name: str, actor: Any, options: dict[str, Any], *args: Any, ordered: bool = False

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import rlsys
 from rlsys import (
     Dataflow,
+    HeldOut,
     OwnModel,
     RolloutConfig,
     RunConfig,
@@ -29,7 +30,7 @@ from rlsys import (
 )
 
 CHARACTERS = "0123456789+="
-NUM_PROBLEMS = 8192
+NUM_PROBLEMS, NUM_HELD_OUT = 8192, 256
 MODEL = OwnModel(name="addition", characters=CHARACTERS)
 
 
@@ -98,6 +99,12 @@ def problems(cfg: RunConfig) -> list[dict[str, Any]]:
     return [problem(rng) for _ in range(NUM_PROBLEMS)]
 
 
+def held_out() -> HeldOut:
+    """All 500 problems are trained on, most of them many times; these are drawn as those are."""
+    rng = random.Random("held out")
+    return HeldOut(rows=[problem(rng) for _ in range(NUM_HELD_OUT)], rewards=[correct])
+
+
 @rlsys.reward(required_columns=("answer",))
 def correct(rollout: rlsys.Rollout) -> float:
     """1 for the right sum, else 0."""
@@ -144,5 +151,6 @@ def run(
         algorithm(cfg, [correct], rows=problems(cfg)),
         own_model=own_model,
         warm_start=warm_start(cfg),
+        held_out=held_out(),
         dry_run=dry_run,
     )

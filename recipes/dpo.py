@@ -8,11 +8,9 @@ by Bradley and Terry's rule,
 
 Nothing is sampled: rows are pairs that the dataset holds, the better one first. Here they are right
 and wrong sums, as of recipes/reward_model.py, and the sloppy teacher of recipes/arithmetic.py warms
-the policy up. How often the policy is right is in no metric of the run; ask it:
+the policy up. How often it is right is in no metric of a step: it is evaluated beside training.
 
-    python recipes/dpo.py --name dpo
-    python scripts/evaluate.py runs/dpo/hf --rewards recipes/arithmetic.py:correct \\
-        --data.source recipes/data/sums.jsonl --sampling.max-tokens 6
+    python recipes/dpo.py --name dpo --evaluation.every 25
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import rlsys
-from recipes.arithmetic import MODEL, ArithmeticConfig, small_trainer, warm_start
+from recipes.arithmetic import MODEL, ArithmeticConfig, held_out, small_trainer, warm_start
 from recipes.reward_model import pairs
 from rlsys import RunConfig, TrainerConfig, require
 from rlsys.algorithms import preferences, sequence_mean
@@ -91,6 +89,7 @@ def main() -> None:
         dpo(cfg, rows=pairs(cfg)),
         own_model=MODEL,
         warm_start=warm_start(cfg),
+        held_out=held_out(),
         dry_run=parsed.dry_run,
     )
 

@@ -16,6 +16,7 @@ from recipes.arithmetic import (
     CHARACTERS,
     ArithmeticConfig,
     correct,
+    held_out,
     problem,
     problems,
     warm_start,
@@ -45,6 +46,7 @@ def main() -> None:
         grpo(cfg, [correct], rows=problems(cfg)),
         own_model=OwnModel(name="addition", characters=CHARACTERS),
         warm_start=warm_start(cfg),
+        held_out=held_out(),
         dry_run=parsed.dry_run,
     )
 

@@ -17,6 +17,7 @@ from rlsys.config import (
     AsyncConfig,
     ClusterConfig,
     DataConfig,
+    HeldOutConfig,
     ModelConfig,
     ObserveConfig,
     RewardConfig,
@@ -29,7 +30,7 @@ from rlsys.config import (
 from rlsys.data.shared import Shared
 from rlsys.dataflow.graph import NUM_TOKENS, PREFERENCE, TRUNCATED, Dataflow, Prompts
 from rlsys.errors import RunFailed
-from rlsys.launching import RunResult, WarmStart, launch, main
+from rlsys.launching import HeldOut, RunResult, WarmStart, launch, main
 from rlsys.rewards import Reward, example_rollout, reward
 from rlsys.tiny_models import OwnModel
 from rlsys.types import Rollout
@@ -47,6 +48,8 @@ __all__ = [
     "ClusterConfig",
     "DataConfig",
     "Dataflow",
+    "HeldOut",
+    "HeldOutConfig",
     "ModelConfig",
     "ObserveConfig",
     "OwnModel",

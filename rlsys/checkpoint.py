@@ -223,6 +223,12 @@ def new_directory(path: Path) -> Iterator[Path]:
             _remove(unfinished)
 
 
+def swapped_in(directory: Path, path: Path) -> None:
+    """`directory` becomes `path`, replacing it. Raises OSError with the cause and the fix."""
+    with _advised(path):
+        _replace(directory, path)
+
+
 def _begin(final: Path) -> Path:
     """An empty directory beside `final`."""
     unfinished = _partial_name(final)

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlsys.evaluation import check_k
 from rlsys.fields import conform
 from rlsys.types import SamplingParams
 
@@ -398,6 +399,69 @@ class RewardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOutConfig:
+    """Evaluation on held-out prompts, beside training."""
+
+    every: int = 0
+    """Optimizer steps between evaluations; there is one before the first step and one after the
+    last too. 0: none."""
+    num_prompts: int | None = None
+    """Held-out prompts to evaluate on, the first ones; unset: all."""
+    num_samples: int = 1
+    """Completions for each of them."""
+    k: tuple[int, ...] = (1,)
+    """Each k of pass@k: the probability that one of k completions is right."""
+    greedy: bool = False
+    """The most likely token each time, instead of samples; needs num_samples=1."""
+    source: str = ""
+    """Hub dataset name or file, with the columns and the rendering of data; unset: data.source."""
+    split: str = "test"
+    """Split of a hub dataset."""
+    num_cpus: float = 0
+    """CPU cores that Ray reserves for the evaluating worker; 0: none, beside the others."""
+    num_gpus: float = 0
+    """GPUs that Ray reserves for it; 0 evaluates on the CPU."""
+
+    def __post_init__(self) -> None:
+        conform(self, "evaluation")
+        require(
+            self.every >= 0,
+            f"evaluation.every={self.every} is negative; use 0 for no evaluation.",
+        )
+        require(
+            self.num_cpus >= 0 and self.num_gpus >= 0,
+            f"evaluation.num_cpus={self.num_cpus}, evaluation.num_gpus={self.num_gpus} are "
+            "negative; use 0 to reserve none.",
+        )
+        check_samples(self.num_samples, self.k, self.greedy, self.num_prompts, "evaluation.")
+
+
+def check_samples(
+    num_samples: int, ks: tuple[int, ...], greedy: bool, num_prompts: int | None, prefix: str = ""
+) -> None:
+    """Raise ValueError for an evaluation that tells nothing; `prefix` stands before its fields."""
+    require(
+        num_samples >= 1,
+        f"{prefix}num_samples={num_samples} draws nothing; use at least 1.",
+    )
+    require(
+        bool(ks) and len(set(ks)) == len(ks),
+        f"{prefix}k={ks} names none, or one twice; give each k once, such as 1,4.",
+    )
+    for k in ks:
+        check_k(k, num_samples)
+    require(
+        not greedy or num_samples == 1,
+        f"{prefix}num_samples={num_samples} of greedy decoding are all the same; use 1, or turn "
+        f"{prefix}greedy off.",
+    )
+    require(
+        num_prompts is None or num_prompts >= 2,
+        f"{prefix}num_prompts={num_prompts} gives no interval; use at least 2.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AsyncConfig:
     """How far generation may run ahead of training."""
 
@@ -534,6 +598,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     asynchrony: AsyncConfig = field(default_factory=AsyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

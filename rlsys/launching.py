@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.config import RunConfig, require
 from rlsys.errors import RunFailed
@@ -24,7 +24,7 @@ from rlsys.run_directory import RunFiles
 from rlsys.tiny_models import OwnModel
 
 if TYPE_CHECKING:
-    from rlsys.dataflow.graph import Dataflow
+    from rlsys.dataflow.graph import Dataflow, RewardFn
 
 # Exit codes of a recipe, beside 0 and, for a wrong option, 2.
 FAILED, INTERRUPTED, NOBODY_READS = 1, 130, 141
@@ -70,6 +70,16 @@ class WarmStart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """What a model is evaluated on beside training, where evaluation.every is set."""
+
+    rows: Sequence[Mapping[str, Any]] | None = None
+    """In place of evaluation.source, where a recipe makes its own."""
+    rewards: Sequence[RewardFn] | None = None
+    """None: those that the dataflow scores with."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunResult:
     """What a run came to."""
 
@@ -79,6 +89,8 @@ class RunResult:
     metrics: tuple[Mapping[str, float], ...]
     """A line per optimizer step, earlier parts of a resumed run included; names as in
     metrics.jsonl, such as "reward/mean"."""
+    evaluations: tuple[Mapping[str, float], ...] = ()
+    """A line per evaluation on held-out prompts, as in evaluations.jsonl: "step", "eval/pass@1"."""
 
     @property
     def directory(self) -> Path:
@@ -90,6 +102,11 @@ class RunResult:
         """The trained model, as AutoModelForCausalLM.from_pretrained loads it."""
         return self.files.hf
 
+    @property
+    def best_model(self) -> Path:
+        """That of the evaluation with the highest mean reward; as `model`, if there was one."""
+        return self.files.best
+
 
 def launch(
     config: RunConfig,
@@ -97,11 +114,13 @@ def launch(
     *,
     own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
+    held_out: HeldOut | None = None,
     dry_run: bool = False,
 ) -> RunResult:
     """Run to the last optimizer step, and return what came of it.
 
-    `own_model` is trained where config.model.path is empty. With `dry_run` nothing is started and
+    `own_model` is trained where config.model.path is empty. `held_out` says what is evaluated
+    beside training, where config.evaluation does not say it. With `dry_run` nothing is started and
     nothing written: the configuration, the graph, the placement, the memory and one prompt are
     printed. Works in any thread, in a notebook too.
 
@@ -111,7 +130,12 @@ def launch(
     ended by then.
     """
     result: RunResult = _actors_package("launch").launch(
-        config, flow, own_model=own_model, warm_start=warm_start, dry_run=dry_run
+        config,
+        flow,
+        own_model=own_model,
+        warm_start=warm_start,
+        held_out=held_out,
+        dry_run=dry_run,
     )
     return result
 

@@ -6,6 +6,7 @@ the work of its own step. The file of them, a line per step: rlsys/observe/metri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 STEP = "step"  # 1 for the first optimizer step
@@ -39,6 +40,15 @@ SCORE_MEAN = "score/mean"  # of a reward model, over rows
 ROLLOUTS_ISSUED = "rollouts/issued"  # these three count since the run began
 ROLLOUTS_TRAINED = "rollouts/trained"
 ROLLOUTS_DROPPED = "rollouts/dropped"
+
+# Of evaluations.jsonl, with those of pass_at and mean_at below.
+EVAL_STEP = "eval/step"  # only in wandb, where an evaluation stands beside a later step
+EVAL_PROMPTS = "eval/prompts"
+EVAL_TOKENS_MEAN = "eval/tokens_mean"  # of completions
+EVAL_TRUNCATED_FRAC = "eval/truncated_frac"
+EVAL_FAILED = "eval/failed"  # samples whose reward failed; they are in no estimate
+EVAL_IS_BEST = "eval/is_best"  # 1: the highest mean reward until then
+TIME_EVALUATION_S = "time/evaluation_s"  # sampling and scoring, without the start
 
 WEIGHTS_BYTES = "weights/bytes"  # published for the generation engines
 
@@ -106,6 +116,11 @@ def pass_at(k: int) -> str:
 def mean_at(num_samples: int) -> str:
     """Mean reward of so many samples of each held-out prompt."""
     return f"eval/mean@{num_samples}"
+
+
+def is_mean_at(name: str) -> bool:
+    """Whether it is a mean reward itself, not an end of its interval."""
+    return re.fullmatch(r"eval/mean@\d+", name) is not None
 
 
 def by_reason(line: Mapping[str, float], total: str) -> dict[str, float]:

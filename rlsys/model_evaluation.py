@@ -26,6 +26,7 @@ from rlsys.config import (
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
+    check_samples,
     require,
 )
 from rlsys.data.hub import offline_where_unreachable
@@ -35,9 +36,10 @@ from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.sampling import request_seed
 from rlsys.estimate import model_shape
-from rlsys.evaluation import Estimate, check_k, evaluate
+from rlsys.evaluation import Estimate, evaluate
 from rlsys.fields import conform
 from rlsys.rewards import (
+    PackedRewards,
     Reward,
     RewardFailure,
     RewardResult,
@@ -49,6 +51,8 @@ from rlsys.rewards import (
 from rlsys.types import FinishReason, Generation, GenerationRequest, Prompt, Rollout, SamplingParams
 
 START_TIMEOUT_S = 300.0  # for reward functions to be loaded
+
+Rows = Sequence[Mapping[str, Any]]
 
 # Requests that the engine has, in multiples of those that it runs at a time.
 QUEUED = 2
@@ -84,22 +88,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         conform(self, "")
-        require(
-            self.num_samples >= 1,
-            f"num_samples={self.num_samples} draws nothing; use at least 1.",
-        )
-        require(bool(self.k), "k is empty; give at least one, such as 1.")
-        for k in self.k:
-            check_k(k, self.num_samples)
-        require(
-            not self.greedy or self.num_samples == 1,
-            f"num_samples={self.num_samples} of greedy decoding are all the same; use 1, or turn "
-            "greedy off.",
-        )
-        require(
-            self.num_prompts is None or self.num_prompts >= 2,
-            f"num_prompts={self.num_prompts} gives no interval; use at least 2.",
-        )
+        check_samples(self.num_samples, self.k, self.greedy, self.num_prompts)
         require(
             self.model.path != "",
             "no model is given; give a Hugging Face model directory or hub name.",
@@ -143,28 +132,44 @@ async def evaluate_model(
     config: EvaluationConfig,
     functions: Sequence[Reward],
     *,
+    rows: Rows | None = None,
     on_sample: Callable[[Sample], None] = lambda sample: None,
 ) -> Evaluation:
-    """`on_sample` gets each sample when it is scored, in no order.
+    """`rows` replace the dataset of config.data; `on_sample` gets each sample when it is scored, in
+    no order.
 
     Raises ValueError for a mistake in model, data or rewards, before anything is sampled where it
     can be told by then, and where no reward could be computed; EngineError if the engine dies.
     """
     rewards = as_rewards(functions)
+    return await evaluate_packed(
+        config, pack_rewards(rewards), checked=rewards, rows=rows, on_sample=on_sample
+    )
+
+
+async def evaluate_packed(
+    config: EvaluationConfig,
+    rewards: PackedRewards,
+    *,
+    checked: Sequence[Reward] = (),
+    rows: Rows | None = None,
+    on_sample: Callable[[Sample], None],
+) -> Evaluation:
+    """As `evaluate_model`. The data is searched for what the rewards in `checked` read."""
     names = [config.model.path]
-    if Path(config.data.source).suffix not in LOADERS:
+    if rows is None and Path(config.data.source).suffix not in LOADERS:
         names.append(config.data.source)
     with offline_where_unreachable(*names):
         max_context = model_shape(config.model.path).max_context
         tokenizer = load_tokenizer(config.model.path)
-        prompts = _prompts(config, tokenizer, max_context, rewards)
+        prompts = held_out_prompts(config, tokenizer, max_context, checked, rows)
         engine = build_engine(
             config.model,
             config.rollout,
             max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
         )
         runner = RewardRunner(
-            pack_rewards(rewards),
+            rewards,
             concurrency=config.reward.concurrency,
             timeout_s=config.reward.timeout_s,
             memory_gib=config.reward.memory_gib,
@@ -181,9 +186,14 @@ async def evaluate_model(
     return _evaluation(config, samples, seconds)
 
 
-def _prompts(
-    config: EvaluationConfig, tokenizer: Any, max_context: int, rewards: Sequence[Reward]
+def held_out_prompts(
+    config: EvaluationConfig,
+    tokenizer: Any,
+    max_context: int,
+    rewards: Sequence[Reward],
+    rows: Rows | None = None,
 ) -> list[Prompt]:
+    """Raises ValueError for data that cannot be used, or is too little."""
     source = PromptSource(
         config.data,
         tokenizer,
@@ -191,14 +201,16 @@ def _prompts(
         prompts_per_step=1,
         max_tokens=config.sampling.max_tokens,
         max_context=max_context,
+        rows=rows,
     )
-    check_columns(rewards, source.metadata_columns)
+    if rewards:
+        check_columns(rewards, source.metadata_columns)
     source.check_filled(dict.fromkeys(name for one in rewards for name in one.required_columns))
     num = len(source) if config.num_prompts is None else config.num_prompts
     require(
         2 <= num <= len(source),
-        f"num_prompts={num}, but data.source={config.data.source!r} has {len(source)} prompts that "
-        "can be used, and an interval needs 2; use 2 to that many, or more data.",
+        f"num_prompts={num}, but {source.where} has {len(source)} prompts that can be used, and an "
+        "interval needs 2; use 2 to that many, or more data.",
     )
     return [source.at(index) for index in range(num)]
 

@@ -9,6 +9,7 @@
         trace.json       what each actor did when, for Perfetto
         checkpoints/     for --resume
         hf/              the trained model, as Hugging Face loads it
+        evaluations.jsonl, best/    with evaluation.every: a line for each, and the best model
 
 A run whose model.path is empty trains a model of the recipe's own, built from its seed.
 
@@ -47,6 +48,7 @@ MAY_CHANGE = {
     "num_steps",
     "checkpoint_every",
     "keep_checkpoints",
+    "evaluation",
     "observe",
     "cluster",
     "model.gradient_checkpointing",
@@ -70,8 +72,9 @@ MAY_CHANGE = {
 
 # What a start may leave behind that ended before its first optimizer step.
 OF_A_START = re.compile(
-    r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|external)\.jsonl|trace\.json|wandb"
-    r"|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)|\.warm_start|\.beginning"
+    r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations|external)\.jsonl"
+    r"|trace\.json|wandb|best|\.evaluating|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)"
+    r"|\.warm_start|\.beginning"
 )
 
 
@@ -88,6 +91,9 @@ class RunFiles:
         self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"
         self.hf = path / "hf"
+        self.evaluations = path / "evaluations.jsonl"
+        self.best = path / "best"
+        self.evaluating = path / ".evaluating"  # exported models that wait to be evaluated
 
     @property
     def has_checkpoint(self) -> bool:

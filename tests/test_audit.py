@@ -310,7 +310,7 @@ def with_external_groups(seed: int) -> Any:
     }
     for record in evidence.rollouts:
         if (prompt := prompts[record["group_id"]]) in external:
-            record |= {"prompt": f"external {prompt}", "shared_by": "b"}  # type: ignore[operator, misc]
+            record |= {"prompt": f"external {prompt}", "shared_by": "b"}  # type: ignore[operator]
     return replace(evidence, external={**external, 1: None})
 
 

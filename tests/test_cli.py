@@ -151,7 +151,10 @@ def test_command_line_wins_over_file_and_file_over_defaults(tmp_path: Path) -> N
     [
         (("--trainer.learning-rat", "1"), ["--trainer.learning-rat ", "--trainer.learning-rate?"]),
         (("--learning-rate", "1"), ["--learning-rate ", "--trainer.learning-rate?"]),
-        (("--num-cpus", "1"), ["--rollout.num-cpus or --trainer.num-cpus?"]),
+        (
+            ("--num-cpus", "1"),
+            ["--rollout.num-cpus or --trainer.num-cpus or --evaluation.num-cpus?"],
+        ),
         (("--qqq", "1"), ["--qqq", "--help"]),
         (("--num-steps", "1.5"), ["--num-steps", "'1.5'", "whole number"]),
         (("--clip", "wide"), ["--clip", "'wide'", "a number"]),

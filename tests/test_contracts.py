@@ -45,7 +45,8 @@ def test_imports_go_one_way() -> None:
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
     "algorithms types errors fields metrics interrupts pipes blocking file_modes",
-    "config checkpoint evaluation scaling",
+    "evaluation",
+    "config checkpoint scaling",
     "run_directory layout",
     "rewards",
     "data",
@@ -56,6 +57,7 @@ ROOMS = (
     "observe",
     "simulation audit estimate tiny_models",
     "history launching cli model_evaluation",
+    "held_out",
     "__init__",
 )
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}

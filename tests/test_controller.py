@@ -23,7 +23,7 @@ from rlsys.config import (
     RunConfig,
     TrainerConfig,
 )
-from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
+from rlsys.controller import BetweenSteps, Controller, OpenWork, RewardsFailed, StallError
 from rlsys.dataflow.graph import Dataflow, Prompts
 from rlsys.dataflow.ledger import Ledger
 from rlsys.engines.generation.sampling import request_seed, stream_key
@@ -103,6 +103,7 @@ class World:
     first_step: int = 0
     saved: list[OpenWork] = field(default_factory=list)
     chaos: Callable[[World], Coroutine[Any, Any, None]] | None = None
+    between: list[BetweenSteps] = field(default_factory=list)
 
     async def run(self) -> None:
         async def save(step: int, work: OpenWork) -> None:
@@ -128,6 +129,7 @@ class World:
             pools=self.pools,
             observer=self.observer,
             checkpoint=save,
+            between=self.between,
             carried=self.carried,
             first_step=self.first_step,
             clock=asyncio.get_running_loop().time,
@@ -663,6 +665,19 @@ def test_checkpoints_come_when_asked_for_and_at_the_end() -> None:
     w = world(num_steps=5, checkpoint_every=2)
     run_in_virtual_time(w.run())
     assert w.checkpoints == [2, 4, 5]
+
+
+def test_what_is_done_between_steps_finds_the_learner_at_its_step() -> None:
+    w = world(num_steps=6)
+    seen: list[tuple[int, int]] = []
+
+    async def look(step: int) -> None:
+        await asyncio.sleep(3.0)
+        seen.append((step, len(w.learner.trained) - 1))  # the last one is under way
+
+    w.between.append(BetweenSteps(is_due=lambda step: step % 2 == 0, do=look, done=-1))
+    run_in_virtual_time(w.run())
+    assert seen == [(0, 0), (2, 2), (4, 4), (6, 6)]
 
 
 def test_open_groups_of_a_crashed_run_are_issued_again() -> None:

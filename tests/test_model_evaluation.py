@@ -136,7 +136,7 @@ def test_fewer_prompts(config: EvaluationConfig) -> None:
     ("wrong", "words"),
     [
         ({"k": (1, 8)}, "k=8 is larger than the number of samples, 4"),
-        ({"k": ()}, "k is empty"),
+        ({"k": ()}, r"k=\(\) names none"),
         ({"num_samples": 0}, "num_samples=0 draws nothing"),
         ({"greedy": True}, "num_samples=4 of greedy decoding are all the same"),
         ({"num_prompts": 1}, "num_prompts=1 gives no interval"),

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from rlsys.config import RunConfig, require
+from rlsys.controller.between_steps import BetweenSteps
 from rlsys.controller.generation import GenerationSide, Prompts
 from rlsys.controller.inference import InferenceSide
 from rlsys.controller.learners import Learners
@@ -38,6 +39,7 @@ from rlsys.workers import Fleet, Learner, Pool, Replica, Scorer
 NO_POOLS: Mapping[str, Pool] = {}
 
 __all__ = [
+    "BetweenSteps",
     "Controller",
     "Group",
     "Observer",
@@ -58,7 +60,8 @@ class Controller:
     `first_step` is the number of steps that the learner has behind it, `ledger` the run's history
     so far: open groups in it are issued again under their own ids, and go on from what `carried`
     has of them. `replicas`, by number, run already; others come from `fleet`. `weights` are the
-    newest that were published (None: those of model.path are the newest). Raises ValueError for a
+    newest that were published (None: those of model.path are the newest). `between`: what is done
+    between optimizer steps, beside checkpoints. Raises ValueError for a
     store that could never hold the groups of one step.
     """
 
@@ -77,6 +80,7 @@ class Controller:
         pools: Mapping[str, Pool] = NO_POOLS,
         observer: Observer,
         checkpoint: Callable[[int, OpenWork], Awaitable[None]],
+        between: Sequence[BetweenSteps] = (),
         weights: WeightManifest | None = None,
         carried: OpenWork = NO_WORK,
         first_step: int = 0,
@@ -121,7 +125,7 @@ class Controller:
             flow,
             publish=self._generation.pool.publish,
             roll_back=self._roll_back,
-            checkpoint=self._save,
+            between=[self._checkpoints(), *between],
         )
 
     async def run(self) -> None:
@@ -144,6 +148,10 @@ class Controller:
         except BaseExceptionGroup as group:
             raise first_error(group) from None
 
+    def is_alive(self) -> None:
+        """Told by whoever works between two steps: it is no standstill."""
+        self._state.progress.notify()
+
     def shard_lost(self, shard: str) -> None:
         """A shard of the store died: issue the groups again whose rows it held."""
         self._generation.shard_lost(shard)
@@ -155,6 +163,15 @@ class Controller:
         """The optimizer steps after `step` are lost."""
         self._state.roll_back(step)
         self._generation.pool.rolled_back()
+
+    def _checkpoints(self) -> BetweenSteps:
+        config = self._state.config
+
+        def is_due(step: int) -> bool:
+            regular = config.checkpoint_every and step % config.checkpoint_every == 0
+            return bool(regular) or step == config.num_steps
+
+        return BetweenSteps(is_due=is_due, do=self._save, done=self._state.step)
 
     async def _save(self, step: int) -> None:
         await self._generation.pool.tell_progress()

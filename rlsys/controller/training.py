@@ -24,6 +24,7 @@ import torch
 
 from rlsys.algorithms.batches import run_batch_function
 from rlsys.config import TrainedRoleConfig, TrainerConfig
+from rlsys.controller.between_steps import BetweenSteps
 from rlsys.controller.learners import Learners
 from rlsys.controller.state import RunState, TrainedStep
 from rlsys.controller.step_rows import StepRows
@@ -49,8 +50,8 @@ MAX_FRUITLESS_LIVES = 5
 
 
 class TrainingSide:
-    """`publish` is told of new weights, `checkpoint` saves what belongs to the step that it is
-    told, `roll_back` takes the run back to a step."""
+    """`publish` is told of new weights, `roll_back` takes the run back to a step; `between` is what
+    is done while the learners stand still."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class TrainingSide:
         *,
         publish: Callable[[WeightManifest], None],
         roll_back: Callable[[int], None],
-        checkpoint: Callable[[int], Awaitable[None]],
+        between: Sequence[BetweenSteps],
     ) -> None:
         config = state.config
         self._state = state
@@ -75,7 +76,7 @@ class TrainingSide:
         self._waits_for_step = bool(self._step_stages) or self._updates > 1
         self._publish = publish
         self._roll_back = roll_back
-        self._checkpoint = checkpoint
+        self._between = between
         self._assembler = StepAssembler(
             groups_per_step=config.prompts_per_step,
             num_ranks=config.trainer.num_ranks,
@@ -92,7 +93,6 @@ class TrainingSide:
         self._lost: set[int] = set()  # and those of these whose rows are lost since
         self._num_handed_out = state.step  # steps of which the learner has every part
         self._in_flight: deque[list[asyncio.Task[None]]] = deque()  # parts, without an answer yet
-        self._checkpointed = state.step
 
     def has_taken(self, group_id: int) -> bool:
         """The group is part of a step that is under way, or of the next."""
@@ -126,7 +126,7 @@ class TrainingSide:
         group of the step; a group's last reward unblocks it."""
         async with asyncio.TaskGroup() as tasks:
             finishing: asyncio.Task[None] | None = None
-            await self._checkpoint_if_due()  # where the learner died before it was written
+            await self._do_what_is_due()  # also where the learner died before it was done
             while self._num_handed_out < self._state.config.num_steps:
                 await self._hand_out(tasks)
                 stepped = [
@@ -140,8 +140,8 @@ class TrainingSide:
                 self._assembler.finish()
                 self._num_handed_out += 1
                 finishing = tasks.create_task(self._finish_step(group_ids, stepped, published))
-                if self._checkpoint_is_due(self._num_handed_out):
-                    await finishing  # what is saved belongs to one step
+                if any(one.is_due(self._num_handed_out) for one in self._between):
+                    await finishing  # what is done there belongs to one step
 
     async def _hand_out(self, tasks: asyncio.TaskGroup) -> None:
         """Send the learner the parts of one step, as its groups come."""
@@ -228,7 +228,8 @@ class TrainingSide:
         self._lost.clear()
         self._assembler.reset()
         self._num_handed_out = step
-        self._checkpointed = min(self._checkpointed, step)
+        for one in self._between:
+            one.go_back(step)
         state.observer.learner_restarted(
             str(death), step=step, lost_steps=reached - step, seconds=state.clock() - start
         )
@@ -311,19 +312,12 @@ class TrainingSide:
         )
         state.progress.notify()
         self._publish(await published)
-        await self._checkpoint_if_due()
+        await self._do_what_is_due()
 
-    async def _checkpoint_if_due(self) -> None:
-        step = self._state.step
-        if self._checkpoint_is_due(step) and self._checkpointed < step:
-            await self._checkpoint(step)
-            self._checkpointed = step
-            self._state.progress.notify()
-
-    def _checkpoint_is_due(self, step: int) -> bool:
-        config = self._state.config
-        regular = config.checkpoint_every and step % config.checkpoint_every == 0
-        return bool(regular) or step == config.num_steps
+    async def _do_what_is_due(self) -> None:
+        for one in self._between:
+            if await one.after(self._state.step):
+                self._state.progress.notify()
 
     def _drop_what_comes_too_late(self) -> None:
         """Groups whose first tokens may be older than the next step may train on; after the last

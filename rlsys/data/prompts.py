@@ -78,7 +78,7 @@ class PromptSource:
         self._renderer = PromptRenderer(config, tokenizer)
         self._seed = seed
         self._rows: Any = load_rows(config) if rows is None else rows
-        self._where = f"data.source={config.source!r}" if rows is None else "the recipe's data"
+        self.where = f"data.source={config.source!r}" if rows is None else "the recipe's data"
         self._columns = self._check_columns(config.prompt_column, "data.prompt_column")
         self._completions: CompletionColumn | None = None
         if completions is not None:
@@ -102,7 +102,7 @@ class PromptSource:
         self._admitted = self._admit()
         require(
             len(self) >= prompts_per_step,
-            f"prompts_per_step={prompts_per_step}, but {self._where} has only {len(self)} prompts "
+            f"prompts_per_step={prompts_per_step}, but {self.where} has only {len(self)} prompts "
             f"that can be used; use at most {len(self)} a step, or more data.",
         )
 
@@ -122,7 +122,7 @@ class PromptSource:
             require(
                 not missing,
                 f"column {column!r}, which a reward reads, has no value in {len(missing)} of "
-                f"{len(self._rows)} rows of {self._where}, first in row {(missing or [0])[0]} "
+                f"{len(self._rows)} rows of {self.where}, first in row {(missing or [0])[0]} "
                 "(from 0); fill it, or leave the rows out.",
             )
 
@@ -169,22 +169,22 @@ class PromptSource:
         for key, value in self.order.items():
             require(
                 order[key] == value,
-                f"the checkpoint's order of prompts has {key}={order[key]}, but {self._where} has "
+                f"the checkpoint's order of prompts has {key}={order[key]}, but {self.where} has "
                 f"{key}={value}; resume with the same data and seed.",
             )
 
     def _name(self, number: int, column: str | None = None) -> str:
         column = column or self._config.prompt_column
-        return f"{column!r} in row {number} (from 0) of {self._where}"
+        return f"{column!r} in row {number} (from 0) of {self.where}"
 
     def _check_columns(self, column: str, option: str) -> list[str]:
         """All that the rows have; raises ValueError unless `column`, which `option` names, is one
         of them."""
-        require(len(self._rows) > 0, f"{self._where} has no rows; give data with prompts.")
+        require(len(self._rows) > 0, f"{self.where} has no rows; give data with prompts.")
         columns = list(getattr(self._rows, "column_names", None) or self._rows[0])
         require(
             column in columns,
-            f"{option}={column!r} is no column of {self._where}, which has {columns}; "
+            f"{option}={column!r} is no column of {self.where}, which has {columns}; "
             "name one of them.",
         )
         return columns
@@ -212,7 +212,7 @@ class PromptSource:
         if too_long:
             first, length = next(iter(too_long.items()))
             message = (
-                f"{len(too_long)} of {len(self._rows)} prompts of {self._where} are longer than "
+                f"{len(too_long)} of {len(self._rows)} prompts of {self.where} are longer than "
                 f"{self._limit} tokens ({self._rule}), first that of row {first} (from 0) with "
                 f"{length}"
             )

@@ -23,7 +23,13 @@ from rlsys import metrics
 from rlsys.observe.diagnosis import WINDOW, Finding, diagnose
 from rlsys.observe.phases import Phase, Phases
 from rlsys.observe.records import RolloutRecord
-from rlsys.observe.summary import duration, summarize, summary_rows
+from rlsys.observe.summary import (
+    duration,
+    evaluation_rows,
+    in_words,
+    summarize,
+    summary_rows,
+)
 
 HEADER_EVERY = 20  # step lines
 WARN_EVERY = 20  # steps between two warnings of one kind
@@ -135,6 +141,11 @@ class RunConsole:
             for record in samples[: self._print_samples]:
                 self._sample(record)
 
+    def evaluated(self, line: Line) -> None:
+        """A line of evaluations.jsonl."""
+        best = "; the best so far" if line[metrics.EVAL_IS_BEST] else ""
+        self._print(f"held-out, after step {line[metrics.STEP]}: {in_words(line)}{best}")
+
     def note(self, message: str) -> None:
         """A plain line: something that happened and needs no action."""
         self._print(message)
@@ -147,6 +158,7 @@ class RunConsole:
         outcome: Literal["finished", "interrupted", "failed"],
         *,
         lines: Sequence[Line],
+        evaluations: Sequence[Line] = (),
         directory: Path,
         next_command: str,
     ) -> None:
@@ -157,6 +169,7 @@ class RunConsole:
         if self._first_step_s is not None:
             title += f" The first one was done after {duration(self._first_step_s)}."
         rows = summary_rows(summary) if lines else []
+        rows += evaluation_rows(evaluations)
         rows.append(("files", f"{directory}: {', '.join(_contents(directory)) or 'none'}"))
         rows.append(("next", next_command))
         self._print("")

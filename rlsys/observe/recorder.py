@@ -171,6 +171,11 @@ class Recorder:
         self._console.step(line, records)
         self._stepped.notify()
 
+    def evaluated(self, line: Mapping[str, float]) -> None:
+        """A model of the run was evaluated on held-out prompts: a line of evaluations.jsonl."""
+        self._wandb.log_late(line)
+        self._console.evaluated(line)
+
     def _sampled_mean(self, trained: TrainedStep) -> dict[str, float]:
         if any(group.prompt.shared_by for group in trained.groups):
             self._refused_rewards = self._refused_rewards or []

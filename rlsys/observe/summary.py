@@ -88,6 +88,29 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     return rows
 
 
+def evaluation_rows(evaluations: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+    """The same of evaluations on held-out prompts: the first one, the last and the best."""
+    if not evaluations:
+        return []
+    best = [line for line in evaluations if line[metrics.EVAL_IS_BEST]]
+    shown = {"first": evaluations[0], "last": evaluations[-1], "best (best/)": (best or [{}])[-1]}
+    return [
+        ("held-out" if which == "first" else "", f"{which}, step {line[metrics.STEP]}: {told}")
+        for which, line in shown.items()
+        if line and (told := in_words(line))
+    ]
+
+
+def in_words(evaluation: Mapping[str, float]) -> str:
+    """Every estimate of it with its interval."""
+    return ", ".join(
+        f"{name.partition('/')[2]} {value:.3f} ({evaluation[f'{name}/low']:.3f} to "
+        f"{evaluation[f'{name}/high']:.3f})"
+        for name, value in evaluation.items()
+        if f"{name}/low" in evaluation
+    )
+
+
 def duration(seconds: float) -> str:
     """0.42 s, 12.3 s, 3 min 12 s, 2 h 05 min."""
     if seconds < 9.995:  # what rounds to less than 10.00

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from rlsys.metrics import STEP
+from rlsys.metrics import EVAL_STEP, STEP
 
 
 class WandbSink:
@@ -58,6 +58,13 @@ class WandbSink:
     def log(self, line: Mapping[str, float]) -> None:
         if self._run is not None:
             self._run.log(dict(line), step=int(line[STEP]))
+
+    def log_late(self, line: Mapping[str, float]) -> None:
+        """Of an evaluation, which ends some steps after its own: shown with the next step that is
+        logged, and its own as "eval/step"."""
+        if self._run is not None:
+            told = {name: value for name, value in line.items() if name != STEP}
+            self._run.log(told | {EVAL_STEP: line[STEP]}, commit=False)
 
     def close(self, *, failed: bool = False) -> None:
         """Upload, or write, what is left. Idempotent."""

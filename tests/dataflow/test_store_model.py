@@ -342,7 +342,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.live_rows(here) == live
 
     def teardown(self) -> None:
-        """Every schedule drains: all rows can be carried to their end, and all is freed."""
+        """Every schedule drains: all rows can be carried to their end, and all is freed. Where an
+        early row lacks room, those that came last give theirs up, as the controller has them do."""
         if not hasattr(self, "store"):
             return
         for home in HOMES:
@@ -350,6 +351,12 @@ class StoreMachine(RuleBasedStateMachine):
         while self.store.num_rows:
             before = self.store.describe()
             for row in self.live(lambda row: row.is_needed and row.home is None):
+                last = max(self.live(lambda row: row.is_needed and row.home is not None), default=0)
+                if not any(map(self.room, HOMES)) and last > row:
+                    self.store.drop_group(self.rows[last].group_id)
+                    self.mark_dropped({self.rows[last].group_id})
+                if not self.rows[row].is_needed:
+                    continue
                 if homes := [home for home in HOMES if self.room(home)]:
                     self.store.place([row], homes[0])
                     self.rows[row].home = homes[0]

@@ -1,0 +1,222 @@
+"""Evaluation beside training: a worker of its own, which takes exported models one after another.
+
+    learner ─► .evaluating/step_000050 ─► EvaluationActor ─► Evaluation ─► Scoreboard, console
+
+Training goes on meanwhile. It waits only where as many models wait as the disk is to hold; and
+nothing that fails here ends a run: it is told, and training goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rlsys.config import RunConfig
+from rlsys.controller import BetweenSteps
+from rlsys.dataflow.signal import Signal
+from rlsys.engines.generation.protocol import EngineError
+from rlsys.held_out import Scoreboard, evaluation_config, export_path, is_due, pending_exports
+from rlsys.model_evaluation import Evaluation, Sample, evaluate_packed
+from rlsys.observe.trace import TraceBatch, Tracer
+from rlsys.rewards import PackedRewards
+
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError
+from .store import StoreAddress
+
+# One `wait` answers after this time at the latest.
+WAIT_S = 5.0
+
+# Models that may wait beside the one that is evaluated; training waits with the next.
+MAX_WAITING = 2
+
+# Deaths of the worker over one model, before it is left out.
+MAX_DEATHS = 2
+
+Told = tuple[int, Evaluation | None]
+OnResult = Callable[[Mapping[str, float]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationFactory:
+    """What the worker needs: all but the model. `rows` replace the dataset."""
+
+    config: RunConfig
+    rewards: PackedRewards
+    rows: Sequence[Mapping[str, Any]] | None
+
+    def __call__(self, model: str, on_sample: Callable[[Sample], None]) -> Awaitable[Evaluation]:
+        return evaluate_packed(
+            evaluation_config(self.config, model),
+            self.rewards,
+            rows=self.rows,
+            on_sample=on_sample,
+        )
+
+
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
+class EvaluationActor(Heartbeat):
+    def __init__(self, evaluate: EvaluationFactory, store: StoreAddress, tracer: Tracer) -> None:
+        self._evaluate = evaluate
+        self._tracer = tracer
+        self._num_samples = 0
+        self._work: asyncio.Task[Evaluation] | None = None
+
+    async def begin(self, model: str) -> None:
+        self._num_samples = 0
+        self._work = asyncio.create_task(self._evaluated(model))
+
+    async def wait(self) -> Told:
+        """How many samples are scored, and what it came to. Raises ValueError and EngineError."""
+        assert self._work is not None, "nothing was begun"
+        await asyncio.wait([self._work], timeout=WAIT_S)
+        return self._num_samples, self._work.result() if self._work.done() else None
+
+    async def drain_trace(self) -> TraceBatch:
+        return self._tracer.drain()
+
+    async def close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.wait([self._work])
+
+    async def _evaluated(self, model: str) -> Evaluation:
+        def count(sample: Sample) -> None:
+            self._num_samples += 1
+
+        with self._tracer.span("evaluation", "evaluate", model=Path(model).name):
+            return await self._evaluate(model, count)
+
+
+class Evaluator:
+    """`hire` starts the worker; `export` writes the trained model as it is; `warn` tells people;
+    `on_progress` is told of every sign of life."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        scoreboard: Scoreboard,
+        directory: Path,
+        *,
+        hire: Callable[[], Worker],
+        export: Callable[[Path], Awaitable[None]],
+        on_result: OnResult,
+        on_progress: Callable[[], None],
+        warn: Callable[[str], None],
+        first_step: int,
+    ) -> None:
+        self._config = config
+        self._scoreboard = scoreboard
+        self._directory = directory.absolute()  # as it holds in the worker too
+        self._hire = hire
+        self._export = export
+        self._on_result = on_result
+        self._on_progress = on_progress
+        self._warn = warn
+        self._worker: Worker | None = None
+        self._running: int | None = None  # the step whose model is evaluated now
+        self._has_warned = False
+        self._waiting: dict[int, Path] = {}
+        self._changed = Signal()
+        for step, path in pending_exports(self._directory).items():
+            if step <= first_step and not scoreboard.has(step):
+                self._waiting[step] = path
+            else:  # of a history that is given up
+                shutil.rmtree(path, ignore_errors=True)
+        has_first = scoreboard.has(first_step) or first_step in self._waiting
+        self.between_steps = BetweenSteps(
+            is_due=lambda step: is_due(config, step),
+            do=self._take,
+            done=first_step if has_first else first_step - 1,
+            undo=self._go_back,
+        )
+
+    async def run(self) -> None:
+        """Evaluates what is exported, for ever."""
+        while True:
+            await self._changed.until(lambda: bool(self._waiting))
+            step, path = min(self._waiting.items())
+            del self._waiting[step]
+            self._running = step
+            self._changed.notify()
+            try:
+                await self._evaluate(step, path)
+            finally:
+                self._running = None
+                self._changed.notify()
+
+    async def finish(self) -> None:
+        """Returns when nothing is left to evaluate."""
+        await self._changed.until(lambda: not self._waiting and self._running is None)
+
+    def close(self) -> None:
+        """The worker is among those that are ended together."""
+        self._scoreboard.close()
+
+    async def _take(self, step: int) -> None:
+        if len(self._waiting) >= MAX_WAITING and not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"training waits for the evaluation of step {self._running}, which takes longer "
+                f"than evaluation.every={self._config.evaluation.every} steps; use fewer prompts "
+                "or samples, a larger interval, or give it more (evaluation.num_cpus, num_gpus)."
+            )
+        await self._changed.until(lambda: len(self._waiting) < MAX_WAITING)
+        path = export_path(self._directory, step)
+        await self._export(path)
+        self._waiting[step] = path
+        self._changed.notify()
+
+    def _go_back(self, step: int) -> None:
+        self._scoreboard.go_back(step)
+        for later in [waiting for waiting in self._waiting if waiting > step]:
+            shutil.rmtree(self._waiting.pop(later), ignore_errors=True)
+        self._changed.notify()
+
+    async def _evaluate(self, step: int, path: Path) -> None:
+        reason = ""
+        for _ in range(MAX_DEATHS):
+            try:
+                found = await self._found(path)
+            except WorkerDied as death:
+                reason, self._worker = str(death), None
+            except (WorkerError, EngineError, ValueError, OSError) as error:
+                reason = str(error)
+                break
+            else:
+                line = await asyncio.to_thread(self._scoreboard.add, step, found, path)
+                if found.failed:
+                    self._warn(
+                        f"evaluation of step {step}: the reward of {sum(found.failed.values())} "
+                        f"samples failed; they count nowhere. The first one is a "
+                        f"{found.first_failure}"
+                    )
+                self._on_result(line)
+                return
+        self._warn(f"the model of step {step} is not evaluated: {reason}")
+        await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
+    async def _found(self, path: Path) -> Evaluation:
+        """Raises WorkerDied, also for a worker that scores nothing for too long."""
+        if self._worker is None or self._worker.is_dead:
+            self._worker = self._hire()
+        cluster, worker = self._config.cluster, self._worker
+        await worker.call("begin", str(path), timeout_s=cluster.start_timeout_s)
+        limit_s = max(cluster.start_timeout_s, cluster.call_timeout_s)
+        last, since = 0, time.monotonic()
+        while True:
+            told: Told = await worker.call("wait", timeout_s=WAIT_S + worker.timeout_s)
+            num_samples, found = told
+            self._on_progress()
+            if found is not None:
+                return found
+            if num_samples > last:
+                last, since = num_samples, time.monotonic()
+            if time.monotonic() - since > limit_s:
+                worker.end(f"it has scored no sample for {limit_s:g} s (cluster.call_timeout_s)")

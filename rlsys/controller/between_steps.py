@@ -1,0 +1,32 @@
+"""What is done between two optimizer steps, while the trained models stand still: checkpoints, and
+exports for an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True)
+class BetweenSteps:
+    """`do` is awaited after the steps for which `is_due` says so, once for each."""
+
+    is_due: Callable[[int], bool]
+    do: Callable[[int], Awaitable[None]]
+    done: int
+    """The newest step that needs it no more."""
+    undo: Callable[[int], None] = lambda step: None
+    """Told of a step when those after it are trained again."""
+
+    async def after(self, step: int) -> bool:
+        """Whether there was something to do."""
+        if step <= self.done or not self.is_due(step):
+            return False
+        await self.do(step)
+        self.done = step
+        return True
+
+    def go_back(self, step: int) -> None:
+        """The steps after `step` are trained again."""
+        self.done = min(self.done, step)
+        self.undo(step)

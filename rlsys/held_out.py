@@ -1,0 +1,154 @@
+"""Evaluation beside training: what is evaluated, when, and which model was the best.
+
+    every so many steps: the model, exported ─► model_evaluation.py ─► Scoreboard
+                                                                           │
+                                        evaluations.jsonl, best/ ◄─────────┘
+
+Evaluated are the files that a user would load, so that scripts/evaluate.py finds the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rlsys import metrics
+from rlsys.checkpoint import swapped_in
+from rlsys.config import RunConfig, require
+from rlsys.dataflow.graph import Dataflow, RewardFn, ScoreStage
+from rlsys.evaluation import as_metrics
+from rlsys.launching import HeldOut
+from rlsys.model_evaluation import Evaluation, EvaluationConfig
+from rlsys.observe.step_log import StepLog, read_lines
+from rlsys.run_directory import RunFiles
+
+# In best/, beside the model.
+EVALUATION_FILE = "evaluation.json"
+
+EXPORT_NAME = re.compile(r"step_(\d{6,})")
+
+
+def rewards_of(flow: Dataflow, held_out: HeldOut) -> list[RewardFn]:
+    """What a completion is scored with. Raises ValueError where nothing says."""
+    scored = flow.all(ScoreStage)
+    rewards = [*(scored[0].rewards if scored and held_out.rewards is None else [])]
+    rewards += held_out.rewards or []
+    require(
+        bool(rewards),
+        "evaluation.every is set, and nothing says how a completion is scored: the dataflow has no "
+        "flow.score. Give launch(held_out=rlsys.HeldOut(rewards=[...])), or use "
+        "evaluation.every=0.",
+    )
+    return rewards
+
+
+def evaluation_config(run: RunConfig, model: Path | str) -> EvaluationConfig:
+    """Of one model of the run: its files, and else what the run says."""
+    own = run.evaluation
+    return EvaluationConfig(
+        num_samples=own.num_samples,
+        k=own.k,
+        greedy=own.greedy,
+        num_prompts=own.num_prompts,
+        seed=run.seed,
+        model=replace(run.model, path=str(model)),
+        data=replace(
+            run.data, source=own.source or run.data.source, split=own.split, shuffle=False
+        ),
+        sampling=run.sampling,
+        rollout=replace(
+            run.rollout,
+            num_cpus=own.num_cpus or run.rollout.num_cpus,
+            num_gpus=own.num_gpus,
+            tensor_parallel=1,
+        ),
+        reward=run.reward,
+    )
+
+
+def is_due(run: RunConfig, step: int) -> bool:
+    """After so many optimizer steps."""
+    every = run.evaluation.every
+    return every > 0 and (step % every == 0 or step == run.num_steps)
+
+
+class Scoreboard:
+    """What the evaluations of a run came to: evaluations.jsonl, a line each, and the best model.
+
+    The best is that of the highest mean reward, of equal ones the earliest. Lines of steps beyond
+    `after_step` are removed, as those steps are trained again; best/ stays: it is what it says.
+    """
+
+    def __init__(self, files: RunFiles, *, after_step: int) -> None:
+        self._files = files
+        self._log = StepLog(files.evaluations, after_step=after_step)
+        self._steps = {int(line[metrics.STEP]) for line in read_lines(files.evaluations)}
+
+    def has(self, step: int) -> bool:
+        return step in self._steps
+
+    def go_back(self, step: int) -> None:
+        """Training went back to `step`."""
+        self._log.go_back(step)
+        self._steps = {one for one in self._steps if one <= step}
+
+    def add(self, step: int, found: Evaluation, exported: Path) -> dict[str, float]:
+        """Record it; `exported` is kept as best/ or removed. Returns its line."""
+        line = {
+            metrics.STEP: step,
+            **as_metrics(found.estimates),
+            metrics.EVAL_PROMPTS: found.num_prompts,
+            metrics.EVAL_TOKENS_MEAN: found.tokens_mean,
+            metrics.EVAL_TRUNCATED_FRAC: found.truncated_frac,
+            metrics.EVAL_FAILED: sum(found.failed.values()),
+            metrics.TIME_EVALUATION_S: found.seconds,
+        }
+        best = best_of(self._files)
+        line[metrics.EVAL_IS_BEST] = int(best is None or mean_reward(line) > mean_reward(best))
+        if line[metrics.EVAL_IS_BEST]:
+            (exported / EVALUATION_FILE).write_text(json.dumps(line, indent=1) + "\n")
+            swapped_in(exported, self._files.best)
+        else:
+            shutil.rmtree(exported, ignore_errors=True)
+        if step not in self._steps:
+            self._log.append(line)
+            self._steps.add(step)
+        return line
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def best_of(files: RunFiles) -> dict[str, float] | None:
+    """What the evaluation of best/ came to; None where there is none."""
+    try:
+        best: dict[str, float] = json.loads((files.best / EVALUATION_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    return best
+
+
+def mean_reward(line: Mapping[str, float]) -> float:
+    """That of an evaluation."""
+    return next(value for name, value in line.items() if metrics.is_mean_at(name))
+
+
+def pending_exports(directory: Path) -> dict[int, Path]:
+    """Models that wait to be evaluated, by their step."""
+    if not directory.is_dir():
+        return {}
+    found = {path: EXPORT_NAME.fullmatch(path.name) for path in sorted(directory.iterdir())}
+    return {int(match[1]): path for path, match in found.items() if match}
+
+
+def export_path(directory: Path, step: int) -> Path:
+    return directory / f"step_{step:06d}"
+
+
+def read_evaluations(path: Path) -> list[dict[str, float]]:
+    """The lines of an evaluations.jsonl; none where there is no such file."""
+    return list(read_lines(path)) if path.exists() else []

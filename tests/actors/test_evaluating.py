@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from actors.calls import Worker, WorkerDied
+from actors.evaluating import MAX_DEATHS, Evaluator
+from rlsys.config import HeldOutConfig, RunConfig
+from rlsys.held_out import Scoreboard, export_path
+from rlsys.model_evaluation import Evaluation
+from rlsys.run_directory import RunFiles
+from tests.test_held_out import exported, found
+
+PATIENCE_S = 60.0
+CONFIG = RunConfig(num_steps=40, evaluation=HeldOutConfig(every=10))
+
+Answer = Callable[[str], Evaluation | Exception]
+
+
+class FakeWorker:
+    """Evaluates a model when `release` is set; `answer` says what it comes to."""
+
+    def __init__(self, answer: Answer, release: asyncio.Event) -> None:
+        self._answer = answer
+        self._release = release
+        self._model = ""
+        self.timeout_s = 1.0
+        self.is_dead = False
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        if method == "begin":
+            (self._model,) = args
+            return None
+        await self._release.wait()
+        result = self._answer(Path(self._model).name)
+        if isinstance(result, Exception):
+            self.is_dead = isinstance(result, WorkerDied)
+            raise result
+        return 1, result
+
+
+class World:
+    def __init__(self, path: Path, answer: Answer, *, first_step: int = 0) -> None:
+        self.files = RunFiles(path)
+        self.board = Scoreboard(self.files, after_step=first_step)
+        self.release = asyncio.Event()
+        self.release.set()
+        self.results: list[Mapping[str, float]] = []
+        self.warnings: list[str] = []
+        self.num_signs_of_life = 0
+        self.hired: list[FakeWorker] = []
+        self.evaluator = Evaluator(
+            CONFIG,
+            self.board,
+            self.files.evaluating,
+            hire=lambda: self.hire(answer),
+            export=self.export,
+            on_result=self.results.append,
+            on_progress=self.count,
+            warn=self.warnings.append,
+            first_step=first_step,
+        )
+
+    def count(self) -> None:
+        self.num_signs_of_life += 1
+
+    def hire(self, answer: Answer) -> Worker:
+        self.hired.append(FakeWorker(answer, self.release))
+        return cast(Worker, self.hired[-1])
+
+    async def export(self, directory: Path) -> None:
+        exported(self.files, int(directory.name.removeprefix("step_")))
+
+    async def after(self, *steps: int) -> None:
+        for step in steps:
+            await self.evaluator.between_steps.after(step)
+            await asyncio.sleep(0)
+
+    async def finish(self) -> None:
+        running = asyncio.create_task(self.evaluator.run())
+        await asyncio.wait_for(self.evaluator.finish(), PATIENCE_S)
+        running.cancel()
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, PATIENCE_S))
+
+
+def test_models_are_evaluated_in_order_and_the_best_one_stays(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path, lambda name: found({"step_000010": 0.9}.get(name, 0.5)))
+        for step in (0, 5, 10, 20, 40):
+            await world.after(step)
+            await world.finish()
+        assert [line["step"] for line in world.results] == [0, 10, 20, 40]
+        assert (world.files.best / "model.safetensors").read_text() == "of step 10"
+        assert world.warnings == []
+        assert len(world.hired) == 1
+
+    run(work())
+
+
+def test_training_goes_on_until_too_many_models_wait(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path, lambda name: found(0.5))
+        world.release.clear()
+        running = asyncio.create_task(world.evaluator.run())
+        await world.after(0, 10, 20)  # one is evaluated, two wait
+        assert world.warnings == []
+        fourth = asyncio.create_task(world.after(30))
+        await asyncio.sleep(0)
+        assert not fourth.done()
+        assert "training waits for the evaluation of step 0" in world.warnings[0]
+        world.release.set()
+        await fourth
+        await world.evaluator.finish()
+        running.cancel()
+        assert [line["step"] for line in world.results] == [0, 10, 20, 30]
+        assert world.num_signs_of_life >= 4
+        assert not list(world.files.evaluating.iterdir())
+
+    run(work())
+
+
+def test_a_worker_that_dies_is_followed_by_another_and_then_by_a_warning(tmp_path: Path) -> None:
+    deaths = [WorkerDied("evaluation died")] * (1 + MAX_DEATHS)
+
+    async def work() -> None:
+        world = World(tmp_path, lambda name: deaths.pop() if deaths else found(0.5))
+        await world.after(0)
+        await world.finish()  # all deaths but one
+        await world.after(10)
+        await world.finish()  # the last one
+        assert [line["step"] for line in world.results] == [10]
+        assert world.warnings == ["the model of step 0 is not evaluated: evaluation died"]
+        assert len(world.hired) == MAX_DEATHS + 2
+        assert not list(world.files.evaluating.iterdir())
+
+    run(work())
+
+
+def test_an_evaluation_that_fails_is_told_and_the_worker_goes_on(tmp_path: Path) -> None:
+    answers = {"step_000000": ValueError("only 0 of 8 prompts have samples")}
+
+    async def work() -> None:
+        world = World(tmp_path, lambda name: answers.get(name) or found(0.5))
+        await world.after(0)
+        await world.finish()
+        await world.after(10)
+        await world.finish()
+        assert world.warnings == [
+            "the model of step 0 is not evaluated: only 0 of 8 prompts have samples"
+        ]
+        assert [line["step"] for line in world.results] == [10]
+        assert len(world.hired) == 1
+
+    run(work())
+
+
+def test_a_resumed_run_evaluates_what_waited_and_not_what_is_given_up(tmp_path: Path) -> None:
+    async def work() -> None:
+        before = World(tmp_path, lambda name: found(0.5))
+        await before.after(0)
+        await before.finish()
+        for step in (10, 20):
+            exported(before.files, step)
+        world = World(tmp_path, lambda name: found(0.5), first_step=10)
+        assert not export_path(world.files.evaluating, 20).exists()
+        await world.after(10)  # is there already
+        await world.finish()
+        assert [line["step"] for line in world.results] == [10]
+
+    run(work())
+
+
+def test_what_was_trained_again_is_evaluated_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path, lambda name: found(0.5))
+        for step in (0, 10, 20):
+            await world.after(step)
+            await world.finish()
+        world.evaluator.between_steps.go_back(15)
+        await world.after(15, 20)
+        await world.finish()
+        assert [line["step"] for line in world.results] == [0, 10, 20, 20]
+
+    run(work())

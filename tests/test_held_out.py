@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import rlsys
+from rlsys import PREFERENCE
+from rlsys.algorithms import sequence_mean, simpo
+from rlsys.config import DataConfig, HeldOutConfig, RolloutConfig
+from rlsys.dataflow.graph import Dataflow, Prompts
+from rlsys.evaluation import Estimate
+from rlsys.held_out import (
+    Scoreboard,
+    best_of,
+    evaluation_config,
+    export_path,
+    is_due,
+    pending_exports,
+    read_evaluations,
+    rewards_of,
+)
+from rlsys.model_evaluation import Evaluation
+from rlsys.run_directory import RunFiles
+
+
+def found(mean: float) -> Evaluation:
+    return Evaluation(
+        estimates={
+            "eval/pass@1": Estimate(value=0.5, low=0.4, high=0.6),
+            "eval/mean@4": Estimate(value=mean, low=mean - 0.1, high=mean + 0.1),
+        },
+        num_prompts=8,
+        num_left_out=0,
+        failed={},
+        first_failure=None,
+        tokens_mean=3.0,
+        truncated_frac=0.0,
+        seconds=1.0,
+    )
+
+
+def exported(files: RunFiles, step: int) -> Path:
+    path = export_path(files.evaluating, step)
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_text(f"of step {step}")
+    return path
+
+
+def evaluate(files: RunFiles, board: Scoreboard, step: int, mean: float) -> dict[str, float]:
+    return board.add(step, found(mean), exported(files, step))
+
+
+def weights(directory: Path) -> str:
+    return (directory / "model.safetensors").read_text()
+
+
+def test_the_best_model_is_kept_and_every_other_one_goes(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    board = Scoreboard(files, after_step=0)
+    is_best = [
+        evaluate(files, board, step, mean)["eval/is_best"]
+        for step, mean in ((0, 0.2), (10, 0.6), (20, 0.6), (30, 0.5))
+    ]
+    board.close()
+    assert is_best == [1, 1, 0, 0]  # of two equal ones the earlier
+    assert weights(files.best) == "of step 10"
+    assert best_of(files) == json.loads((files.best / "evaluation.json").read_text())
+    assert pending_exports(files.evaluating) == {}
+    assert [line["step"] for line in read_evaluations(files.evaluations)] == [0, 10, 20, 30]
+    assert read_evaluations(files.evaluations)[1]["eval/mean@4/high"] == pytest.approx(0.7)
+
+
+def test_a_history_that_is_given_up_is_evaluated_again_and_the_best_model_stays(
+    tmp_path: Path,
+) -> None:
+    files = RunFiles(tmp_path)
+    board = Scoreboard(files, after_step=0)
+    for step, mean in ((0, 0.2), (10, 0.6), (20, 0.9)):
+        evaluate(files, board, step, mean)
+    board.go_back(10)
+    assert [board.has(step) for step in (0, 10, 20)] == [True, True, False]
+    assert evaluate(files, board, 20, 0.8)["eval/is_best"] == 0  # the one of before was better
+    board.close()
+    resumed = Scoreboard(files, after_step=10)
+    assert [resumed.has(step) for step in (0, 10, 20)] == [True, True, False]
+    resumed.close()
+    assert weights(files.best) == "of step 20"
+    assert [line["step"] for line in read_evaluations(files.evaluations)] == [0, 10]
+
+
+def test_evaluations_come_before_the_first_step_at_the_interval_and_at_the_end() -> None:
+    run = rlsys.RunConfig(num_steps=25, evaluation=HeldOutConfig(every=10))
+    assert [step for step in range(26) if is_due(run, step)] == [0, 10, 20, 25]
+    assert not any(is_due(rlsys.RunConfig(num_steps=25), step) for step in range(26))
+
+
+def test_an_evaluation_samples_as_the_run_does_from_data_of_its_own() -> None:
+    run = rlsys.RunConfig(
+        seed=7,
+        data=DataConfig(source="train.jsonl", prompt_column="question", shuffle=True),
+        rollout=RolloutConfig(num_cpus=4, num_gpus=1),
+        evaluation=HeldOutConfig(every=1, source="test.jsonl", num_samples=4, k=(1, 4)),
+    )
+    config = evaluation_config(run, "exported")
+    assert (config.model.path, config.seed, config.k) == ("exported", 7, (1, 4))
+    assert config.sampling == run.sampling
+    assert (config.data.source, config.data.prompt_column) == ("test.jsonl", "question")
+    assert (config.data.shuffle, config.rollout.num_gpus) == (False, 0)
+    same = evaluation_config(rlsys.RunConfig(data=DataConfig(source="org/name")), "exported")
+    assert (same.data.source, same.data.split) == ("org/name", "test")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"every": -1}, "evaluation.every=-1 is negative"),
+        ({"num_samples": 2, "k": (4,)}, "k=4 is larger than the number of samples, 2"),
+        ({"num_samples": 0}, "evaluation.num_samples=0 draws nothing"),
+        ({"num_samples": 2, "greedy": True}, "are all the same; use 1, or turn evaluation.greedy"),
+        ({"num_prompts": 1}, "evaluation.num_prompts=1 gives no interval"),
+        ({"k": ()}, "evaluation.k=() names none"),
+        ({"num_gpus": -1}, "evaluation.num_gpus=-1"),
+    ],
+)
+def test_an_evaluation_that_tells_nothing_is_refused(settings: dict, says: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ValueError, match=r".") as error:
+        HeldOutConfig(**settings)
+    assert says in str(error.value)
+
+
+def test_a_graph_that_scores_nothing_needs_rewards_of_its_own() -> None:
+    flow = Dataflow()
+    rows = flow.dataset(Prompts(config=DataConfig()), group_size=2)
+    policy = flow.model("policy")
+    flow.train(policy, rows, PREFERENCE, loss=simpo(), aggregation=sequence_mean)
+    with pytest.raises(ValueError, match="nothing says how a completion is scored"):
+        rewards_of(flow, rlsys.HeldOut())
+    assert rewards_of(flow, rlsys.HeldOut(rewards=[len])) == [len]
