@@ -190,6 +190,15 @@ class Worker:
             self._beating = None
 
 
+def while_loading(model: str, death: Exception) -> str:
+    """What to say of a process that died while it loaded its model."""
+    return (
+        f"model {model!r} could not be loaded, its process died meanwhile ({death}); most often "
+        "the memory of its node or GPU is full: use a smaller model, fewer processes beside each "
+        "other, or a larger node (--dry-run estimates what is needed)."
+    )
+
+
 async def end_all(workers: Iterable[Worker]) -> None:
     """Ask each to end its processes and files in good order; after a while, kill."""
     workers = list(workers)

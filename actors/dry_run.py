@@ -3,6 +3,8 @@ memory, warnings, and a prompt as the model will see it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from rlsys.config import RunConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.graph import Dataflow
@@ -13,11 +15,15 @@ from rlsys.observe.diagnosis import foresee
 from .factories import needs, role_needs
 
 
-def describe(config: RunConfig, flow: Dataflow, shape: ModelShape, prompts: PromptSource) -> str:
+def describe(
+    config: RunConfig, flow: Dataflow, shape: ModelShape, prompts: PromptSource, tokenizer: Any
+) -> str:
     ranks, replicas = needs(config, flow)
     roles = [need for needs in role_needs(config, flow).values() for need in needs]
     memory = estimate_memory(config, shape)
     prompt = prompts.at(0)
+    # Of the tokens, not of the row: this is what the model sees, special tokens included.
+    seen = tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False)
     facts = [
         "dataflow: stage  reads -> writes",
         *flow.describe().splitlines(),
@@ -35,8 +41,8 @@ def describe(config: RunConfig, flow: Dataflow, shape: ModelShape, prompts: Prom
         "",
         f"data: {len(prompts):,} prompts, each with {', '.join(prompts.metadata_columns) or 'no'} "
         f"beside it; the first one has {len(prompt.token_ids)} tokens:",
-        *(f"  {_printable(line)}" for line in prompt.text.splitlines()),
-        *(f"warning: {warning}" for warning in foresee(config.sampling)),
+        *(f"  {_printable(line)}" for line in seen.splitlines()),
+        *(f"warning: {warning}" for warning in foresee(config)),
     ]
     return "\n".join(
         ["# configuration", to_toml(config), *(f"# {fact}".rstrip() for fact in facts)]

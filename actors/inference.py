@@ -14,7 +14,7 @@ import ray
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.workers import PoolDied, Rows, Written
 
-from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, while_loading
 from .rows import read_rows, write_column
 from .store import StoreAddress, StoreClient
 
@@ -80,7 +80,9 @@ class RayPool:
         open_store: Callable[[str], Awaitable[StoreAddress]],
         *,
         num_workers: int,
+        model: str = "reference",
     ) -> None:
+        self._model = model
         self._start_worker = start_worker
         self._open_store = open_store
         self._num_workers = num_workers
@@ -102,7 +104,10 @@ class RayPool:
         them from starting."""
         self._start_timeout_s = timeout_s
         starts = [self._starts[self._worker(place)] for place in range(self._num_workers)]
-        await asyncio.gather(*map(asyncio.shield, starts))
+        try:
+            await asyncio.gather(*map(asyncio.shield, starts))
+        except WorkerDied as death:
+            raise WorkerDied(while_loading(self._model, death)) from None
 
     async def run(self, rows: Rows) -> Written:
         reason = ""

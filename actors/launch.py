@@ -26,16 +26,23 @@ from rlsys.checkpoint import Checkpoints, write_manifest
 from rlsys.config import RoleConfig, RunConfig, require
 from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.controller.generation import Prompts
+from rlsys.data.alphabet import Alphabet
 from rlsys.data.external import external_prompts
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
 from rlsys.data.vocabulary import check_vocabularies
-from rlsys.dataflow.graph import Dataflow, DatasetStage, GenerateStage, ScoreStage
+from rlsys.dataflow.graph import (
+    Dataflow,
+    DatasetStage,
+    GenerateStage,
+    ScoreStage,
+    SourceStage,
+)
 from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
-from rlsys.errors import RunFailed, first_error
+from rlsys.errors import Mistakes, RunFailed, first_error
 from rlsys.estimate import ModelShape, estimate_memory, model_shape
 from rlsys.fields import to_dict
 from rlsys.held_out import Scoreboard, evaluation_config, read_evaluations, rewards_of
@@ -48,7 +55,7 @@ from rlsys.observe.metrics import MetricsWriter, read_metrics
 from rlsys.observe.recorder import Recorder
 from rlsys.observe.records import RolloutWriter
 from rlsys.observe.wandb_sink import WandbSink
-from rlsys.rewards import as_rewards, check_columns, pack_rewards
+from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.run_directory import RunDirectory, RunFiles, check_room
 from rlsys.tiny_models import OwnModel
 from rlsys.types import WeightManifest
@@ -129,7 +136,7 @@ async def _dry_run(
         tokenizer = load_tokenizer(with_model.model.path)
         prompts = _load_prompts(config, flow, tokenizer, shape)
         _check_held_out(with_model, flow, held_out, tokenizer, shape)
-        print(describe(config, flow, shape, prompts))
+        print(describe(config, flow, shape, prompts, tokenizer))
     return RunResult(outcome="dry run", files=files, metrics=())
 
 
@@ -145,6 +152,7 @@ async def _run(
     console = RunConsole(
         num_steps=config.num_steps,
         max_staleness=config.asynchrony.max_staleness,
+        samples=bool(flow.all(GenerateStage)),
         print_every=config.observe.print_every,
         print_samples=config.observe.print_samples,
     )
@@ -183,7 +191,7 @@ async def _run(
                 )
             prompts.check_order(history.state["prompts"])
             directory.write_config(to_dict(config))
-        for warning in foresee(config.sampling):
+        for warning in foresee(config):
             console.warn(warning)
         outcome: Literal["finished", "interrupted", "failed"] = "failed"
         try:
@@ -260,25 +268,53 @@ def _cancel_on_sigterm() -> None:
 def _load_prompts(
     config: RunConfig, flow: Dataflow, tokenizer: Any, shape: ModelShape
 ) -> PromptSource:
-    stage = flow.source
-    source = stage.prompts
-    prompts = PromptSource(
-        source.config,
+    """The data, after all that can be told about it and the graph has been checked. Raises
+    ValueError with every mistake that was found."""
+    mistakes = Mistakes()
+    if (shared := flow.source.prompts.shared) is not None:
+        with mistakes.noted():
+            shared.check(config)
+    with mistakes.noted():
+        flow.check_groups(config.group_size)
+        flow.hold_proximal(config.trainer.updates_per_step)
+        flow.check()
+    with mistakes.noted():
+        _check_models(flow, tokenizer)
+    for scored in flow.all(ScoreStage):
+        with mistakes.noted():
+            pack_rewards(scored.rewards)  # raises for those that cannot travel
+    prompts = None
+    with mistakes.noted():
+        prompts = _read_prompts(config, flow.source, tokenizer, shape)
+        with mistakes.noted():
+            prompts.check_size(config.prompts_per_step)
+        for scored in flow.all(ScoreStage):
+            with mistakes.noted():
+                prompts.check_rewards(scored.rewards)
+    mistakes.tell()
+    assert prompts is not None
+    return prompts
+
+
+def _read_prompts(
+    config: RunConfig, stage: SourceStage, tokenizer: Any, shape: ModelShape
+) -> PromptSource:
+    return PromptSource(
+        stage.prompts.config,
         tokenizer,
         seed=config.seed,
-        prompts_per_step=config.prompts_per_step,
         max_tokens=config.sampling.max_tokens,
         max_context=shape.max_context,
-        rows=source.rows,
+        rows=stage.prompts.rows,
         completions=(stage.completions, stage.group_size)
         if isinstance(stage, DatasetStage)
         else None,
     )
-    if source.shared is not None:
-        source.shared.check(config)
-    flow.check_groups(config.group_size)
-    flow.hold_proximal(config.trainer.updates_per_step)
-    flow.check()
+
+
+def _check_models(flow: Dataflow, tokenizer: Any) -> None:
+    """Raise ValueError for a model beside the main one that lacks a head, or has another
+    vocabulary."""
     for name, model in flow.models.items():
         has_own = not isinstance(model.config, RoleConfig) or bool(model.config.model.path)
         require(
@@ -291,14 +327,6 @@ def _load_prompts(
     check_vocabularies(
         tokenizer, {name: config.model.path for name, config in roles.items() if config}
     )
-    for scored in flow.all(ScoreStage):
-        rewards = as_rewards(scored.rewards)
-        check_columns(rewards, prompts.metadata_columns)
-        prompts.check_filled(
-            dict.fromkeys(name for one in rewards for name in one.required_columns)
-        )
-        pack_rewards(rewards)  # raises for those that cannot travel
-    return prompts
 
 
 def _check_held_out(
@@ -370,6 +398,7 @@ class _Job:
         self._resume_from = history.checkpoint if history else None
         self._first_step = history.checkpoint.step if history else 0
         self._samples = bool(flow.all(GenerateStage))
+        self._alphabet = Alphabet(tokenizer)
 
     @property
     def _begins_alike(self) -> bool:
@@ -424,7 +453,7 @@ class _Job:
             source.shared,
             config=self._config,
             tokenizer=self._tokenizer,
-            columns=dict.fromkeys(name for one in rewards for name in one.required_columns),
+            rewards=rewards,
             path=self._directory.external,
             next_prompt=max(issued, default=-1) + 1,
         )
@@ -484,14 +513,19 @@ class _Job:
                 async def lessons() -> None:
                     for done in range(1, warm_start.num_steps + 1):
                         loss = await team.learner.sft_step(
-                            *self._encode(warm_start.batch(done)), warm_start.rate(done)
+                            *self._encode(warm_start.batch(done), done), warm_start.rate(done)
                         )
                         phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
 
                 await team.learner.warm_start(lessons)
 
-    def _encode(self, examples: list[tuple[str, str]]) -> tuple[list[list[int]], list[int]]:
+    def _encode(
+        self, examples: list[tuple[str, str]], step: int
+    ) -> tuple[list[list[int]], list[int]]:
         """Token ids of prompt, completion and end of sequence; and the prompts' lengths."""
+        for example in examples:
+            for text in example:
+                self._alphabet.check(text, f"a text of WarmStart.batches for step {step}")
         encode = self._tokenizer
         prompts = encode([prompt for prompt, _ in examples])["input_ids"]
         completions = encode([text for _, text in examples], add_special_tokens=False)["input_ids"]

@@ -18,7 +18,7 @@ from rlsys.dataflow.graph import PerBatchStage
 from rlsys.types import StepResult, WeightManifest
 from rlsys.workers import LearnerDied, Rows, RowsLost, Written
 
-from .calls import Worker, WorkerDied
+from .calls import Worker, WorkerDied, while_loading
 from .snapshots import Room, SnapshotKeepers
 from .store import StoreAddress
 
@@ -153,7 +153,10 @@ class RayLearner:
         """Build all ranks from model.path, and load the trainer's part of a checkpoint where there
         is one; begin anew where a rank dies meanwhile."""
 
-        await _outliving_deaths(lambda: self._begin(checkpoint))
+        try:
+            await _outliving_deaths(lambda: self._begin(checkpoint))
+        except LearnerDied as death:
+            raise LearnerDied(while_loading(self._model, death)) from None
 
     async def restart(self, step: int) -> int:
         restored = 0

@@ -291,7 +291,7 @@ class _Actors:
             per_token = column.per == "token"
             return self._start(name, InferenceActor, options, make_engine, column.name, per_token)
 
-        return RayPool(start, self._store_of, num_workers=role.num_workers)
+        return RayPool(start, self._store_of, num_workers=role.num_workers, model=stage.model.name)
 
     async def _store_of(self, node_id: str) -> StoreAddress:
         """With a shard on this node."""

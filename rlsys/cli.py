@@ -20,7 +20,7 @@ import shutil
 import sys
 import textwrap
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
@@ -106,11 +106,12 @@ def _read_arguments(options: Sequence[Leaf], arguments: Sequence[str]) -> dict[s
         option = option.replace("_", "-")
         leaf = by_option.get(option)
         if leaf is None:
+            _check_no_section(option, by_option)
             raise unknown_name(option, by_option, kind="option")
         if not equals:
             is_bare = not rest or rest[0].startswith("--")
             words = choices(leaf.type) or {}
-            if "true" in words and (is_bare or _spelled(rest[0]) not in words):
+            if "true" in words and is_bare:
                 text = "true"
             elif is_bare:
                 raise ValueError(f"{option} has no value; give {expected(leaf.type)}.")
@@ -119,8 +120,24 @@ def _read_arguments(options: Sequence[Leaf], arguments: Sequence[str]) -> dict[s
         value = _read_text(text, leaf.type, option)
         if isinstance(value, tuple):
             value = (*values.get(leaf.name, ()), *value)
+        elif values.get(leaf.name, value) != value:
+            _note(f"{option} stands twice, with {values[leaf.name]} and {value}; the last counts.")
         values[leaf.name] = value
     return values
+
+
+def _note(text: str) -> None:
+    print(f"{_program()}: note: {text}", file=sys.stderr)
+
+
+def _check_no_section(option: str, options: Iterable[str]) -> None:
+    """Raise ValueError for a section's name, with its options."""
+    members = [other for other in options if other.startswith(f"{option}.")]
+    if members:
+        raise ValueError(
+            f"{option} is a section and has no value of its own; set its fields, such as "
+            f"{members[0]}: {', '.join(other.rpartition('.')[2] for other in members)}."
+        )
 
 
 def _read_text(text: str, annotation: Any, option: str) -> Any:
@@ -146,6 +163,8 @@ def _spelled(text: str) -> str:
 def _read_file(cls: type[Any], path: str) -> dict[str, Any]:
     """{dotted name: value}; "none" stands for None, which TOML cannot write."""
     try:
+        if path.endswith((".yaml", ".yml")):
+            raise ValueError("it is YAML; give TOML, such as --dry-run prints, or JSON.")
         with open(path, encoding="utf-8") as file:
             flat = flatten(cls, _with_underscores(_tables(file.read())))
     except OSError as error:
@@ -167,7 +186,13 @@ def _tables(text: str) -> Mapping[str, Any]:
     """TOML, or JSON with the fields as they are or below the "config" of a run's config.json.
     Raises ValueError for what is neither."""
     if not text.lstrip().startswith("{"):
-        return tomllib.loads(text)
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(
+                f"it is no TOML ({error}); write fields as num_steps = 10 and sections as "
+                "[trainer], or give a file that --dry-run has printed."
+            ) from error
     try:
         found: dict[str, Any] = json.loads(text)
     except ValueError as error:

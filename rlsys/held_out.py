@@ -35,7 +35,7 @@ EXPORT_NAME = re.compile(r"step_(\d{6,})")
 def rewards_of(flow: Dataflow, held_out: HeldOut) -> list[RewardFn]:
     """What a completion is scored with. Raises ValueError where nothing says."""
     scored = flow.all(ScoreStage)
-    rewards = [*(scored[0].rewards if scored and held_out.rewards is None else [])]
+    rewards: list[RewardFn] = [*(scored[0].rewards if scored and held_out.rewards is None else [])]
     rewards += held_out.rewards or []
     require(
         bool(rewards),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.config import RunConfig, require
+from rlsys.dataflow.graph import Dataflow, check_rows
 from rlsys.errors import RunFailed
+from rlsys.fields import checked
 from rlsys.pipes import let_go_of_stdout
+from rlsys.rewards.reward import as_rewards
 from rlsys.run_directory import RunFiles
 from rlsys.tiny_models import OwnModel
 
 if TYPE_CHECKING:
-    from rlsys.dataflow.graph import Dataflow, RewardFn
+    from rlsys.dataflow.graph import RewardFn
 
 # Exit codes of a recipe, beside 0 and, for a wrong option, 2.
 FAILED, INTERRUPTED, NOBODY_READS = 1, 130, 141
@@ -39,6 +43,13 @@ class WarmStart:
     learning_rate: float  # peak, reached linearly over the first tenth of the steps
 
     def __post_init__(self) -> None:
+        checked(self.num_steps, int, "WarmStart.num_steps")
+        checked(self.learning_rate, float, "WarmStart.learning_rate")
+        require(
+            isinstance(self.batches, Iterator),
+            f"WarmStart.batches={reprlib.repr(self.batches)} is no iterator; give a generator, or "
+            "iter([...]) of a list of batches.",
+        )
         require(
             self.num_steps >= 0,
             f"WarmStart.num_steps={self.num_steps} is negative; use 0 for none.",
@@ -66,6 +77,14 @@ class WarmStart:
             f"WarmStart.batches gave no example for step {step}; give at least one a batch.",
         )
         assert examples is not None
+        for example in examples:
+            require(
+                isinstance(example, list | tuple)
+                and len(example) == 2
+                and all(isinstance(text, str) for text in example),
+                f"WarmStart.batches gave {example!r} for step {step}, which is no example; give "
+                "lists of pairs of texts, such as [(prompt, completion), ...].",
+            )
         return examples
 
 
@@ -77,6 +96,11 @@ class HeldOut:
     """In place of evaluation.source, where a recipe makes its own."""
     rewards: Sequence[RewardFn] | None = None
     """None: those that the dataflow scores with."""
+
+    def __post_init__(self) -> None:
+        check_rows(self.rows, "HeldOut.rows")
+        if self.rewards is not None:
+            as_rewards(self.rewards)  # raises for what is no reward function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +153,17 @@ def launch(
     KeyboardInterrupt, in the main thread, for Ctrl-C and SIGTERM. Every process that was started is
     ended by then.
     """
+    _check_kind("config", config, RunConfig, "a RunConfig, such as rlsys.parse(...).config")
+    _check_kind("flow", flow, Dataflow, "the Dataflow that the recipe's function returns")
+    if own_model is not None:
+        _check_kind("own_model", own_model, OwnModel, "rlsys.OwnModel(name=...), or leave it out")
+    if warm_start is not None:
+        fix = "rlsys.WarmStart(num_steps=..., batches=..., learning_rate=...), or leave it out"
+        _check_kind("warm_start", warm_start, WarmStart, fix)
+    if held_out is not None:
+        fix = "rlsys.HeldOut(rows=..., rewards=...), or leave it out"
+        _check_kind("held_out", held_out, HeldOut, fix)
+    _check_kind("dry_run", dry_run, bool, "True or False")
     result: RunResult = _actors_package("launch").launch(
         config,
         flow,
@@ -138,6 +173,15 @@ def launch(
         dry_run=dry_run,
     )
     return result
+
+
+def _check_kind(name: str, given: object, kind: type[Any], fix: str) -> None:
+    """Raise ValueError for an argument of `launch` that is none."""
+    require(
+        isinstance(given, kind),
+        f"rlsys.launch is given {name}={reprlib.repr(given)}, which is no {kind.__name__}; give "
+        f"{fix}.",
+    )
 
 
 def main(function: Callable[[], object]) -> Callable[[], None]:

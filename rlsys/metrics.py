@@ -14,7 +14,7 @@ POLICY_VERSION = "policy_version"  # after the step
 LEARNING_RATE = "learning_rate"
 
 REWARD_MEAN = "reward/mean"
-REWARD_STD = "reward/std"
+REWARD_STD = "reward/std"  # of the population: all rewards that the step trains on
 # Of the trained groups that the policy sampled itself, and of those that a function over groups
 # refused since the step before, told from the first refusal, or the first group of another run, on:
 # how good the policy is, where groups are chosen by their rewards.

@@ -45,7 +45,6 @@ from rlsys.rewards import (
     RewardResult,
     RewardRunner,
     as_rewards,
-    check_columns,
     pack_rewards,
 )
 from rlsys.types import FinishReason, Generation, GenerationRequest, Prompt, Rollout, SamplingParams
@@ -198,14 +197,11 @@ def held_out_prompts(
         config.data,
         tokenizer,
         seed=config.seed,
-        prompts_per_step=1,
         max_tokens=config.sampling.max_tokens,
         max_context=max_context,
         rows=rows,
     )
-    if rewards:
-        check_columns(rewards, source.metadata_columns)
-    source.check_filled(dict.fromkeys(name for one in rewards for name in one.required_columns))
+    source.check_rewards(rewards)
     num = len(source) if config.num_prompts is None else config.num_prompts
     require(
         2 <= num <= len(source),

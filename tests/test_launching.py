@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -310,6 +311,94 @@ def test_a_runs_dir_that_cannot_be_made_is_refused(tmp_path: Path, make: str) ->
         rlsys.launch(QuickstartConfig(runs_dir=str(runs_dir)), flow, own_model=OwnModel(name="a"))
 
 
+# Arguments of another kind, as Python lets them through.
+
+
+def graph(*rewards: Any) -> rlsys.Dataflow:
+    flow = rlsys.Dataflow()
+    prompts = rlsys.Prompts(config=rlsys.DataConfig(), rows=ROWS)
+    rollouts = flow.generate(flow.model("policy"), prompts, group_size=2)
+    flow.score(rollouts, rewards or [right])
+    return flow
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((None, None), {}, "is given config=None, which is no RunConfig; give a RunConfig, such"),
+        ((rlsys.parse, None), {}, "is given config=<function"),
+        ((rlsys.RunConfig(), None), {}, "is given flow=None, which is no Dataflow; give the Dat"),
+        ((rlsys.RunConfig(), graph), {}, "is given flow=<function gr"),
+        ((rlsys.RunConfig(), graph()), {"warm_start": 5}, "warm_start=5, which is no WarmStart"),
+        ((rlsys.RunConfig(), graph()), {"own_model": "own"}, "own_model='own', which is no OwnM"),
+        ((rlsys.RunConfig(), graph()), {"held_out": ROWS}, "which is no HeldOut; give rlsys.Held"),
+        ((rlsys.RunConfig(), graph()), {"dry_run": "yes"}, "dry_run='yes', which is no bool"),
+    ],
+)
+def test_launch_is_given_something_else(arguments: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{message}")):
+        rlsys.launch(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": 3}, "OwnModel.name=3 does not fit; give text"),
+        ({"width": "wide"}, "OwnModel.width='wide' does not fit; give a whole number"),
+        ({"characters": ""}, "OwnModel.characters='' knows no text"),
+        ({"characters": "0120"}, "OwnModel.characters='0120' holds '0' twice"),
+    ],
+)
+def test_a_model_of_its_own_that_cannot_be_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OwnModel(**{"name": "own", **options})
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    rows = [{"prompt": "1="} for _ in range(3)]
+    with pytest.raises(ValueError, match=r"^3 mistakes:\n  - ") as refused:
+        launch(tmp_path, rows, group_size=4)
+    for mistake in (
+        "the dataflow has groups of group_size=2",
+        "prompts_per_step=4, but the recipe's data has only 3 prompts",
+        "reward 'right' reads column 'answer', which the dataset does not have",
+    ):
+        assert f"\n  - {mistake}" in str(refused.value)
+
+
+def test_characters_that_the_models_tokenizer_leaves_out_are_refused(tmp_path: Path) -> None:
+    own = OwnModel(name="own", characters="0123456789")
+    with pytest.raises(ValueError, match=r"'prompt' in row 0 .*='0=' holds the character '='"):
+        launch(tmp_path, ROWS, own_model=own)
+
+
+def test_a_dry_run_prints_what_the_model_sees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = OwnModel(name="own").build(tmp_path / "model", seed=0)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Prepend", "prepend": "> "}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=str(model)), data=in_order())
+    assert "#   > 0=\n" in capsys.readouterr().out
+
+
+def in_order() -> rlsys.DataConfig:
+    return rlsys.DataConfig(shuffle=False)
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_a_runs_directory_is_no_model_but_holds_one(tmp_path: Path, has_model: bool) -> None:
+    for name in ("config.json", "metrics.jsonl", *(["hf/config.json"] if has_model else [])):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("{}")
+    message = "is a run's directory, no model; " + (
+        f"give the model that it exported, '{tmp_path}/run/hf'." if has_model else "it has exporte"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=str(tmp_path / "run")))
+
+
 # Warm starts.
 
 
@@ -326,16 +415,27 @@ def test_a_warm_start_needs_examples_for_each_step() -> None:
         lessons.batch(3)
 
 
+def test_an_example_of_a_warm_start_is_a_pair_of_texts() -> None:
+    wrong: Any = ["1+1=", "2"]
+    with pytest.raises(ValueError, match=r"gave '1\+1=' for step 1, which is no example; give"):
+        warm_start(wrong).batch(1)
+    batches: Any = [[("1+1=", "2")]]
+    with pytest.raises(ValueError, match=r"WarmStart.batches=.* is no iterator; give a generator"):
+        rlsys.WarmStart(num_steps=1, batches=batches, learning_rate=1e-3)
+
+
 @pytest.mark.parametrize(
     ("num_steps", "rate", "message"),
     [
+        ("1", 1e-3, "num_steps='1' does not fit; give a whole number"),
+        (1, "x", "learning_rate='x' does not fit; give a number"),
         (-1, 1e-3, "num_steps=-1"),
         (1, math.nan, "learning_rate=nan"),
         (1, math.inf, "learning_rate=inf"),
         (1, 0.0, "learning_rate=0.0"),
     ],
 )
-def test_a_warm_start_that_cannot_be_is_refused(num_steps: int, rate: float, message: str) -> None:
+def test_a_warm_start_that_cannot_be_is_refused(num_steps: Any, rate: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"WarmStart.{message}"):
         rlsys.WarmStart(num_steps=num_steps, batches=iter([]), learning_rate=rate)
 

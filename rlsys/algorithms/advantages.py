@@ -67,7 +67,8 @@ def opo_advantage(rewards: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tens
 def remax_advantage(rewards: torch.Tensor, greedy_rewards: torch.Tensor) -> torch.Tensor:
     """r − r of the greedy completion of the same prompt: ReMax, 2310.10505. [G], [G] -> [G].
 
-    `greedy_rewards` repeats that one reward. A group of one will do.
+    `greedy_rewards` repeats that one reward; no stage of a graph writes it, since none samples a
+    greedy completion beside the others. A group of one will do.
     """
     return rewards - greedy_rewards
 

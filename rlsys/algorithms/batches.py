@@ -18,20 +18,13 @@ from typing import Any
 
 import torch
 
-from rlsys.algorithms.groups import name_of
+from rlsys.algorithms.groups import check_arguments, name_of
 
 
 def check_batch_function(function: Callable[..., Any], num_columns: int) -> None:
     """Raise ValueError for one that does not take so many columns."""
     given = _asked_for(function, dict.fromkeys(("group_index", "row_offsets")))
-    try:
-        inspect.signature(function).bind(*range(num_columns), **given)
-    except TypeError as error:
-        raise ValueError(
-            f"flow.per_batch({name_of(function)}) is given {num_columns} column(s) and takes "
-            f"others ({error}); name the columns in the order of its arguments, and give it fixed "
-            "ones with functools.partial."
-        ) from None
+    check_arguments("per_batch", function, num_columns, **given)
 
 
 def run_batch_function(
@@ -64,5 +57,8 @@ def run_batch_function(
 
 def _asked_for(function: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
     bound = function.keywords if isinstance(function, functools.partial) else {}
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # of a function in C, which does not tell
+        return {}
     return {name: x for name, x in facts.items() if name in parameters and name not in bound}

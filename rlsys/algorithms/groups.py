@@ -8,9 +8,10 @@ object; one without it takes any group.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -44,6 +45,32 @@ def check_group_size(function: object, group_size: int) -> None:
             f"group_size={group_size} makes every advantage of {name_of(function)} zero; use "
             f"group_size >= {needed}."
         )
+
+
+def check_arguments(
+    stage: str, function: Callable[..., Any], num_columns: int, **given: object
+) -> None:
+    """Raise ValueError for a function that does not take so many columns, and `given` by name."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function in C, which does not tell
+        return
+    try:
+        signature.bind(*range(num_columns), **given)
+    except TypeError as error:
+        raise ValueError(
+            f"flow.{stage}({name_of(function)}) is given {num_columns} column(s) and takes "
+            f"others ({error}); name the columns in the order of its arguments, and give it fixed "
+            "ones with functools.partial."
+        ) from None
+
+
+def check_group_function(function: Callable[..., Any], num_columns: int) -> None:
+    """Raise ValueError for one that does not take so many columns."""
+    if isinstance(function, dynamic_sampling):
+        check_group_function(function.advantage, num_columns - function.by_last_column)
+    else:
+        check_arguments("per_group", function, num_columns)
 
 
 def name_of(function: object) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.config import require
+from rlsys.data.alphabet import Alphabet
 from rlsys.types import Completion
 
 
@@ -43,8 +44,11 @@ class CompletionColumn:
 
     def check(self, values: Iterable[object], name: Callable[[int], str]) -> None:
         """All rows, by their number; tokenizes those alone that may be too long."""
+        alphabet = Alphabet(self.tokenizer)
         for number, value in enumerate(values):
             texts = self._texts(value, name(number))
+            for text in texts:
+                alphabet.check(text, name(number))
             # A token covers at least a byte, but for the end of sequence.
             if any(len(text.encode()) + 1 > self.max_tokens for text in texts):
                 self._check_lengths(map(len, self._tokens(texts)), name(number))

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlsys.config import RunConfig, require
+from rlsys.data.alphabet import Alphabet
 from rlsys.data.external_log import ExternalLog
 from rlsys.data.peers import Peers, Reading
 from rlsys.data.prompts import PromptSource
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, SharedPool
+from rlsys.rewards.reward import Reward, is_of, not_of
 from rlsys.types import Completion, FinishReason, Prompt
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 class Encoder:
     """Groups of other runs as this run's model reads them: `prompts` renders their prompts,
-    `tokenizer` is the model's. `columns` must be in each row, with a value."""
+    `tokenizer` is the model's. What `rewards` read must be in each row."""
 
     def __init__(
         self,
@@ -39,7 +41,7 @@ class Encoder:
         *,
         max_tokens: int,
         stop: Sequence[str],
-        columns: Iterable[str],
+        rewards: Sequence[Reward],
     ) -> None:
         require(
             tokenizer.eos_token_id is not None,
@@ -50,14 +52,22 @@ class Encoder:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._stop = tuple(stop)
-        self._columns = tuple(columns)
+        self._rewards = rewards
+        self._alphabet = Alphabet(tokenizer)
 
     def __call__(self, index: int, group: SharedGroup) -> Prompt:
         """Raises ValueError for what this run cannot read, or has no room for."""
         where = f"group {group.group_id} of {group.peer}"
-        missing = [name for name in self._columns if group.row.get(name) is None]
-        require(not missing, f"{where} has no {missing}, which a reward reads.")
+        for one in self._rewards:
+            for name in one.required_columns:
+                value = group.row.get(name)
+                require(value is not None, f"{where} has no {name!r}, which a reward reads.")
+                require(
+                    not one.column_types or is_of(value, one.column_types),
+                    f"{name!r} of {where}={value!r} {not_of(value, one.column_types)}",
+                )
         text, token_ids = self._prompts.rendered(group.asked, where)
+        self._alphabet.check(text, where)
         return Prompt(
             index=index,
             token_ids=token_ids,
@@ -163,18 +173,18 @@ def external_prompts(
     *,
     config: RunConfig,
     tokenizer: Any,
-    columns: Iterable[str],
+    rewards: Sequence[Reward],
     path: Path,
     next_prompt: int,
 ) -> Iterator[ExternalPrompts]:
-    """Peers are read until the context ends. `columns`: those that rewards read; `path`: of
+    """Peers are read until the context ends. `rewards` score their groups; `path`: of
     external.jsonl; `next_prompt`: that of the ledger, 0 for a new run."""
     encode = Encoder(
         own,
         tokenizer,
         max_tokens=config.sampling.max_tokens,
         stop=config.sampling.stop,
-        columns=columns,
+        rewards=rewards,
     )
     with contextlib.closing(ExternalLog(path)) as log:
         pool = SharedPool(seed=config.seed, groups_per_step=shared.groups_per_step, taken=log.keys)

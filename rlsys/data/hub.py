@@ -55,6 +55,7 @@ def check_model_path(path: str) -> None:
     from huggingface_hub.errors import HFValidationError
 
     if Path(path).is_dir():
+        check_no_run(path)
         return
     require(
         not Path(path).exists(),
@@ -77,6 +78,23 @@ def check_model_path(path: str) -> None:
         f"model.path={path!r} holds no causal language model: it is no directory (looked in "
         f"{Path.cwd()}), it is not in the hub's cache, and the hub cannot be reached "
         f"({constants.ENDPOINT}, {OFFLINE}); give a directory, or mend the network.",
+    )
+
+
+def check_no_run(model_path: str) -> None:
+    """Raise ValueError for a run's directory, which has a config.json too; its model is inside."""
+    path = Path(model_path)
+    if not ((path / "metrics.jsonl").is_file() and (path / "config.json").is_file()):
+        return
+    exported = path / "hf"
+    raise ValueError(
+        f"model.path={str(path)!r} is a run's directory, no model; "
+        + (
+            f"give the model that it exported, {str(exported)!r}."
+            if (exported / "config.json").is_file()
+            else "it has exported none yet, which the end of a run does (hf/); let it finish with "
+            "--resume."
+        )
     )
 
 

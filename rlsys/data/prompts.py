@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 
 from rlsys.config import DataConfig, require
+from rlsys.data.alphabet import Alphabet
 from rlsys.data.completions import CompletionColumn
-from rlsys.data.hub import in_short, unreadable
+from rlsys.data.hub import check_no_run, in_short, unreadable
 from rlsys.data.render import PromptRenderer
 from rlsys.data.rows import load_rows
+from rlsys.rewards.reward import Reward, check_columns, is_of, not_of
 from rlsys.types import Int32Array, Prompt
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ def load_tokenizer(path: str) -> Any:
     """The tokenizer of a model. Raises ValueError where `path` holds none."""
     from transformers import AutoTokenizer
 
+    check_no_run(path)
     fix = "save one beside the model (AutoTokenizer...save_pretrained), or give a hub name."
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -58,8 +61,9 @@ class PromptSource:
 
     `rows`, a list of dictionaries or a `datasets.Dataset`, stand in place of data.source;
     `completions` (a column's name and how many it has a row) are read with the prompts. Raises
-    ValueError for rows that are missing, too few for one step, no prompts, or too long for
-    data.max_prompt_tokens or for the model's context; and for completions that are none.
+    ValueError for rows that are missing, no prompts, too long for data.max_prompt_tokens or for the
+    model's context, or of characters that the tokenizer leaves out; and for completions that are
+    none. Whether there are enough for a step, `check_size` says.
     """
 
     def __init__(
@@ -68,7 +72,6 @@ class PromptSource:
         tokenizer: Any,
         *,
         seed: int,
-        prompts_per_step: int,
         max_tokens: int,
         max_context: int,
         rows: Sequence[Mapping[str, Any]] | None = None,
@@ -100,11 +103,6 @@ class PromptSource:
             (room, f"the model's context of {max_context} less sampling.max_tokens={max_tokens}"),
         )
         self._admitted = self._admit()
-        require(
-            len(self) >= prompts_per_step,
-            f"prompts_per_step={prompts_per_step}, but {self.where} has only {len(self)} prompts "
-            f"that can be used; use at most {len(self)} a step, or more data.",
-        )
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
@@ -115,9 +113,21 @@ class PromptSource:
         """The columns that prompts carry as metadata."""
         return tuple(name for name in self._columns if name != self._config.prompt_column)
 
-    def check_filled(self, columns: Iterable[str]) -> None:
-        """Raise ValueError for a row without a value in one of `columns`, which rewards read."""
-        for column in columns:
+    def check_size(self, prompts_per_step: int) -> None:
+        """Raise ValueError where there are too few for one step."""
+        require(
+            len(self) >= prompts_per_step,
+            f"prompts_per_step={prompts_per_step}, but {self.where} has only {len(self)} prompts "
+            f"that can be used; use {f'at most {len(self)} a step, or ' if len(self) else ''}more "
+            "data.",
+        )
+
+    def check_rewards(self, rewards: Sequence[Reward]) -> None:
+        """Raise ValueError for a column that a reward requires and the rows do not have; for a row
+        without a value in it; and for a value of a type that the reward cannot use."""
+        if rewards:
+            check_columns(rewards, self.metadata_columns)
+        for column in dict.fromkeys(name for one in rewards for name in one.required_columns):
             missing = [n for n, value in enumerate(self._values(column)) if _is_missing(value)]
             require(
                 not missing,
@@ -125,6 +135,14 @@ class PromptSource:
                 f"{len(self._rows)} rows of {self.where}, first in row {(missing or [0])[0]} "
                 "(from 0); fill it, or leave the rows out.",
             )
+        for one in (reward for reward in rewards if reward.column_types):
+            for column in one.required_columns:
+                for number, value in enumerate(self._values(column)):
+                    require(
+                        is_of(value, one.column_types),
+                        f"reward {one.name!r}: {self._name(number, column)}={value!r} "
+                        f"{not_of(value, one.column_types)}",
+                    )
 
     def at(self, index: int) -> Prompt:
         """The prompt with this index over the run."""
@@ -199,8 +217,10 @@ class PromptSource:
         """The numbers of the rows that are short enough [len(self)], after a look at every row."""
         num_added = self._renderer.num_added_tokens
         suspects: dict[int, str] = {}
+        alphabet = Alphabet(self._renderer.tokenizer)
         for number, value in enumerate(self._values(self._config.prompt_column)):
             text = self._renderer.text(value, self._name(number))
+            alphabet.check(text, self._name(number))
             # A token covers at least a byte, but for those that the tokenizer adds. So only a text
             # with more bytes than the limit has to be tokenized to know.
             if len(text.encode()) + num_added > self._limit:

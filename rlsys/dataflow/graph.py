@@ -20,7 +20,8 @@ live in the store's shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -29,6 +30,7 @@ from rlsys.data.shared import Shared
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.schema import StageSpec
 from rlsys.dataflow.store import StreamStore
+from rlsys.rewards.reward import Reward, as_rewards
 
 if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
     import torch
@@ -64,7 +66,8 @@ class Column:
     per: Per = "row"
 
 
-# Of every rollout, for functions over groups and batches, and for losses: what no stage writes.
+# Of every rollout, for functions over groups and batches, and for losses: what no stage writes, and
+# a recipe names as rlsys.NUM_TOKENS, rlsys.TRUNCATED, rlsys.PREFERENCE.
 NUM_TOKENS = Column("num_tokens")  # of the completion
 TRUNCATED = Column("truncated")  # 1: ended by the limit on tokens, else 0
 PREFERENCE = Column("preference")  # 1: the first of its group, else -1
@@ -84,6 +87,31 @@ class Prompts:
     def may_be_external(self) -> bool:
         """Some of them come with what another run has sampled."""
         return self.shared is not None and self.shared.groups_per_step > 0
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.config, DataConfig),
+            f"Prompts.config={self.config!r} is no DataConfig; give the configuration's data.",
+        )
+        check_rows(self.rows, "Prompts.rows")
+
+
+def check_rows(rows: Any, name: str) -> None:
+    """Raise ValueError for what a recipe gives as rows, and calls `name`, unless it is a list of
+    dictionaries, a datasets.Dataset or None."""
+    if rows is None or hasattr(rows, "column_names"):
+        return
+    require(
+        isinstance(rows, Sequence) and not isinstance(rows, str | bytes),
+        f"{name}={reprlib.repr(rows)} is no list of rows; give a list of dictionaries, or a "
+        "datasets.Dataset.",
+    )
+    for number, row in enumerate(rows):
+        require(
+            isinstance(row, Mapping),
+            f"{name}[{number}]={reprlib.repr(row)} is no row; give a dictionary of columns, such "
+            f"as {{'prompt': {reprlib.repr(row)}}}.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +167,7 @@ class InferStage(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreStage(Stage):
-    rewards: tuple[RewardFn, ...]
+    rewards: tuple[Reward, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +308,7 @@ class Dataflow:
                 name="score",
                 reads=tuple(rollouts),
                 writes=(Column(writes),),
-                rewards=tuple(rewards),
+                rewards=as_rewards(rewards),
             )
         )
 
@@ -296,6 +324,9 @@ class Dataflow:
                 "function over a group reads one value per row. Use flow.per_batch, whose "
                 "functions get tokens too.",
             )
+        from rlsys.algorithms.groups import check_group_function
+
+        check_group_function(function, len(columns))
         self._check_group_size(function)
         return self._add(
             PerGroupStage(name=name, reads=columns, writes=(Column(name),), function=function)
@@ -309,7 +340,8 @@ class Dataflow:
         per: Per = "row",
     ) -> tuple[Column, ...]:
         """`function` over all rows of a step, once they are chosen: rlsys.algorithms.batches says
-        what it is given and returns. `per`: of what it returns."""
+        what it is given and returns. `per`: of what it returns. Returns a tuple of as many columns
+        as it writes: `(advantages,) = flow.per_batch(...)`."""
         _check_callable("per_batch", "function", function)
         _check_columns("per_batch", columns)
         from rlsys.algorithms.batches import check_batch_function

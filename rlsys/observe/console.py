@@ -95,13 +95,15 @@ class _Console(Console):
 
 
 class RunConsole:
-    """One run's output. `clock` tells seconds; `console` defaults to the standard output."""
+    """One run's output. `samples`: its rollouts are sampled, not those of a dataset. `clock` tells
+    seconds; `console` defaults to the standard output."""
 
     def __init__(
         self,
         *,
         num_steps: int,
         max_staleness: int,
+        samples: bool = True,
         print_every: int,
         print_samples: int,
         console: Console | None = None,
@@ -112,6 +114,7 @@ class RunConsole:
         self._phases = Phases(self._console, clock)
         self._num_steps = num_steps
         self._max_staleness = max_staleness
+        self._samples = samples
         self._print_every = print_every
         self._print_samples = print_samples
         self._recent: deque[Line] = deque(maxlen=WINDOW)
@@ -135,7 +138,10 @@ class RunConsole:
             self._print(_header(self._num_steps), style="bold")
         self._lines_printed += 1
         self._print(self._row(line))
-        for finding in diagnose(list(self._recent), max_staleness=self._max_staleness):
+        findings = diagnose(
+            list(self._recent), max_staleness=self._max_staleness, samples=self._samples
+        )
+        for finding in findings:
             self._warn(finding, step)
         if step == 1 or step % self._print_every == 0:
             for record in samples[: self._print_samples]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlsys import metrics
-from rlsys.config import SamplingConfig
+from rlsys.config import RunConfig, SamplingConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.metrics import recent_mean
 
 Lines = Sequence[Mapping[str, float]]
@@ -23,6 +23,7 @@ ZERO_ADVANTAGE_FRAC = 0.8  # four of five groups generated for nothing
 TRUNCATED_FRAC = 0.3  # a cut answer is scored as if it were the policy's whole answer
 KL_SAMPLER_TRAINER = 0.05  # nats per token; bfloat16 kernels alone differ by about 0.001
 IDLE_FRAC = 0.5
+BUSY_FRAC = 0.8  # a trainer that works for this share of the time or more holds the others up
 PINNED_FRAC = 0.9  # of the staleness bound
 
 BOTTLENECK = "bottleneck"
@@ -35,8 +36,28 @@ class Finding:
     topic: str = ""  # of kinds that contradict each other, or empty
 
 
-def foresee(sampling: SamplingConfig) -> list[str]:
-    """What the settings will cost in every step, though they are allowed; the launch prints it."""
+def foresee(config: RunConfig) -> list[str]:
+    """What the settings will cost, though they are allowed; the launch prints it."""
+    trainers = {"trainer": config.trainer} | {
+        f"{name}.trainer": role.trainer
+        for name, role in vars(config).items()
+        if isinstance(role, TrainedRoleConfig)
+    }
+    warmed = [_long_warmup(name, one, config.num_steps) for name, one in trainers.items()]
+    return [*_cut_distribution(config.sampling), *filter(None, warmed)]
+
+
+def _long_warmup(name: str, trainer: TrainerConfig, num_steps: int) -> str:
+    if trainer.warmup_steps <= num_steps:
+        return ""
+    return (
+        f"{name}.warmup_steps={trainer.warmup_steps} is more than num_steps={num_steps}: the "
+        f"learning rate rises to {num_steps / trainer.warmup_steps:.0%} of {name}.learning_rate "
+        "and no higher; use fewer warm-up steps, such as a tenth of num_steps."
+    )
+
+
+def _cut_distribution(sampling: SamplingConfig) -> list[str]:
     cuts = [f"sampling.top_p={sampling.top_p:g}"] if sampling.top_p < 1 else []
     cuts += [f"sampling.top_k={sampling.top_k}"] if sampling.top_k > 0 else []
     if not cuts:
@@ -58,8 +79,9 @@ def foresee(sampling: SamplingConfig) -> list[str]:
     ]
 
 
-def diagnose(lines: Lines, *, max_staleness: int) -> list[Finding]:
-    """Findings on the last WINDOW steps of `lines`.
+def diagnose(lines: Lines, *, max_staleness: int, samples: bool = True) -> list[Finding]:
+    """Findings on the last WINDOW steps of `lines`. `samples`: rows are sampled, not those of a
+    dataset.
 
     Failed rewards are told at once; everything else only once there are WINDOW steps. The first
     step of a run is left out of its timings: the pipeline is still empty then.
@@ -68,10 +90,10 @@ def diagnose(lines: Lines, *, max_staleness: int) -> list[Finding]:
     findings = list(_failed_rewards(lines))
     if len(lines) == WINDOW:
         findings += _learning_signal(lines)
-        # A trainer that waits is no bottleneck, however stale its data.
-        findings += list(
-            _trainer_idle([x for x in lines if x[metrics.STEP] > 1], max_staleness)
-        ) or _staleness(lines, max_staleness)
+        timed = [line for line in lines if line[metrics.STEP] > 1]
+        findings += _trainer_idle(timed, max_staleness, samples)
+        if samples and _idle_frac(timed) <= 1 - BUSY_FRAC:
+            findings += _staleness(lines, max_staleness)
     return findings
 
 
@@ -118,7 +140,16 @@ def _learning_signal(lines: Lines) -> Iterator[Finding]:
         )
 
 
+def _idle_frac(lines: Lines) -> float:
+    """Share of the time for which the trainer waits; 0 where that was not measured."""
+    idle_s = recent_mean(lines, metrics.TIME_TRAINER_IDLE_S)
+    step_s = recent_mean(lines, metrics.TIME_STEP_S)
+    return idle_s / step_s if idle_s is not None and step_s else 0.0
+
+
 def _staleness(lines: Lines, max_staleness: int) -> Iterator[Finding]:
+    """Of a busy trainer. Where it waits too, staleness at its bound says nothing about who is
+    slower: what is sampled while a step is trained is a version old when its turn comes."""
     staleness = recent_mean(lines, metrics.STALENESS_MEAN)
     pinned = staleness is not None and staleness >= PINNED_FRAC * max_staleness
     if max_staleness > 0 and pinned:
@@ -132,17 +163,25 @@ def _staleness(lines: Lines, max_staleness: int) -> Iterator[Finding]:
         )
 
 
-def _trainer_idle(lines: Lines, max_staleness: int) -> Iterator[Finding]:
-    idle_s = recent_mean(lines, metrics.TIME_TRAINER_IDLE_S)
-    step_s = recent_mean(lines, metrics.TIME_STEP_S)
-    if idle_s is None or not step_s or idle_s <= IDLE_FRAC * step_s:
+def _trainer_idle(lines: Lines, max_staleness: int, samples: bool) -> Iterator[Finding]:
+    idle = _idle_frac(lines)
+    if idle <= IDLE_FRAC:
+        return
+    if not samples:
+        yield Finding(
+            "trainer_idle",
+            f"the trainer waits for rows {idle:.0%} of the time: what comes before it is the "
+            "bottleneck; give frozen models more (their num_workers, num_cpus or num_gpus), or "
+            "take more prompts_per_step.",
+            BOTTLENECK,
+        )
         return
     remedy = "add rollout.num_replicas, or cores to each (rollout.num_cpus)"
     if max_staleness == 0:
         remedy = f"set asynchrony.max_staleness=1 to generate while training, or {remedy}"
     yield Finding(
         "trainer_idle",
-        f"the trainer waits for rollouts {idle_s / step_s:.0%} of the time: generation is the "
+        f"the trainer waits for rollouts {idle:.0%} of the time: generation is the "
         f"bottleneck; {remedy}.",
         BOTTLENECK,
     )

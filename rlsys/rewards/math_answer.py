@@ -19,8 +19,8 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from rlsys.rewards.reward import Reward
-from rlsys.rewards.verifiers import reference
+from rlsys.rewards.reward import Reward, check_column_name
+from rlsys.rewards.verifiers import NUMBERS, reference
 from rlsys.types import Rollout
 
 CHILD = Path(__file__).with_name("math_child.py")
@@ -36,6 +36,7 @@ def math_answer(column: str = "answer", *, cpu_limit_s: float = 5.0) -> Reward:
     The reference is LaTeX or plain; of a text with "####", what follows. Raises ImportError where
     the library is missing.
     """
+    check_column_name(column, "math_answer")
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError(
             "the math_answer reward needs the math-verify library; install it with "
@@ -45,11 +46,12 @@ def math_answer(column: str = "answer", *, cpu_limit_s: float = 5.0) -> Reward:
         function=partial(_math_answer, column=column, cpu_limit_s=cpu_limit_s),
         name="math_answer",
         required_columns=(column,),
+        column_types=NUMBERS,
     )
 
 
 def _math_answer(rollout: Rollout, *, column: str, cpu_limit_s: float) -> float:
-    expected = reference(rollout, column)
+    expected = reference(rollout, column, NUMBERS)
     verdict = _CHILDREN.ask(expected, rollout.completion_text, cpu_limit_s=cpu_limit_s)
     if isinstance(verdict, str):
         raise ValueError(f"metadata[{column!r}]: {verdict}; name the column with the answer.")

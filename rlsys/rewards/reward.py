@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, overload
 
+from rlsys.fields import checked
 from rlsys.types import Rollout
 
 RewardValue = float | Mapping[str, float]
@@ -28,18 +30,24 @@ class Reward:
     weight: float = 1.0
     timeout_s: float | None = None  # of one call; None: the runner's own limit
     required_columns: tuple[str, ...] = ()  # read from rollout.metadata
+    column_types: tuple[type, ...] = ()  # that values of those may have; empty: any
     environment: tuple[str, ...] = ()  # variables that it needs though they look like secrets
 
     def __post_init__(self) -> None:
+        checked(self.name, str, "name of a reward")
+        _check_function(self.name, self.function)
+        _check_number(self.weight, f"weight={self.weight!r} of reward {self.name!r}")
         if not math.isfinite(self.weight):
             raise ValueError(
                 f"weight={self.weight} of reward {self.name!r} gives no total; use a finite number."
             )
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(
-                f"timeout_s={self.timeout_s} of reward {self.name!r} fails every rollout; use a "
-                "positive time, or None for the pool's limit."
-            )
+        if self.timeout_s is not None:
+            _check_number(self.timeout_s, f"timeout_s={self.timeout_s!r} of reward {self.name!r}")
+            if not self.timeout_s > 0:
+                raise ValueError(
+                    f"timeout_s={self.timeout_s} of reward {self.name!r} fails every rollout; use "
+                    "a positive time, or None for the pool's limit."
+                )
 
     def __call__(self, rollout: Rollout) -> Any:
         return self.function(rollout)
@@ -91,15 +99,16 @@ def reward(
             name=own_name if name is None else name,
             weight=weight,
             timeout_s=timeout_s,
-            required_columns=tuple(required_columns),
-            environment=tuple(environment),
+            required_columns=_names("required_columns", required_columns, own_name),
+            environment=_names("environment", environment, own_name),
         )
 
     return decorate if function is None else decorate(function)
 
 
 def as_rewards(functions: Sequence[Reward | RewardFunction]) -> tuple[Reward, ...]:
-    """Each as a Reward. Raises ValueError if there is none, or if two share a name."""
+    """Each as a Reward. Raises ValueError if there is none, if two share a name, or for what is no
+    function of one rollout."""
     rewards = tuple(f if isinstance(f, Reward) else reward(f) for f in functions)
     if not rewards:
         raise ValueError("rewards=() scores nothing; give at least one reward function.")
@@ -122,3 +131,76 @@ def check_columns(functions: Sequence[Reward | RewardFunction], columns: Collect
                     f"reward {one.name!r} reads column {column!r}, which the dataset does not "
                     f"have beside its prompt; it has {sorted(columns)}. Name the right one."
                 )
+
+
+def check_column_name(column: object, maker: str) -> None:
+    """Raise ValueError for an argument of `maker`, such as exact_match, that names no column."""
+    if isinstance(column, Rollout):
+        raise ValueError(
+            f"{maker} is given a rollout; it makes a reward that reads a column, and the reward "
+            f'takes the rollout: {maker}("answer")(rollout), or rewards=[{maker}("answer")].'
+        )
+    if not isinstance(column, str):
+        raise ValueError(
+            f"{maker}({column!r}): {column!r} names no column; give its name, such as "
+            f'{maker}("answer").'
+        )
+
+
+def is_of(value: object, types: tuple[type, ...]) -> bool:
+    """Whether it has one of the types; a bool is no int here."""
+    return isinstance(value, types) and (bool in types or not isinstance(value, bool))
+
+
+def not_of(value: object, types: tuple[type, ...]) -> str:
+    """What to say of a column's value of another type, after its name and itself."""
+    return (
+        f"is of type {type(value).__name__}, and the reward compares with a value of type "
+        f"{' or '.join(one.__name__ for one in types)}; make the column text, or write a reward "
+        "that reads it."
+    )
+
+
+def _check_function(name: str, function: object) -> None:
+    """Raise ValueError for what cannot be called with a rollout, and nothing else."""
+    if not callable(function):
+        raise ValueError(
+            f"reward {name!r} is {function!r}, which is no function; give one that takes a rollout."
+        )
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function in C, which does not tell
+        return
+    if signature.return_annotation in (Reward, "Reward"):
+        raise ValueError(
+            f"{name} makes a reward and is none itself; call it, as in rewards=[{name}()]."
+        )
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"reward {name!r} takes {signature}, and is called with one rollout ({error}); let it "
+            "take the rollout alone: columns of the dataset are in rollout.metadata, other values "
+            "come with functools.partial."
+        ) from None
+
+
+def _check_number(value: object, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{what} is no number; give one, such as 0.5.")
+
+
+def _names(field: str, names: object, reward_name: str) -> tuple[str, ...]:
+    """As a tuple. Raises ValueError for a text, which would be taken as letters, and other things
+    that are no list of names."""
+    if isinstance(names, str):
+        raise ValueError(
+            f"{field}={names!r} of reward {reward_name!r} is one text; give a list of names, "
+            f"{field}=({names!r},)."
+        )
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"{field}={names!r} of reward {reward_name!r} is no list of names; give one such as "
+            f'{field}=("answer",).'
+        )
+    return tuple(names)

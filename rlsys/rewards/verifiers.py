@@ -11,8 +11,12 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from rlsys.rewards.reward import Reward
+from rlsys.rewards.reward import Reward, check_column_name, is_of, not_of
 from rlsys.types import Rollout
+
+# What a reference may be.
+EXACT: tuple[type, ...] = (str, int)
+NUMBERS: tuple[type, ...] = (str, int, float)
 
 ANSWER_MARK = "####"  # stands before the final answer, as in GSM8K
 
@@ -59,15 +63,17 @@ def numeric_answer(column: str = "answer", *, tolerance: float = 1e-6) -> Reward
 
     Both are read by `final_number`, so the reference may be a whole worked solution.
     """
+    check_column_name(column, "numeric_answer")
     return Reward(
         function=partial(_numeric_answer, column=column, tolerance=tolerance),
         name="numeric_answer",
         required_columns=(column,),
+        column_types=NUMBERS,
     )
 
 
 def _numeric_answer(rollout: Rollout, *, column: str, tolerance: float) -> float:
-    text = reference(rollout, column)
+    text = reference(rollout, column, NUMBERS)
     expected = final_number(text)
     if expected is None or not math.isfinite(expected):
         raise ValueError(
@@ -79,16 +85,20 @@ def _numeric_answer(rollout: Rollout, *, column: str, tolerance: float) -> float
 
 
 def exact_match(column: str = "answer", *, normalize: Callable[[str], str] = str.strip) -> Reward:
-    """Whether completion and reference are equal after `normalize`."""
+    """Whether completion and reference are equal after `normalize`. The reference is a text, or a
+    whole number: of anything else, 4.0 or ["4"], nobody would write what Python makes of it."""
+    check_column_name(column, "exact_match")
     return Reward(
         function=partial(_exact_match, column=column, normalize=normalize),
         name="exact_match",
         required_columns=(column,),
+        column_types=EXACT,
     )
 
 
 def _exact_match(rollout: Rollout, *, column: str, normalize: Callable[[str], str]) -> float:
-    return float(normalize(rollout.completion_text) == normalize(reference(rollout, column)))
+    expected = reference(rollout, column, EXACT)
+    return float(normalize(rollout.completion_text) == normalize(expected))
 
 
 def format_reward(pattern: str, *, name: str = "format") -> Reward:
@@ -108,12 +118,14 @@ def _format_reward(rollout: Rollout, *, pattern: str) -> float:
     return float(re.search(pattern, rollout.completion_text) is not None)
 
 
-def reference(rollout: Rollout, column: str) -> str:
-    """The row's value as text. Raises ValueError where it has none."""
+def reference(rollout: Rollout, column: str, types: tuple[type, ...]) -> str:
+    """The row's value as text. Raises ValueError where it has none, or one of no such type."""
     value = rollout.metadata.get(column)
     if value is None:
         raise ValueError(
             f"metadata[{column!r}] is missing from the row, which has {sorted(rollout.metadata)}; "
             "name the column with the answer."
         )
+    if not is_of(value, types):
+        raise ValueError(f"metadata[{column!r}]={value!r} {not_of(value, types)}")
     return str(value)

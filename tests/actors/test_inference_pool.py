@@ -67,3 +67,15 @@ def test_rows_of_which_every_worker_dies_are_told() -> None:
             await pool.run(NO_ROWS)
 
     asyncio.run(run())
+
+
+def test_a_worker_that_dies_while_it_loads_is_told_with_its_model() -> None:
+    async def run() -> None:
+        pool = RayPool(
+            lambda place: FakeWorker(place, "start"), open_store, num_workers=1, model="judge"
+        )
+        told = r"^model 'judge' could not be loaded, its process died meanwhile \(reference-0 died"
+        with pytest.raises(WorkerDied, match=told):
+            await pool.start(1.0)
+
+    asyncio.run(run())

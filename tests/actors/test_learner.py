@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 import ray
 import torch
 
-from actors.calls import Worker, WorkerError
+from actors.calls import Worker, WorkerDied, WorkerError
 from actors.learner import RayLearner
 from actors.snapshots import SnapshotKeepers
 from actors.store import StoreAddress
@@ -453,3 +453,34 @@ async def die(world: World) -> None:
     os.kill(world.pid(0), signal.SIGKILL)
     with pytest.raises(LearnerDied):
         await world.step(1)
+
+
+class StillbornWorker(Worker):
+    """Its process dies whatever it is asked."""
+
+    def begin(
+        self, method: str, *args: Any, timeout_s: float | None = None
+    ) -> Coroutine[Any, Any, Any]:
+        async def answer() -> None:
+            raise WorkerDied(f"{self.name} died during {method}: out of memory")
+
+        return answer()
+
+    def end(self, cause: str) -> None:
+        """It is gone already."""
+
+
+def test_ranks_that_die_while_they_load_are_told_with_their_model(tmp_path: Path) -> None:
+    learner = RayLearner(
+        lambda rank: StillbornWorker(f"critic-{rank}", None, timeout_s=1),
+        SnapshotKeepers(timeout_s=1, heartbeat_timeout_s=1),
+        model="critic",
+        num_ranks=1,
+        keeps_snapshots=False,
+        start_timeout_s=1,
+        newest_checkpoint=lambda: None,
+        warm_start_dir=tmp_path,
+    )
+    told = r"^model 'critic' could not be loaded, its process died meanwhile \(critic-0 died during"
+    with pytest.raises(LearnerDied, match=told):
+        asyncio.run(learner.start())

@@ -24,7 +24,6 @@ def source(
         DataConfig(shuffle=False),
         tokenizer,
         seed=0,
-        prompts_per_step=1,
         max_tokens=4,
         max_context=64,
         rows=rows,
@@ -73,3 +72,8 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
     endless.eos_token = None
     with pytest.raises(ValueError, match="no end of sequence"):
         source([ROW], tokenizer=endless)
+
+
+def test_a_completion_with_a_character_that_would_be_left_out_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'completions' in row 1 .* holds the character ' '"):
+        source([ROW, {**ROW, "completions": ["2", "1 3"]}])

@@ -14,6 +14,7 @@ from rlsys.data.external import Encoder, ExternalPrompts, external_prompts
 from rlsys.data.external_log import ExternalLog, read_external
 from rlsys.data.prompts import PromptSource
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
+from rlsys.rewards.verifiers import exact_match
 from rlsys.tiny_models import CHAT_TEMPLATE, build_tokenizer
 from rlsys.types import FinishReason, Prompt
 from tests.data.test_peers import records, written
@@ -28,7 +29,6 @@ def source(tokenizer: Any = DIGITS, **config: Any) -> PromptSource:
         DataConfig(**config),
         tokenizer,
         seed=0,
-        prompts_per_step=4,
         max_tokens=6,
         max_context=64,
         rows=ROWS,
@@ -37,7 +37,7 @@ def source(tokenizer: Any = DIGITS, **config: Any) -> PromptSource:
 
 def encoder(tokenizer: Any = DIGITS, *, stop: tuple[str, ...] = (), **config: Any) -> Encoder:
     own = source(tokenizer, **config)
-    return Encoder(own, tokenizer, max_tokens=6, stop=stop, columns=["answer"])
+    return Encoder(own, tokenizer, max_tokens=6, stop=stop, rewards=[exact_match("answer")])
 
 
 def group(number: int = 1, *texts: str, truncated: bool = False, **changes: Any) -> SharedGroup:
@@ -80,8 +80,10 @@ def test_a_prompt_is_rendered_by_this_runs_template() -> None:
         (group(1, "4444444"), "8 tokens"),
         (group(1, "", truncated=True), "0 tokens"),
         (group(1, "\ud800"), "half a character"),
-        (group(row={}), r"no \['answer'\]"),
-        (group(row={"answer": None}), r"no \['answer'\]"),
+        (group(row={}), "no 'answer', which a reward reads"),
+        (group(row={"answer": None}), "no 'answer', which a reward reads"),
+        (group(row={"answer": ["4"]}), "'answer' of group 1 of a=.* is of type list"),
+        (group(asked="2 plus 2="), "holds the character"),
         (group(asked="1+" * 99), "tokens; it must make 1 to"),
         (group(asked=[{"role": "user", "content": "2+2="}]), "list of messages"),
         (group(asked=None), "is no text"),
@@ -207,7 +209,7 @@ def test_a_resumed_run_takes_nothing_again_that_it_had(tmp_path: Path) -> None:
             Shared(peers=["b"], groups_per_step=4),
             config=config,
             tokenizer=BYTES,
-            columns=["answer"],
+            rewards=[exact_match("answer")],
             path=tmp_path / "external.jsonl",
             next_prompt=next_prompt,
         ) as prompts:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rlsys.config import DataConfig
 from rlsys.data.prompts import PromptSource, epoch_order, load_tokenizer
+from rlsys.rewards import exact_match, numeric_answer
 from rlsys.tiny_models import BOS, CHAT_TEMPLATE, build_tokenizer
 from rlsys.types import Prompt
 
@@ -36,15 +37,16 @@ def source(
     tokenizer: Any = TOKENIZER,
     **config: Any,
 ) -> PromptSource:
-    return PromptSource(
+    found = PromptSource(
         DataConfig(**config),
         tokenizer,
         seed=seed,
-        prompts_per_step=prompts_per_step,
         max_tokens=max_tokens,
         max_context=max_context,
         rows=data,
     )
+    found.check_size(prompts_per_step)
+    return found
 
 
 def refused(data: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -206,10 +208,30 @@ def test_what_the_template_refuses_names_the_row() -> None:
     assert "no such role" in message
 
 
-def test_a_prompt_that_the_tokenizer_knows_nothing_of_is_refused() -> None:
-    prompts = source([{"prompt": "abc"}], tokenizer=build_tokenizer("0123456789"))
-    with pytest.raises(ValueError, match=r"row 0 .*='abc' makes 0 tokens"):
-        prompts.at(0)
+def test_a_character_that_the_tokenizer_would_leave_out_is_refused_with_its_row() -> None:
+    data = [{"prompt": "1+2="}, {"prompt": "1 + 2="}]
+    message = refused(data, tokenizer=build_tokenizer("0123456789+="))
+    assert "'prompt' in row 1 (from 0) of the recipe's data='1 + 2=' holds the char" in message
+    assert "the character ' '," in message
+    assert "OwnModel.characters" in message
+
+
+def test_the_texts_of_special_tokens_are_no_unknown_characters() -> None:
+    prompts = source([{"prompt": "1<eos>2"}], tokenizer=build_tokenizer("0123456789"))
+    assert prompts.at(0).token_ids == (4, 2, 5)
+
+
+def test_only_rewards_say_what_a_columns_values_may_be() -> None:
+    data: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": value} for value in ("2", ["2"])]
+    prompts = source(data)
+    with pytest.raises(ValueError, match=r"'exact_match': 'answer' in row 1 .*=\['2'\] is of type"):
+        prompts.check_rewards([exact_match()])
+    whole: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": value} for value in ("2", 2)]
+    source(whole).check_rewards([exact_match()])
+    floats = source([{"prompt": "1+1=", "answer": 2.0}])
+    floats.check_rewards([numeric_answer()])
+    with pytest.raises(ValueError, match=r"=2.0 is of type float, .* of type str or int; make the"):
+        floats.check_rewards([exact_match()])
 
 
 def test_long_prompts_are_left_out_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from rlsys.algorithms import (
     bradley_terry,
     clipped_surrogate,
     distill,
+    dynamic_sampling,
     grpo_advantage,
     reinforce,
     scale_rl_advantage,
@@ -257,3 +258,41 @@ def test_a_function_of_facts_alone_waits_for_the_completions() -> None:
     flow.check()
     store = flow.open_store(max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
     assert store.subscribe("advantages", at_most=2) is not None
+
+
+def two_rewards(rewards: torch.Tensor, greedy_rewards: torch.Tensor) -> torch.Tensor:
+    return rewards - greedy_rewards
+
+
+@pytest.mark.parametrize(
+    "function", [two_rewards, dynamic_sampling(two_rewards), dynamic_sampling(lambda: None)]
+)
+def test_a_function_over_groups_takes_as_many_columns_as_it_is_given(function: Any) -> None:
+    flow = Dataflow()
+    prompts = Prompts(config=DataConfig())
+    rollouts = flow.generate(flow.model("policy"), prompts, group_size=2)
+    reward = flow.score(rollouts, [lambda rollout: 1.0])
+    with pytest.raises(ValueError, match=r"flow.per_group\(.*\) is given 1 column\(s\) and takes"):
+        flow.per_group(function, reward)
+    assert flow.per_group(two_rewards, reward, NUM_TOKENS) == Column("advantages")
+
+
+def test_a_reward_function_takes_a_rollout() -> None:
+    flow = Dataflow()
+    rollouts = flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
+    with pytest.raises(ValueError, match=r"reward 'two_rewards' takes \(rewards"):
+        flow.score(rollouts, [two_rewards])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["1+1=", "2+2="], r"Prompts.rows\[0\]='1\+1=' is no row; give .*{'prompt': '1\+1='}"),
+        ("1+1=", r"Prompts.rows='1\+1=' is no list of rows"),
+        ({"prompt": ["1+1="]}, r"Prompts.rows=.* is no list of rows; give a list of dictionaries"),
+        (iter([{"prompt": "1+1="}]), r"Prompts.rows=<list_iter.* is no list of rows"),
+    ],
+)
+def test_rows_of_a_recipe_are_a_list_of_dictionaries(rows: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Prompts(config=DataConfig(), rows=rows)

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from rlsys.config import SamplingConfig
+from recipes.ppo import PPOConfig
+from rlsys.config import RunConfig, SamplingConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.observe.diagnosis import diagnose, foresee
 
 HEALTHY: Mapping[str, float] = {
@@ -64,6 +65,19 @@ def test_each_trouble_is_told_with_its_number(
 def test_of_two_bottlenecks_the_one_that_was_measured_is_told() -> None:
     both = [{**line, "time/trainer_idle_s": 1.5, "staleness/mean": 1.0} for line in lines()]
     assert list(found(both)) == ["trainer_idle"]
+
+
+def test_a_trainer_that_waits_is_no_bottleneck_however_stale_its_data() -> None:
+    assert found(lines(time__trainer_idle_s=0.9, staleness__mean=1.0)) == {}  # 45 %
+    busy = lines(time__trainer_idle_s=0.39, staleness__mean=1.0)
+    assert list(found(busy)) == ["staleness_pinned"]
+
+
+def test_rows_of_a_dataset_ask_for_no_replicas() -> None:
+    run = lines(time__trainer_idle_s=1.5, staleness__mean=1.0)
+    (finding,) = diagnose(run, max_staleness=1, samples=False)
+    assert "the trainer waits for rows 75% of the time" in finding.message
+    assert "num_replicas" not in finding.message
 
 
 @pytest.mark.parametrize(
@@ -130,9 +144,19 @@ def test_what_was_not_measured_is_not_judged() -> None:
 def test_a_cut_distribution_is_warned_of_before_the_start(
     sampling: SamplingConfig, parts: list[str]
 ) -> None:
-    (warning,) = foresee(sampling)
+    (warning,) = foresee(RunConfig(sampling=sampling))
     assert all(part in warning for part in [*parts, "Gradients are exact with sampling.top_p=1"])
 
 
 def test_the_whole_distribution_needs_no_warning() -> None:
-    assert foresee(SamplingConfig()) == []
+    assert foresee(RunConfig()) == []
+
+
+def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:
+    trainer = TrainerConfig(warmup_steps=200)
+    (warning,) = foresee(RunConfig(num_steps=50, trainer=trainer))
+    assert "trainer.warmup_steps=200 is more than num_steps=50" in warning
+    assert "rises to 25% of trainer.learning_rate" in warning
+    assert foresee(RunConfig(num_steps=200, trainer=trainer)) == []
+    (warning,) = foresee(PPOConfig(num_steps=50, critic=TrainedRoleConfig(trainer=trainer)))
+    assert warning.startswith("critic.trainer.warmup_steps=200")

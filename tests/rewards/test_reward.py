@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlsys
-from rlsys.rewards import RewardFailure, RewardResult, as_rewards, check_columns, exact_match
+from rlsys.rewards import (
+    RewardFailure,
+    RewardResult,
+    as_rewards,
+    check_columns,
+    exact_match,
+    example_rollout,
+    numeric_answer,
+)
 from rlsys.rewards.outcome import combine, components_of
 from rlsys.rewards.reward import Reward, reward
 
@@ -29,6 +37,14 @@ def plain(rollout: rlsys.Rollout) -> float:
 
 
 async def slow(rollout: rlsys.Rollout) -> float:
+    return 1.0
+
+
+def two(rollout: rlsys.Rollout, answer: str) -> float:
+    return 1.0
+
+
+def none_at_all() -> float:
     return 1.0
 
 
@@ -75,6 +91,23 @@ def test_a_weight_can_be_changed_without_changing_the_reward() -> None:
         (lambda: as_rewards([plain, plain]), r"2 rewards are named 'plain'.*reward\(name="),
         (lambda: reward(weight=math.nan)(plain), "weight=nan of reward 'plain'"),
         (lambda: reward(timeout_s=0.0)(plain), "timeout_s=0.0 of reward 'plain'"),
+        (lambda: short.weighted("0.1"), "weight='0.1' of reward 'short' is no number"),  # type: ignore[arg-type]
+        (lambda: reward(timeout_s="1")(plain), "timeout_s='1' of reward 'plain' is no number"),  # type: ignore[call-overload]
+        (lambda: reward(name=3)(plain), "name of a reward=3 does not fit"),  # type: ignore[call-overload]
+        (
+            lambda: reward(required_columns="answer")(plain),
+            r"required_columns='answer' of reward 'plain' is one text; give .*=\('answer',\)",
+        ),
+        (lambda: reward(environment="KEY")(plain), "environment='KEY' of reward 'plain' is one"),
+        (lambda: as_rewards([two]), r"reward 'two' takes \(rollout.*, answer.*with one rollout \("),  # type: ignore[list-item]
+        (lambda: reward(none_at_all), "reward 'none_at_all' takes .* is called with one rollout"),  # type: ignore[arg-type]
+        (lambda: as_rewards([3]), "reward 'int' is 3, which is no function"),  # type: ignore[list-item]
+        (lambda: as_rewards([exact_match]), "exact_match makes a reward .*call it.*exact_match"),  # type: ignore[list-item]
+        (
+            lambda: exact_match(example_rollout()),  # type: ignore[arg-type]
+            r"exact_match is given a rollout; .*exact_match\(\"answer\"\)\(rollout\)",
+        ),
+        (lambda: numeric_answer(3), r"numeric_answer\(3\): 3 names no column"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_work_is_refused(build: Callable[[], object], message: str) -> None:

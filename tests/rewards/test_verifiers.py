@@ -153,3 +153,10 @@ def test_format_reward_searches_the_completion() -> None:
 def test_a_pattern_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match=r"pattern '\(' is no regular expression"):
         format_reward("(")
+
+
+@pytest.mark.parametrize("answer", [4.0, ["4"], {"is": 4}, True])
+def test_a_reference_that_nobody_would_write_is_no_zero(answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"metadata\['answer'\]=.* of type str or int; make the"):
+        value(exact_match(), "4", answer=answer)
+    assert value(exact_match(), "4", answer=4) == 1.0
