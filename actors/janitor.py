@@ -72,6 +72,7 @@ def users_of(directory: Path) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the owner, whose end it waits for
+    # Meant for the owner, whose end it waits for.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     clean_up_after(int(sys.argv[1]), Path(sys.argv[2]))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlsys.blocking import run_to_end
-from rlsys.checkpoint import Checkpoints, write_manifest
+from rlsys.checkpoint import Checkpoints
 from rlsys.config import RoleConfig, RunConfig, require
 from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
 from rlsys.controller.generation import Prompts
@@ -32,6 +32,7 @@ from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
 from rlsys.data.vocabulary import check_vocabularies
+from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import (
     Dataflow,
     DatasetStage,
@@ -44,10 +45,13 @@ from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.errors import Mistakes, RunFailed, first_error
 from rlsys.estimate import ModelShape, estimate_memory, model_shape
+from rlsys.exported import export_faults, seal_export
 from rlsys.fields import to_dict
+from rlsys.growing_file import Tally
 from rlsys.held_out import Scoreboard, evaluation_config, read_evaluations, rewards_of
-from rlsys.history import History, read_history
+from rlsys.history import State, some
 from rlsys.launching import HeldOut, RunResult, WarmStart
+from rlsys.manifest import write_manifest
 from rlsys.model_evaluation import held_out_prompts
 from rlsys.observe.console import RunConsole
 from rlsys.observe.diagnosis import foresee
@@ -55,6 +59,7 @@ from rlsys.observe.metrics import MetricsWriter, read_metrics
 from rlsys.observe.recorder import Recorder
 from rlsys.observe.records import RolloutWriter
 from rlsys.observe.wandb_sink import WandbSink
+from rlsys.resuming import History, read_history
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.run_directory import RunDirectory, RunFiles, check_room
 from rlsys.tiny_models import OwnModel
@@ -67,6 +72,7 @@ from .cluster import check_runs_dir, connected
 from .dry_run import describe
 from .evaluating import EvaluationFactory, Evaluator
 from .factories import needs, role_needs
+from .local_ray import ends_with_ray
 from .placement import reserved
 from .store import StoreClient
 from .team import Team, hired
@@ -147,7 +153,7 @@ async def _run(
     warm_start: WarmStart | None,
     held_out: HeldOut,
 ) -> RunResult:
-    _cancel_on_sigterm()
+    _cancel_on_signals()
     check_runs_dir(config.runs_dir)
     console = RunConsole(
         num_steps=config.num_steps,
@@ -177,10 +183,17 @@ async def _run(
                 required_bytes=RECORDS_BYTES + (config.keep_checkpoints + 2) * checkpoint_bytes,
             )
         )
-        resume = config.resume is not False and directory.has_checkpoint
-        if resume and _is_finished(config, directory):
+        continues = config.resume is not False
+        if continues and directory.has_finished(config.num_steps):
             console.note(f"{directory.path} has all of its {config.num_steps} steps already.")
+            newest = Checkpoints(directory.checkpoints, config.keep_checkpoints).newest()
+            if newest is None or newest.step < config.num_steps:
+                console.warn(
+                    f"{directory.checkpoints} lacks step {config.num_steps}: with more steps the "
+                    f"run would go on from {f'step {newest.step}' if newest else 'nowhere'}"
+                )
             return _result(directory)
+        resume = continues and directory.has_checkpoint
         history = None
         if resume:
             with console.phase("Reading the run's history"):
@@ -189,8 +202,9 @@ async def _run(
                     groups_per_step=config.prompts_per_step,
                     num_steps=config.num_steps,
                 )
-            prompts.check_order(history.state["prompts"])
+            prompts.check_order(history.state.prompts)
             directory.write_config(to_dict(config))
+            console.note(_where_it_goes_on(history, config, directory))
         for warning in foresee(config):
             console.warn(warning)
         outcome: Literal["finished", "interrupted", "failed"] = "failed"
@@ -237,16 +251,16 @@ def _with_model(
     return replace(config, model=replace(config.model, path=str(make(own_model))))
 
 
-def _is_finished(config: RunConfig, directory: RunDirectory) -> bool:
-    """Whether the last step is behind the run, and its model exported after it."""
-    newest = Checkpoints(directory.checkpoints, config.keep_checkpoints).newest()
-    exported = directory.hf / "config.json"
-    return (
-        newest is not None
-        and newest.step == config.num_steps
-        and exported.is_file()
-        and exported.stat().st_mtime >= newest.controller_file.stat().st_mtime
-    )
+def _where_it_goes_on(history: History, config: RunConfig, directory: RunDirectory) -> str:
+    step, last = history.checkpoint.step, history.last_step
+    if step == config.num_steps:
+        faults = export_faults(directory.hf, checksums=False) or ["it is of an earlier step"]
+        return (
+            f"All {step} steps are trained; their model is exported to {directory.hf} again "
+            f"({some(faults)})."
+        )
+    again = f"; what was trained behind it, up to step {last}, is trained again"
+    return f"Going on from {history.checkpoint.path}{again if last > step else ''}."
 
 
 def _result(directory: RunDirectory) -> RunResult:
@@ -258,11 +272,14 @@ def _result(directory: RunDirectory) -> RunResult:
     )
 
 
-def _cancel_on_sigterm() -> None:
-    """SIGTERM ends the run in good order, as Ctrl-C does; signals come to the main thread only."""
+def _cancel_on_signals() -> None:
+    """SIGTERM ends the run in good order, as Ctrl-C does; so do a terminal that closes (SIGHUP,
+    unless nohup has switched that off) and SIGQUIT. Signals come to the main thread only."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and (task := asyncio.current_task()) is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
 def _load_prompts(
@@ -274,6 +291,13 @@ def _load_prompts(
     if (shared := flow.source.prompts.shared) is not None:
         with mistakes.noted():
             shared.check(config)
+    with mistakes.noted():
+        retire_at = flow.source.prompts.config.retire_at
+        require(
+            retire_at is None or bool(flow.all(ScoreStage)),
+            f"data.retire_at={retire_at} goes by rewards, and the dataflow has no flow.score; "
+            "leave it out.",
+        )
     with mistakes.noted():
         flow.check_groups(config.group_size)
         flow.hold_proximal(config.trainer.updates_per_step)
@@ -360,7 +384,12 @@ def _next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
         return f"AutoModelFor{kind}.from_pretrained({str(directory.hf)!r})"
     if directory.has_checkpoint:
         return "the same command with --resume"
-    return "the same command with another --name (this run has no checkpoint to resume from)"
+    if not directory.has_steps:
+        return "the same command"
+    return (
+        "the same command with --resume auto, which begins again (no checkpoint was written), or "
+        "with another --name"
+    )
 
 
 class _Job:
@@ -387,16 +416,13 @@ class _Job:
         self._checkpoints = Checkpoints(
             directory.checkpoints,
             config.keep_checkpoints,
-            records=(
-                directory.ledger,
-                directory.metrics,
-                directory.rollouts,
-                directory.external,
-            ),
+            records=(*directory.records, directory.external),
         )
+        self._history = history
         self._events = history.events if history else ()
         self._resume_from = history.checkpoint if history else None
         self._first_step = history.checkpoint.step if history else 0
+        self._kept: Mapping[str, Tally] = history.state.records if history else {}
         self._samples = bool(flow.all(GenerateStage))
         self._alphabet = Alphabet(tokenizer)
 
@@ -415,7 +441,8 @@ class _Job:
             prompts = cluster.enter_context(self._prompts_of_all())
             with self._console.phase("Starting Ray"):
                 cluster.enter_context(connected(config.cluster))
-                _cancel_on_sigterm()  # again: Ray's own handler has just replaced it
+                _cancel_on_signals()  # again: Ray's own handler has just replaced it
+                await cluster.enter_async_context(ends_with_ray())
                 places = await cluster.enter_async_context(
                     reserved(
                         ranks,
@@ -440,6 +467,7 @@ class _Job:
             await self._train(team, first, prompts, began_warm=warm_start is not None)
             with self._console.phase("Exporting the model"):
                 await team.learner.export_the_end(self._directory.hf)
+                await asyncio.to_thread(seal_export, self._directory.hf, config.num_steps)
 
     def _prompts_of_all(self) -> contextlib.AbstractContextManager[Prompts]:
         """The run's own, and groups of other runs where the graph takes them."""
@@ -447,7 +475,6 @@ class _Job:
         if source.shared is None or not source.may_be_external:
             return contextlib.nullcontext(self._prompts)
         rewards = [one for stage in self._flow.all(ScoreStage) for one in as_rewards(stage.rewards)]
-        issued = [e["prompt"] for e in self._events if e["event"] == "issued"]
         return external_prompts(
             self._prompts,
             source.shared,
@@ -455,7 +482,7 @@ class _Job:
             tokenizer=self._tokenizer,
             rewards=rewards,
             path=self._directory.external,
-            next_prompt=max(issued, default=-1) + 1,
+            issued=[e["prompt"] for e in self._events if e["event"] == "issued"],
         )
 
     async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
@@ -562,9 +589,19 @@ class _Job:
         if self._resume_from:
             ledger.resume(step=self._first_step)
         stepped = Signal()
+        metrics = MetricsWriter(
+            directory.metrics,
+            after_step=self._first_step,
+            kept=self._kept.get(directory.metrics.name),
+        )
+        rollouts = RolloutWriter(
+            directory.rollouts,
+            after_step=self._first_step,
+            kept=self._kept.get(directory.rollouts.name),
+        )
         recorder = Recorder(
-            metrics_writer=MetricsWriter(directory.metrics, after_step=self._first_step),
-            rollout_writer=RolloutWriter(directory.rollouts, after_step=self._first_step),
+            metrics_writer=metrics,
+            rollout_writer=rollouts,
             wandb=WandbSink(
                 config.observe.wandb,
                 project=config.observe.wandb_project,
@@ -580,13 +617,30 @@ class _Job:
             stepped=stepped,
         )
 
+        curriculum = Curriculum(
+            self._flow.source.prompts.config.retire_at,
+            num_rows=len(self._prompts),
+            retired=self._history.state.retired if self._history else (),
+        )
+
         async def checkpoint(step: int, work: OpenWork) -> None:
+            # Of the moment to which the open work belongs: groups are issued meanwhile.
+            records = (
+                (directory.ledger, ledger_file.tally),
+                (directory.metrics, metrics.tally),
+                (directory.rollouts, rollouts.tally),
+            )
+            state = State(
+                step=step,
+                prompts=self._prompts.order,
+                records={path.name: tally for path, tally in records},
+                retired=curriculum.retired,
+            )
             async with self._checkpoints.writing(step) as unfinished:
                 for model, learner in team.learners.items():
                     await learner.save(unfinished.role_dir(model))
                 await carry_over.save(work, client, unfinished.path)
-                state = {"step": step, "prompts": self._prompts.order}
-                unfinished.controller_file.write_text(json.dumps(state))
+                unfinished.controller_file.write_text(json.dumps(state.to_dict()))
 
         carried, weights = OpenWork(), None
         if self._resume_from:
@@ -624,6 +678,7 @@ class _Job:
             between=[evaluator.between_steps] if evaluator else [],
             weights=weights,
             carried=carried,
+            curriculum=curriculum,
             first_step=self._first_step,
         )
 

@@ -20,7 +20,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ MAX_ROOT_LENGTH = 22
 SHUTDOWN_TIMEOUT_S, DEAD_SHUTDOWN_TIMEOUT_S = 15.0, 1.0
 
 LOOK_EVERY_S = 0.2  # whether Ray's processes still live
+VITAL = ("gcs_server", "raylet")  # its other processes serve people who look on
+SIGNAL_S = 1.0  # until a signal to all processes has reached this one too
 
 NUM_ATTEMPTS = 2
 MAX_CAUSE_LENGTH = 200
@@ -102,10 +104,47 @@ async def while_intact(work: Coroutine[Any, Any, None]) -> None:
         await asyncio.wait([task])
 
 
+@contextlib.asynccontextmanager
+async def ends_with_ray() -> AsyncIterator[None]:
+    """The block ends with RayFailed when a VITAL process of `local_ray` dies: Ray itself would go
+    on for a minute, and then end this process without a word of ours."""
+    task = asyncio.current_task()
+    assert task is not None
+    watching = asyncio.create_task(_cancel_without_ray(task))
+    try:
+        yield
+    except BaseException as error:
+        is_signal = isinstance(error, asyncio.CancelledError) and (
+            not watching.done() or task.cancelling() > 1
+        )
+        dead = ", ".join(_dead(VITAL))
+        if not dead or is_signal or not isinstance(error, Exception | asyncio.CancelledError):
+            raise
+        raise RayFailed(
+            f"Ray's process {dead} has died, without which no actor answers: it was "
+            "killed, or the machine is short of memory. Continue with --resume."
+        ) from error
+    finally:
+        watching.cancel()
+
+
+async def _cancel_without_ray(task: asyncio.Task[Any]) -> None:
+    while not _dead(VITAL):
+        await asyncio.wait([task], timeout=LOOK_EVERY_S)
+    await asyncio.sleep(SIGNAL_S)
+    task.cancel()
+
+
 def is_intact() -> bool:
     """Whether all processes live that `local_ray` started; True for a cluster that was joined."""
+    return not _dead()
+
+
+def _dead(kinds: Collection[str] | None = None) -> list[str]:
+    """Those of Ray's own processes that have died, of these kinds."""
     node = ray_worker._global_node
-    return node is None or not node.dead_processes()
+    dead = [str(kind) for kind, _ in node.dead_processes()] if node is not None else []
+    return [kind for kind in dead if kinds is None or kind in kinds]
 
 
 def remove_orphans(root: Path) -> None:

@@ -7,10 +7,11 @@
     batch-std           A_i = (r_i - mean of its group) / std of these over the whole step
     zero variance       groups of equal rewards have advantage 0 and are not replaced
 
-Logits are computed in float32 in sampler and trainer, as the paper's are. Two of its choices are
-not here: no positive resampling (a prompt that was answered nine times of ten is not issued again)
-needs prompts that are chosen by what became of them; and length control by interruption (a phrase
-that ends the thinking, masked from the loss) needs tokens that the policy did not sample.
+    curriculum          a prompt that was answered nine times of ten is not issued again
+
+Logits are computed in float32 in sampler and trainer, as the paper's are. One of its choices is not
+here: length control by interruption (a phrase that ends the thinking, masked from the loss) needs
+tokens that the policy did not sample.
 
     python recipes/scalerl.py --name scalerl
 """
@@ -23,7 +24,7 @@ from typing import Any
 
 import rlsys
 from recipes import arithmetic
-from rlsys import AsyncConfig, RunConfig, require
+from rlsys import AsyncConfig, DataConfig, RunConfig, require
 from rlsys.algorithms import cispo, prompt_mean, scale_rl_advantage
 from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
 
@@ -35,6 +36,7 @@ class ScaleRLConfig(RunConfig):
     max_ratio: float = 5.0
     """Bound of a token's importance weight; the paper's results hold from 4 to 8."""
     asynchrony: AsyncConfig = field(default_factory=lambda: AsyncConfig(max_staleness=8))
+    data: DataConfig = field(default_factory=lambda: DataConfig(retire_at=0.9))
 
     def __post_init__(self) -> None:
         super().__post_init__()

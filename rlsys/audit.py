@@ -17,6 +17,7 @@ goes on after a fault to find the others.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ class Evidence:
     metrics: Sequence[Mapping[str, Any]]
     rollouts: Sequence[Mapping[str, Any]]
     checkpoints: Sequence[int]  # steps of those that are whole
-    exported: bool  # hf/ is there: the run has ended at least once
+    exported: bool  # hf/ holds the model of the last step, whole
+    retires: bool = False  # prompts may be skipped
     updates_per_step: int = 1  # of the weights, which staleness in the metrics counts
     external: Mapping[int, SharedGroup | None] = field(default_factory=dict)  # by prompt index
 
@@ -75,6 +77,8 @@ def audit(evidence: Evidence) -> Verdict:
         f"resumes, staleness at most {staleness} of {evidence.max_staleness}, "
         f"{len(evidence.checkpoints)} checkpoints whole"
     )
+    if not evidence.events and not evidence.checkpoints:
+        summary = f"none of {evidence.num_steps} steps, it ended before it issued a group"
     return Verdict(faults=faults, summary=summary, finished=past.is_finished)
 
 
@@ -86,6 +90,7 @@ class Past:
     faults: list[str] = field(default_factory=list)
     prompts: dict[int, int] = field(default_factory=dict)  # of each group, in the order of issue
     versions: dict[int, int] = field(default_factory=dict)  # when it was last issued
+    skipped: set[int] = field(default_factory=set)  # prompts
     open: set[int] = field(default_factory=set)
     trained: dict[int, int] = field(default_factory=dict)  # step of each group
     dropped: dict[int, str] = field(default_factory=dict)
@@ -123,6 +128,12 @@ class Past:
         self.prompts[group] = event["prompt"]
         self.open.add(group)
         return self._sampled_by(event)
+
+    def _skipped(self, event: Event) -> list[str]:
+        self.skipped.add(event["prompt"])
+        if self.evidence.retires:
+            return []
+        return [f"prompt {event['prompt']} is skipped, and data.retire_at is not set"]
 
     def _reissued(self, event: Event) -> list[str]:
         group = event["group"]
@@ -199,9 +210,10 @@ class Past:
 
 
 def _prompts(past: Past) -> list[str]:
+    kept = (prompt for prompt in itertools.count() if prompt not in past.skipped)
     return [
         f"group {group} has prompt {prompt} where prompt {expected} follows"
-        for expected, (group, prompt) in enumerate(past.prompts.items())
+        for expected, (group, prompt) in zip(kept, past.prompts.items(), strict=False)
         if prompt != expected
     ]
 

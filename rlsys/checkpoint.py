@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -26,18 +24,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlsys.file_modes import ordinary_modes
+from rlsys.manifest import faults_of, write_manifest
 
 TRAINER_DIR = "trainer"
 BEGINNING_DIR = ".beginning"
 CONTROLLER_FILE = "controller.json"
-MANIFEST_FILE = "manifest.json"
 
 _T = TypeVar("_T")
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LEFTOVER_NAME = re.compile(r"\.step_\d+\.(partial|replaced)")
-
-READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -175,38 +171,6 @@ def _entries(directory: Path) -> list[tuple[Path, re.Match[str] | None]]:
     ]
 
 
-def write_manifest(directory: Path) -> None:
-    """Size and checksum of every file below, in a file beside them."""
-    entries = {
-        name: {"bytes": (directory / name).stat().st_size, "crc32": _checksum(directory / name)}
-        for name in _files(directory)
-    }
-    (directory / MANIFEST_FILE).write_text(json.dumps(entries, indent=1) + "\n")
-
-
-def faults_of(directory: Path) -> list[str]:
-    """What is wrong with a directory's files by its manifest. Reads it all."""
-    try:
-        wanted = json.loads((directory / MANIFEST_FILE).read_bytes())
-        files = {
-            str(name): (int(entry["bytes"]), str(entry["crc32"])) for name, entry in wanted.items()
-        }
-    except FileNotFoundError:
-        return [f"{MANIFEST_FILE} is missing"]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return [f"{MANIFEST_FILE} is damaged ({type(error).__name__}: {error})"]
-    found = set(_files(directory)) - {MANIFEST_FILE}
-    faults = [f"{name} does not belong there" for name in sorted(found - files.keys())]
-    for name, (num_bytes, checksum) in sorted(files.items()):
-        if name not in found:
-            faults.append(f"{name} is missing")
-        elif (size := (directory / name).stat().st_size) != num_bytes:
-            faults.append(f"{name} has {size:,} bytes instead of {num_bytes:,}")
-        elif _checksum(directory / name) != checksum:
-            faults.append(f"{name} has another checksum than when it was written")
-    return faults
-
-
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """An empty directory that becomes `path`, replacing it, when the block ends; if the block
@@ -287,24 +251,6 @@ def _advice(error: OSError) -> str | None:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "permission denied; make the directory writable, or choose another (runs_dir)"
     return None
-
-
-def _files(directory: Path) -> list[str]:
-    """Every file below, by its path in the directory."""
-    return sorted(
-        str(Path(root, name).relative_to(directory))
-        for root, _, names in os.walk(directory)
-        for name in names
-    )
-
-
-def _checksum(path: Path) -> str:
-    """CRC-32: finds every burst of up to 32 damaged bits, at the speed of a disk."""
-    value = 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(READ_BYTES):
-            value = zlib.crc32(chunk, value)
-    return f"{value:08x}"
 
 
 def _sync_tree(directory: Path) -> None:

@@ -69,6 +69,9 @@ class DataConfig:
     """Leave prompts that are too long out, with a warning, instead of refusing the dataset."""
     shuffle: bool = True
     """A new order each epoch, from the run's seed."""
+    retire_at: float | None = None
+    """Mean reward of a prompt's rollouts from which on it is not issued again in later epochs;
+    unset: all come again."""
 
     def __post_init__(self) -> None:
         conform(self, "data")

@@ -1,81 +1,91 @@
 """What the files of a run say about its past.
 
-    ledger, metrics, rollouts, checkpoints ─► read_history  ─► where a resumed run goes on
-                                          └─► read_evidence ─► what rlsys.audit looks at
+    checkpoints ─ controller.json ─► State         ─► rlsys.resuming
+    all files                     ─► read_evidence ─► rlsys.audit
 
-Nothing is changed here. A resumed run reads its history before it cuts or writes a file, so that
-files that do not belong together are refused while they can still be mended.
+A checkpoint's state says how much of each file of records was there when it was written (Tally),
+so that a resume and an audit can tell whether it still is. Nothing is changed here.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlsys import metrics
 from rlsys.audit import Evidence
-from rlsys.checkpoint import Checkpoint, find_checkpoints, find_strays
+from rlsys.checkpoint import Checkpoint, find_checkpoints
 from rlsys.data.external_log import read_external
 from rlsys.data.shared import SharedGroup
-from rlsys.dataflow.ledger import Event, Ledger, LedgerError, read_events
-from rlsys.observe.records import RolloutRecord
+from rlsys.dataflow.ledger import Event, read_events
+from rlsys.exported import export_faults, exported_step
+from rlsys.growing_file import Tally
 from rlsys.observe.step_log import read_lines
 from rlsys.run_directory import RunFiles, read_config
 
-# What every line of rollouts.jsonl has.
-RECORD_NAMES = {
-    f.name for f in fields(RolloutRecord) if f.default is MISSING and f.default_factory is MISSING
-}
-
-logger = logging.getLogger(__name__)
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class History:
-    """Where a resumed run goes on. `state` is what controller.json holds."""
+class State:
+    """What a checkpoint's controller.json holds."""
 
-    checkpoint: Checkpoint
-    state: Mapping[str, Any]
-    events: Sequence[Event]
+    step: int
+    prompts: Mapping[str, int]  # PromptSource.order
+    records: Mapping[str, Tally]  # what stood in each file, by its name
+    retired: Sequence[int] = ()  # rows of the data that are not issued again
+
+    def to_dict(self) -> dict[str, Any]:
+        tallies = {name: tally.to_dict() for name, tally in self.records.items()}
+        return {
+            "step": self.step,
+            "prompts": dict(self.prompts),
+            "records": tallies,
+            "retired": list(self.retired),
+        }
 
 
-def read_history(files: RunFiles, *, groups_per_step: int, num_steps: int) -> History:
-    """The newest checkpoint with the history that led to it.
-
-    Raises ValueError, with the fix, for a checkpoint that is not whole, for a ledger, metrics or
-    rollouts that are missing, damaged or end before it, and for fewer steps than it has.
-    """
-    for stray in find_strays(files.checkpoints):
-        logger.warning("%s is no checkpoint of this run and is not used", stray)
-    found = find_checkpoints(files.checkpoints)
-    if not found:
+def read_state(checkpoint: Checkpoint) -> State:
+    """Raises ValueError, with the fix, for one that does not belong to its checkpoint."""
+    try:
+        entry = json.loads(checkpoint.controller_file.read_bytes())
+        if entry["step"] != checkpoint.step:
+            raise ValueError(f"it is of step {entry['step']}")
+        prompts = {name: entry["prompts"][name] for name in ("seed", "num_prompts")}
+        if any(type(value) is not int or value < 0 for value in prompts.values()):
+            raise ValueError(f"prompts are {prompts}")
+        retired = entry["retired"]
+        if any(type(row) is not int or row < 0 for row in retired):
+            raise ValueError(f"retired rows are {retired}")
+        records = {
+            path.name: Tally.from_dict(entry["records"][path.name])
+            for path in RunFiles(checkpoint.path).records
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{files.path} holds no checkpoint to resume from; delete it and start again without "
-            "--resume (checkpoint_every sets how often one is written)."
-        )
-    newest = found[-1]
-    if faults := newest.faults():
-        raise ValueError(f"{newest.path} is damaged: {_some(faults)}; {_older(found)}")
-    events, ledger = _read_ledger(files.ledger, groups_per_step)
-    if ledger.step < newest.step:
-        raise ValueError(
-            f"{newest.path} is beyond {files.ledger}, whose last trained step is {ledger.step}: "
-            "they are of different runs, or the ledger was cut. Restore the ledger from a copy. "
-            "Without one: "
-            f"{_older(found, at_most=ledger.step)}"
-        )
-    _check_metrics(files.metrics, newest.step)
-    _check_rollouts(files.rollouts, newest.step)
-    if num_steps < newest.step:
-        raise ValueError(
-            f"num_steps={num_steps} lies below step {newest.step}, which this run has reached; it "
-            f"counts all steps of the run, resumed parts included: use more than {newest.step}."
-        )
-    return History(checkpoint=newest, state=_read_state(newest), events=events)
+            f"{checkpoint.controller_file} does not belong to its checkpoint "
+            f"({type(error).__name__}: {error}): it was edited, or written by another version of "
+            f"rlsys. Restore it from a copy, or delete {checkpoint.path} to continue from the one "
+            "before."
+        ) from error
+    return State(step=checkpoint.step, prompts=entry["prompts"], records=records, retired=retired)
+
+
+def record_faults(state: State, files: RunFiles) -> list[str]:
+    """What is wrong with the records that a checkpoint builds on."""
+    return [
+        f"{path.name} {fault}"
+        for path in files.records
+        if (fault := state.records[path.name].fault(path))
+    ]
+
+
+def some(faults: Sequence[str]) -> str:
+    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    return ", ".join(faults[:3]) + more
 
 
 def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
@@ -84,142 +94,144 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
     Raises ValueError where there is no run's config.json to go by.
     """
     files = RunFiles(path)
-    config = read_config(files.config)
+    settings = _Settings.read(files.config)
     faults: list[str] = []
-    for name in ("prompts_per_step", "group_size", "seed", "asynchrony"):
-        for former in path.glob("config-*.json"):
-            if read_config(former)[name] != config[name]:
-                faults.append(f"{former.name} has another {name} than config.json")
-    events: list[Event] = []
-    try:
-        events = read_events(files.ledger)
-    except (OSError, ValueError) as error:
-        faults.append(f"ledger.jsonl cannot be read: {error}")
-    external: Mapping[int, SharedGroup | None] = {}
-    try:
-        external = read_external(files.external)
-    except (OSError, ValueError) as error:
-        faults.append(f"external.jsonl cannot be read: {error}")
-    steps: dict[int, Mapping[str, Any]] = {}
+    former = [_Settings.read(other) for other in sorted(path.glob("config-*.json"))]
+    for other in former:
+        for name in ("prompts_per_step", "group_size", "seed", "asynchrony"):
+            if other.value(name) != settings.value(name):
+                faults.append(f"{other.path.name} has another {name} than {files.config.name}")
+    states: dict[int, State] = {}
     for checkpoint in find_checkpoints(files.checkpoints):
+        name = f"checkpoint {checkpoint.path.name}"
         if broken := checkpoint.faults():
-            faults.append(f"checkpoint {checkpoint.path.name} is damaged: {_some(broken)}")
+            faults.append(f"{name} is damaged: {some(broken)}")
             continue
         try:
-            steps[checkpoint.step] = _read_state(checkpoint)
+            state = states[checkpoint.step] = read_state(checkpoint)
         except ValueError as error:
             faults.append(str(error))
-    trainer = config["trainer"]
-    updates = trainer["num_minibatches"] * trainer["num_epochs"]
-    recorded = {read_config(p)["observe"]["record_groups"] for p in path.glob("config*.json")}
+        else:
+            faults += [f"{name} builds on what is gone: {f}" for f in record_faults(state, files)]
+    exported = exported_step(files.hf)
+    damages = [] if exported is None else export_faults(files.hf, checksums=True)
+    faults += [f"hf/, the model of step {exported}, is damaged: {f}" for f in damages]
+    # A run that failed while it started has written none of them.
+    has_begun = bool(states) or any(_holds_something(record) for record in files.records)
+    updates = settings.number("trainer.num_minibatches") * settings.number("trainer.num_epochs")
+    recorded = {one.number("observe.record_groups", at_least=0) for one in (settings, *former)}
     evidence = Evidence(
-        groups_per_step=config["prompts_per_step"],
-        group_size=config["group_size"],
+        groups_per_step=settings.number("prompts_per_step"),
+        group_size=settings.number("group_size"),
         # In versions, of which each has several updates where a step has.
-        max_staleness=(config["asynchrony"]["max_staleness"] + 1) // updates - 1,
+        max_staleness=(settings.number("asynchrony.max_staleness", at_least=0) + 1) // updates - 1,
         updates_per_step=updates,
-        num_steps=config["num_steps"],
+        num_steps=settings.number("num_steps"),
         recorded_groups=recorded.pop() if len(recorded) == 1 else None,
-        shuffle=config["data"]["shuffle"],
-        prompt_order=steps[max(steps)]["prompts"] if steps else None,
-        events=events,
-        external=external,
-        metrics=list(_lines(files.metrics, {metrics.STEP}, faults)),
-        rollouts=list(_lines(files.rollouts, RECORD_NAMES, faults)),
-        checkpoints=sorted(steps),
-        exported=(files.hf / "config.json").is_file(),
+        shuffle=bool(settings.value("data.shuffle")),
+        retires=settings.value("data.retire_at") is not None,
+        prompt_order=states[max(states)].prompts if states else None,
+        events=_events(files.ledger, faults) if has_begun else [],
+        external=_external(files.external, faults),
+        metrics=list(_lines(files.metrics, _no_metrics, faults)) if has_begun else [],
+        rollouts=list(_lines(files.rollouts, _no_record, faults)) if has_begun else [],
+        checkpoints=sorted(states),
+        exported=exported == settings.number("num_steps") and not damages,
     )
     return evidence, faults
 
 
-def _read_ledger(path: Path, groups_per_step: int) -> tuple[list[Event], Ledger]:
-    try:
-        events = read_events(path)
-        return events, Ledger.replay(events, _never_written, groups_per_step=groups_per_step)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{path} is missing, and without it nobody knows which prompts were trained; restore "
-            "it from a copy, or start a new run under another --name."
-        ) from error
-    except LedgerError as error:
-        raise ValueError(
-            f"{path} contradicts itself: {error}; it was edited or damaged, or written by another "
-            "version of rlsys. Restore it from a copy."
-        ) from error
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """A config.json. Reading one that lacks a value, or has one of another kind, raises
+    ValueError."""
 
+    path: Path
+    config: Mapping[str, Any]
 
-def _never_written(event: Event) -> None:
-    raise AssertionError(f"{event} while a ledger is only read")
+    @classmethod
+    def read(cls, path: Path) -> _Settings:
+        return cls(path=path, config=read_config(path))
 
+    def value(self, name: str) -> Any:
+        """Of a field such as "data.shuffle"."""
+        found: Any = self.config
+        for part in name.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                raise ValueError(
+                    f"{self.path} has no {name}, which every run's has: it was edited, or written "
+                    "by another version of rlsys. Restore it from a copy, or from the newest "
+                    "config-*.json beside it."
+                )
+            found = found[part]
+        return found
 
-def _read_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    try:
-        state = json.loads(checkpoint.controller_file.read_bytes())
-        if state["step"] != checkpoint.step:
-            raise ValueError(f"it is of step {state['step']}")
-        _ = state["prompts"]["seed"], state["prompts"]["num_prompts"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{checkpoint.controller_file} does not belong to its checkpoint "
-            f"({type(error).__name__}: {error}); restore it from a copy, or delete "
-            f"{checkpoint.path} to continue from the one before."
-        ) from error
-    assert isinstance(state, dict)
-    return state
-
-
-def _check_metrics(path: Path, step: int) -> None:
-    """Every step up to the checkpoint's stands there once."""
-    steps = [line["step"] for line in _existing(path)]
-    kept = [number for number in steps if number <= step]
-    if kept != [*range(1, step + 1)] or steps[:step] != kept:
-        shown = "no line" if not steps else f"lines of steps {steps[0]} to {steps[-1]}"
-        raise ValueError(
-            f"{path} has {shown} where the checkpoint has {step} steps behind it, each of which "
-            "must stand there once, in order; it was edited or cut. Restore it from a copy."
-        )
-
-
-def _check_rollouts(path: Path, step: int) -> None:
-    last = 0
-    for line in _existing(path):
-        if line["step"] < last:
+    def number(self, name: str, *, at_least: int = 1) -> int:
+        found = self.value(name)
+        if type(found) is not int or found < at_least:
             raise ValueError(
-                f"{path} has a rollout of step {line['step']} after one of step {last}; it was "
-                "edited or damaged. Restore it from a copy."
+                f"{self.path} has {name}={json.dumps(found)} where an integer of at least "
+                f"{at_least} belongs: it was edited. Restore it from a copy, or from the newest "
+                "config-*.json beside it."
             )
-        last = line["step"]
+        return found
 
 
-def _existing(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        raise ValueError(
-            f"{path} is missing, so the run's records would begin in its middle; restore it from a "
-            "copy, or start a new run under another --name."
-        )
-    return read_lines(path)
+def _holds_something(path: Path) -> bool:
+    return path.exists() and (not path.is_file() or path.stat().st_size > 0)
 
 
-def _lines(path: Path, names: Set[str], faults: list[str]) -> Iterator[dict[str, Any]]:
-    """Up to the first that cannot be read or lacks one of the names, which joins `faults`."""
+def _events(path: Path, faults: list[str]) -> list[Event]:
+    try:
+        return read_events(path)
+    except (OSError, ValueError) as error:
+        faults.append(f"{path.name} cannot be read: {error}")
+        return []
+
+
+def _external(path: Path, faults: list[str]) -> Mapping[int, SharedGroup | None]:
+    try:
+        return read_external(path)
+    except (OSError, ValueError) as error:
+        faults.append(f"{path.name} cannot be read: {error}")
+        return {}
+
+
+def _lines(path: Path, wrong: Callable[[Line], str | None], faults: list[str]) -> Iterator[Line]:
+    """Up to the first that cannot be read or is `wrong`, which joins `faults`."""
     try:
         for number, line in enumerate(read_lines(path), start=1):
-            if missing := names - line.keys():
-                raise ValueError(f"line {number} lacks {sorted(missing)}")
+            if fault := wrong(line):
+                raise ValueError(f"line {number} {fault}")
             yield line
     except (OSError, ValueError) as error:
         faults.append(f"{path.name} cannot be read: {error}")
 
 
-def _older(found: Sequence[Checkpoint], *, at_most: int | None = None) -> str:
-    """What to do about the last of these checkpoints; one of a step beyond `at_most` is no help."""
-    for older in reversed(found[:-1]):
-        if (at_most is None or older.step <= at_most) and not older.faults():
-            doomed = " and ".join(str(c.path) for c in found if c.step > older.step)
-            return f"delete {doomed} to continue from {older.path}, which is whole."
-    return "no older one is whole: restore it from a copy, or start a new run under another --name."
+def _no_metrics(line: Line) -> str | None:
+    wrong = [name for name, value in line.items() if type(value) not in (int, float)]
+    return f"has {json.dumps(line[wrong[0]])} for {wrong[0]}, which is no number" if wrong else None
 
 
-def _some(faults: Sequence[str]) -> str:
-    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-    return ", ".join(faults[:3]) + more
+# What an audit reads of a rollout.
+KINDS = {
+    metrics.STEP: int,
+    "group_id": int,
+    "index": int,
+    "prompt": str,
+    "token_ids": list,
+    "policy_versions": list,
+    "staleness": int,
+}
+
+
+def _no_record(line: Line) -> str | None:
+    for name, kind in KINDS.items():
+        value = line.get(name)
+        is_one = type(value) is kind
+        if is_one and kind is list:
+            is_one = all(type(item) is int for item in line[name])
+        if not is_one:
+            what = "a list of integers" if kind is list else f"of type {kind.__name__}"
+            return f"has {name}={json.dumps(value)[:40]}, which is not {what}"
+    return None

@@ -50,6 +50,8 @@ EVAL_FAILED = "eval/failed"  # samples whose reward failed; they are in no estim
 EVAL_IS_BEST = "eval/is_best"  # 1: the highest mean reward until then
 TIME_EVALUATION_S = "time/evaluation_s"  # sampling and scoring, without the start
 
+PROMPTS_SKIPPED = "prompts/skipped"  # since the run began, where data.retire_at is set
+
 WEIGHTS_BYTES = "weights/bytes"  # published for the generation engines
 
 TIME_STEP_S = "time/step_s"  # between the ends of two optimizer steps

@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlsys.checkpoint import find_checkpoints
+from rlsys.exported import export_faults, exported_step
+from rlsys.growing_file import ordinary
 
 MIN_FREE_BYTES = 64 * 2**20  # metrics, rollouts and a trace of an average run
 PROBE_BYTES = 2**20
@@ -96,9 +98,24 @@ class RunFiles:
         self.evaluating = path / ".evaluating"  # exported models that wait to be evaluated
 
     @property
+    def records(self) -> tuple[Path, ...]:
+        """Files that grow with the run, on which its checkpoints build."""
+        return self.ledger, self.metrics, self.rollouts
+
+    @property
     def has_checkpoint(self) -> bool:
         """Whether there is a finished one; whether it is whole, only reading it tells."""
         return bool(find_checkpoints(self.checkpoints))
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether an optimizer step was recorded."""
+        return _num_steps(self.metrics) > 0
+
+    def has_finished(self, num_steps: int) -> bool:
+        """Whether the model of that step was exported, and lies there whole (by its sizes)."""
+        exported = exported_step(self.hf) == num_steps
+        return exported and not export_faults(self.hf, checksums=False)
 
     def __repr__(self) -> str:
         return f"RunFiles({str(self.path)!r})"
@@ -125,9 +142,10 @@ class RunDirectory(RunFiles):
         resume: bool | Literal["auto"],
         required_bytes: int = MIN_FREE_BYTES,
     ) -> RunDirectory:
-        """By `resume` or `create`. For "auto" the former where there is a checkpoint, else the
-        latter; what an earlier attempt without one has recorded is begun again."""
-        may_continue = RunFiles(Path(runs_dir) / name).has_checkpoint
+        """By `resume` or `create`. For "auto" the former where there is a checkpoint or an exported
+        model, else the latter; what an earlier attempt without one has recorded is begun again."""
+        files = RunFiles(Path(runs_dir) / name)
+        may_continue = files.has_checkpoint or exported_step(files.hf) is not None
         if resume is True or (resume == "auto" and may_continue):
             return cls.resume(runs_dir, name, config, required_bytes=required_bytes)
         return cls.create(
@@ -194,7 +212,8 @@ class RunDirectory(RunFiles):
         Nothing in it is changed, so that its history (rlsys.history) can be looked at first; then
         `write_config` says how it goes on.
 
-        Raises ValueError where there is no run of this name or no checkpoint, where another process
+        Raises ValueError where there is no run of this name, where it is not finished and has no
+        checkpoint, where another process
         works on it, or where the configuration differs in what a resumed run may not change.
         """
         path = Path(runs_dir) / name
@@ -205,11 +224,8 @@ class RunDirectory(RunFiles):
             )
         run = cls(path)
         try:
-            if not run.has_checkpoint:
-                raise ValueError(
-                    f"name={name!r}: {path} holds no checkpoint to resume from; delete it and "
-                    "start again without --resume (checkpoint_every sets how often one is written)."
-                )
+            if not run.has_checkpoint and not run.has_finished(config["num_steps"]):
+                raise ValueError(f"name={name!r}: {_nothing_to_resume(run)}")
             run._check_same_experiment(config)
             check_room(path, required_bytes)
         except BaseException:
@@ -229,8 +245,11 @@ class RunDirectory(RunFiles):
 
     def _empty(self, name: str, may_discard_steps: bool) -> None:
         """Remove what a start has left. Raises ValueError where there is more than that."""
-        if self.has_checkpoint or (_has_steps(self.metrics) and not may_discard_steps):
+        num_steps = _num_steps(self.metrics)
+        if self.has_checkpoint or (num_steps and not may_discard_steps):
             raise ValueError(_exists(self.path, name))
+        if num_steps:
+            self._check_never_had_a_checkpoint(name, num_steps)
         found = [*self.path.iterdir()]
         if self.checkpoints.is_dir():
             found += self.checkpoints.iterdir()
@@ -247,6 +266,17 @@ class RunDirectory(RunFiles):
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
+
+    def _check_never_had_a_checkpoint(self, name: str, num_steps: int) -> None:
+        """Raises ValueError where steps would be discarded that were in a checkpoint."""
+        every = read_config(self.config).get("checkpoint_every")
+        if type(every) is int and 0 < every < num_steps:
+            raise ValueError(
+                f"name={name!r}: {self.path} holds {num_steps} steps and no checkpoint, although "
+                f"one was written every {every} steps (checkpoint_every): they are gone. Bring "
+                f"{self.checkpoints} back; without it the run cannot go on: choose another --name, "
+                "or delete the directory to begin again."
+            )
 
     def _check_same_experiment(self, config: Mapping[str, Any]) -> None:
         before = read_config(self.config)
@@ -275,7 +305,7 @@ class RunDirectory(RunFiles):
 def read_config(path: Path) -> dict[str, Any]:
     """The configuration in a config.json. Raises ValueError where it is missing or damaged."""
     try:
-        config = json.loads(path.read_bytes())["config"]
+        config = json.loads(ordinary(path).read_bytes())["config"]
         if not isinstance(config, dict):
             raise TypeError(f"config is {config!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -361,9 +391,30 @@ def _shown(field: str, leaves: Mapping[str, Any]) -> str:
     return json.dumps(leaves[field]) if field in leaves else "unset"
 
 
-def _has_steps(metrics: Path) -> bool:
-    """Whether an optimizer step was recorded: a line counts once its newline is written."""
-    return metrics.is_file() and b"\n" in metrics.read_bytes()
+def _num_steps(metrics: Path) -> int:
+    """That were recorded: a line counts once its newline is written."""
+    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+
+
+def _nothing_to_resume(files: RunFiles) -> str:
+    """Of a run without a checkpoint: why, and what to do."""
+    step = exported_step(files.hf)
+    if step is None:
+        return (
+            f"{files.path} holds no checkpoint to resume from; delete it and start again without "
+            "--resume (checkpoint_every sets how often one is written)."
+        )
+    if faults := export_faults(files.hf, checksums=False):
+        return (
+            f"{files.path} has ended at step {step}, but its model is damaged ({faults[0]}) and "
+            f"its checkpoints are gone, from which it could be exported again. Restore {files.hf} "
+            f"or {files.checkpoints} from a copy; without one, delete {files.path} and start again."
+        )
+    return (
+        f"{files.path} has ended at step {step} and its checkpoints are gone, so it cannot go on "
+        f"to another num_steps. Restore {files.checkpoints} from a copy; without one, train its "
+        f"model further under another --name with --model.path {files.hf}."
+    )
 
 
 def _exists(path: Path, name: str) -> str:

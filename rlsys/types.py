@@ -44,6 +44,7 @@ class Prompt:
     token_ids: tuple[int, ...]  # [P]
     text: str
     metadata: Mapping[str, Any]  # the row's columns other than the prompt
+    row: int = -1  # of the data, the same in each epoch; -1: of none
     completions: tuple[Completion, ...] = ()  # [G] where they are there already, else none
     asked: Any = None  # the prompt column's value, where a chat template made the text of it
     shared_by: str = ""  # the run that sampled the completions, where it was another

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from rlsys.audit import Evidence
 from rlsys.checkpoint import Checkpoints
 from rlsys.data.prompts import epoch_order
 from rlsys.dataflow.ledger import Event, Ledger, OpenGroup
+from rlsys.exported import seal_export
+from rlsys.growing_file import Tally
+from rlsys.history import State
 from rlsys.run_directory import RunFiles
 
 GROUPS_PER_STEP = 2
@@ -144,7 +148,7 @@ def config_of(evidence: Evidence) -> dict[str, Any]:
         "asynchrony": {"max_staleness": evidence.max_staleness},
         "trainer": {"num_minibatches": 1, "num_epochs": 1},
         "observe": {"record_groups": evidence.recorded_groups},
-        "data": {"shuffle": evidence.shuffle},
+        "data": {"shuffle": evidence.shuffle, "retire_at": None},
     }
 
 
@@ -158,18 +162,42 @@ def write_run(evidence: Evidence, path: Path) -> RunFiles:
         (files.metrics, evidence.metrics),
         (files.rollouts, evidence.rollouts),
     ):
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        file.write_text("".join(text(lines)))
     if evidence.exported:
         files.hf.mkdir()
-        (files.hf / "config.json").touch()
+        (files.hf / "model.safetensors").write_text("weights")
+        seal_export(files.hf, evidence.num_steps)
     asyncio.run(_write_checkpoints(evidence, files))
     return files
 
 
+def text(lines: Iterable[Any]) -> list[str]:
+    return [json.dumps(line) + "\n" for line in lines]
+
+
 async def _write_checkpoints(evidence: Evidence, files: RunFiles) -> None:
+    ledger, records = text(evidence.events), text(evidence.rollouts)
+    # Where the event of each step's training stands that counts.
+    trained = {e["step"]: i for i, e in enumerate(evidence.events) if e["event"] == "trained"}
     for step in evidence.checkpoints:
         async with Checkpoints(files.checkpoints, keep=100).writing(step) as checkpoint:
             checkpoint.trainer_dir.mkdir()
             (checkpoint.trainer_dir / "weights").write_text(f"weights of {step}")
-            state = {"step": step, "prompts": evidence.prompt_order}
-            checkpoint.controller_file.write_text(json.dumps(state))
+            assert evidence.prompt_order is not None
+            state = State(
+                step=step,
+                prompts=evidence.prompt_order,
+                records={
+                    path.name: Tally().plus("".join(lines[:end]).encode())
+                    for path, lines, end in (
+                        (files.ledger, ledger, trained[step] + 1),
+                        (files.metrics, text(evidence.metrics), step),
+                        (
+                            files.rollouts,
+                            records,
+                            sum(r["step"] <= step for r in evidence.rollouts),
+                        ),
+                    )
+                },
+            )
+            checkpoint.controller_file.write_text(json.dumps(state.to_dict()))

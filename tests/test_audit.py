@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,6 +33,43 @@ ROOT = Path(__file__).parents[1]
 
 # Changes the evidence in place, at a place of its choice; False where there is nothing to change.
 Mutation = Callable[[Any, random.Random], bool]
+
+
+def ledger_of(*prompts: int | str) -> Any:
+    """A group for each number, a prompt left out for each text."""
+    events: list[dict[str, Any]] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            events.append({"event": "skipped", "prompt": int(prompt), "reason": "retired"})
+        else:
+            num = sum(event["event"] == "issued" for event in events)
+            events.append({"event": "issued", "group": num, "prompt": prompt, "version": 0})
+    return events
+
+
+@pytest.mark.parametrize(
+    ("prompts", "retires", "fault"),
+    [
+        ((0, "1", 2), True, None),
+        ((0, "1", 2), False, "prompt 1 is skipped, and data.retire_at is not set"),
+        ((0, "1", 3), True, "group 1 has prompt 3 where prompt 2 follows"),
+        ((0, "1", 1), True, "group 1 has prompt 1 where prompt 2 follows"),
+    ],
+)
+def test_prompts_that_are_left_out_are_accounted_for(
+    prompts: tuple[int | str, ...], retires: bool, fault: str | None
+) -> None:
+    evidence = replace(
+        made_up_run(0),
+        events=ledger_of(*prompts),
+        metrics=[],
+        rollouts=[],
+        checkpoints=[],
+        exported=False,
+        retires=retires,
+    )
+    found = [one.split(": ")[-1] for one in audit(evidence).faults if "prompt" in one]
+    assert found == ([fault] if fault else [])
 
 
 def surviving(evidence: Evidence) -> list[int]:
@@ -382,6 +422,111 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, damage: 
             file.write("nonsense\n" if damage == "no json" else json.dumps({"step": 12}) + "\n")
     evidence, unreadable = read_evidence(files.path)
     assert any(name.partition(".")[0] in fault for fault in [*unreadable, *audit(evidence).faults])
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    """The first JSON line of a file."""
+    first, *rest = path.read_text().splitlines(keepends=True)
+    entry = json.loads(first)
+    change(entry)
+    path.write_text("".join([json.dumps(entry) + "\n", *rest]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("policy_versions", None, "line 1 has policy_versions=null, which is not a list of int"),
+        ("policy_versions", [0, "1"], "which is not a list of integers"),
+        ("token_ids", 3, "line 1 has token_ids=3, which is not a list of integers"),
+        ("staleness", "0", 'staleness="0", which is not of type int'),
+    ],
+)
+def test_a_record_of_other_kinds_is_named(
+    tmp_path: Path, field: str, value: Any, words: str
+) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    edit(files.rollouts, lambda record: record.update({field: value}))
+    evidence, unreadable = read_evidence(files.path)
+    assert any(words in fault for fault in unreadable)
+    audit(evidence)
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    edit(files.metrics, lambda line: line.update({metrics.STALENESS_MAX: None}))
+    evidence, unreadable = read_evidence(files.path)
+    assert any("has null for staleness/max, which is no number" in fault for fault in unreadable)
+    audit(evidence)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c.pop("observe"), "has no observe.record_groups, which every run's has"),
+        (lambda c: c.update(asynchrony=3), "has no asynchrony.max_staleness"),
+        (lambda c: c.update(num_steps="12"), 'has num_steps="12" where an integer of at least 1'),
+        (lambda c: c.update(prompts_per_step=0), "has prompts_per_step=0 where an integer of at"),
+    ],
+)
+def test_a_configuration_that_was_edited_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], words: str
+) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    edit(files.config, lambda entry: change(entry["config"]))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_evidence(files.path)
+
+
+@pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl", "rollouts.jsonl"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    (files.path / name).unlink()
+    os.mkfifo(files.path / name)
+    _, unreadable = read_evidence(files.path)
+    assert any(f"{name} is no ordinary file" in fault for fault in unreadable)
+
+
+def test_a_pipe_for_a_configuration_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"config.json is no ordinary file"):
+        read_evidence(tmp_path)
+
+
+@pytest.mark.parametrize("ledger", [None, ""])
+def test_a_run_that_failed_while_it_started_has_no_step_and_no_fault(
+    tmp_path: Path, ledger: str | None
+) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    for entry in files.path.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry != files.config:
+            entry.unlink()
+    if ledger is not None:
+        files.ledger.write_text(ledger)
+    evidence, unreadable = read_evidence(files.path)
+    verdict = audit(evidence)
+    assert [*unreadable, *verdict.faults] == []
+    assert not verdict.finished
+    assert verdict.summary == "none of 12 steps, it ended before it issued a group"
+
+
+def test_a_model_that_is_not_whole_is_found(tmp_path: Path) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    (files.hf / "model.safetensors").unlink()
+    evidence, unreadable = read_evidence(files.path)
+    assert unreadable == ["hf/, the model of step 12, is damaged: model.safetensors is missing"]
+    assert not audit(evidence).finished
+
+
+def test_records_that_a_checkpoint_does_not_know_are_found(tmp_path: Path) -> None:
+    """The text is of no interest to any other rule."""
+    files = write_run(made_up_run(2), tmp_path / "run")
+    edit(files.rollouts, lambda record: record.update(completion="sword"))
+    _, unreadable = read_evidence(files.path)
+    assert unreadable
+    for fault in unreadable:
+        assert "builds on what is gone: rollouts.jsonl does not begin with the" in fault
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ def test_imports_go_one_way() -> None:
 
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
-    "algorithms types errors fields metrics interrupts pipes blocking file_modes",
-    "evaluation",
-    "config checkpoint scaling",
+    "algorithms types errors fields metrics interrupts pipes blocking file_modes growing_file",
+    "manifest evaluation",
+    "exported config checkpoint scaling",
     "run_directory layout",
     "rewards",
     "data",
@@ -56,7 +56,8 @@ ROOMS = (
     "controller",
     "observe",
     "simulation audit estimate tiny_models",
-    "history launching cli model_evaluation",
+    "history",
+    "resuming launching cli model_evaluation",
     "held_out",
     "__init__",
 )

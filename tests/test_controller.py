@@ -24,8 +24,9 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.controller import BetweenSteps, Controller, OpenWork, RewardsFailed, StallError
+from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow, Prompts
-from rlsys.dataflow.ledger import Ledger
+from rlsys.dataflow.ledger import Event, Ledger
 from rlsys.engines.generation.sampling import request_seed, stream_key
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time
@@ -104,6 +105,7 @@ class World:
     saved: list[OpenWork] = field(default_factory=list)
     chaos: Callable[[World], Coroutine[Any, Any, None]] | None = None
     between: list[BetweenSteps] = field(default_factory=list)
+    curriculum: Curriculum | None = None
 
     async def run(self) -> None:
         async def save(step: int, work: OpenWork) -> None:
@@ -130,6 +132,7 @@ class World:
             observer=self.observer,
             checkpoint=save,
             between=self.between,
+            curriculum=self.curriculum,
             carried=self.carried,
             first_step=self.first_step,
             clock=asyncio.get_running_loop().time,
@@ -665,6 +668,34 @@ def test_checkpoints_come_when_asked_for_and_at_the_end() -> None:
     w = world(num_steps=5, checkpoint_every=2)
     run_in_virtual_time(w.run())
     assert w.checkpoints == [2, 4, 5]
+
+
+def right(task: ScoreTask) -> bool:
+    return task.group_id % 3 == 0
+
+
+def test_a_learnt_prompt_does_not_come_again_and_the_ledger_says_so() -> None:
+    w = world(num_steps=5)  # 20 groups of 8 rows: beyond the second epoch
+    w.prompts = SimulatedPrompts(num_rows=8)
+    w.curriculum = Curriculum(1.0, num_rows=8)
+    w.scorer.outcome = lambda task: RewardResult(total=float(right(task)), components={})
+    events: list[Event] = []
+    w.ledger = Ledger(events.append, groups_per_step=4)
+    run_in_virtual_time(w.run())
+    prompts: list[int | None] = [None] * w.ledger.next_prompt
+    for event in events:
+        if event["event"] == "issued":
+            prompts[event["prompt"]] = event["group"]
+    skipped = [event["prompt"] for event in events if event["event"] == "skipped"]
+    assert skipped
+    assert [prompt for prompt, group in enumerate(prompts) if group is None] == skipped
+    issued = {prompt: group for prompt, group in enumerate(prompts) if group is not None}
+    assert list(issued.values()) == list(range(len(issued)))
+    learnt = {prompt % 8 for prompt, group in issued.items() if group % 3 == 0}
+    assert {prompt % 8 for prompt in skipped} <= learnt == set(w.curriculum.retired)
+    assert w.ledger.num_skipped == len(skipped)
+    again = Ledger.replay(events, events.append, groups_per_step=4)
+    assert (again.next_prompt, again.num_skipped) == (w.ledger.next_prompt, len(skipped))
 
 
 def test_what_is_done_between_steps_finds_the_learner_at_its_step() -> None:

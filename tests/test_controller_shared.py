@@ -40,7 +40,7 @@ def encode(index: int, group: SharedGroup) -> Prompt:
         Completion(text=f"{group.key} {one.text}", token_ids=(1, 2, 3)) for one in group.completions
     )
     own = SimulatedPrompts().at(index)
-    return dataclasses.replace(own, completions=completions, shared_by=group.peer)
+    return dataclasses.replace(own, completions=completions, shared_by=group.peer, row=-1)
 
 
 class Node:
@@ -126,7 +126,7 @@ def test_a_group_keeps_what_it_was_given(
     later = world(seed + 1, asynchrony=AsyncConfig(max_staleness=max_staleness))
     later.ledger = Ledger.replay(events[: steps[-1] + 1], lambda event: None, groups_per_step=4)
     later.ledger.resume(step=crash_at)
-    issued = later.ledger.next_prompt
+    issued = range(later.ledger.next_prompt)
     node = Node(path, seed=seed + 1, offers=0.9, peer="second")
     node.prompts.check_decided(issued)
     later.prompts = node.prompts

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rlsys.history import History, read_history
+from rlsys.growing_file import Tally
+from rlsys.manifest import write_manifest
+from rlsys.observe.step_log import StepLog
+from rlsys.resuming import History, read_history
 from rlsys.run_directory import RunFiles
 from tests.histories import GROUPS_PER_STEP, made_up_run, write_run
 
@@ -47,7 +53,7 @@ def edit_lines(path: Path, change: Callable[[list[str]], list[str]]) -> None:
 def test_it_goes_on_from_the_newest_checkpoint(files: RunFiles) -> None:
     history = read(files)
     assert history.checkpoint.path == checkpoint(files, NUM_STEPS)
-    assert history.state["prompts"] == RUN.prompt_order
+    assert history.state.prompts == RUN.prompt_order
     assert list(history.events) == list(RUN.events)
 
 
@@ -122,6 +128,57 @@ def damaged_metrics(files: RunFiles) -> None:
     edit_lines(files.metrics, lambda lines: [*lines[:5], '{"step"\n', *lines[5:]])
 
 
+def short_rollouts(files: RunFiles) -> None:
+    edit_lines(files.rollouts, lambda lines: lines[:5])
+
+
+def empty_rollouts(files: RunFiles) -> None:
+    files.rollouts.write_text("")
+
+
+def doubled_rollouts(files: RunFiles) -> None:
+    edit_lines(files.rollouts, lambda lines: [*lines[:5], *lines[3:]])
+
+
+def rollouts_twice(files: RunFiles) -> None:
+    edit_lines(files.rollouts, lambda lines: lines * 2)
+
+
+def edited_rollouts(files: RunFiles) -> None:
+    edit_lines(files.rollouts, lambda lines: [lines[0].replace("word", "sword"), *lines[1:]])
+
+
+def metrics_are_a_pipe(files: RunFiles) -> None:
+    files.metrics.unlink()
+    os.mkfifo(files.metrics)
+
+
+def swapped_issues(files: RunFiles) -> None:
+    """Where the newest checkpoint does not know them: behind it."""
+    shutil.rmtree(checkpoint(files, NUM_STEPS))
+    issued = [i for i, event in enumerate(RUN.events) if event["event"] == "issued"][-2:]
+
+    def swap(lines: list[str]) -> list[str]:
+        first, second = issued
+        lines[first], lines[second] = lines[second], lines[first]
+        return lines
+
+    edit_lines(files.ledger, swap)
+
+
+def swapped_early_issues(files: RunFiles) -> None:
+    edit_lines(files.ledger, lambda lines: [lines[1], lines[0], *lines[2:]])
+
+
+def former_state(files: RunFiles) -> None:
+    """As controller.json was before it knew of the records."""
+    directory = checkpoint(files, NUM_STEPS)
+    state = json.loads((directory / "controller.json").read_text())
+    del state["records"]
+    (directory / "controller.json").write_text(json.dumps(state))
+    write_manifest(directory)
+
+
 def no_rollouts(files: RunFiles) -> None:
     files.rollouts.unlink()
 
@@ -143,25 +200,54 @@ def disordered_rollouts(files: RunFiles) -> None:
             rf"step_0000{NUM_STEPS} is damaged: .*delete \S+/step_{STEPS[-2]:06d} and "
             rf"\S+/step_0000{NUM_STEPS} to continue from \S+/step_{STEPS[-3]:06d}",
         ),
-        (all_damaged, "is damaged: manifest.json is missing; no older one is whole"),
+        (
+            all_damaged,
+            "is damaged: manifest.json is missing; there is nothing to go on from, as no older one "
+            r"is whole: start again under another --name, .*\(--model.path \S+/hf\)",
+        ),
         (renamed, r"step_000011/controller.json does not belong .*it is of step 12"),
-        (no_ledger, r"ledger.jsonl is missing.*restore it from a copy"),
+        (former_state, r"controller.json does not belong .*written by another version of rlsys"),
+        (
+            no_ledger,
+            r"ledger.jsonl is missing, and \S+/step_000012 builds on .* a copy; without one",
+        ),
         (
             cut_ledger,
-            rf"step_0000{NUM_STEPS} is beyond \S+/ledger.jsonl, whose last trained step is 11: .*"
-            rf"delete \S+/step_0000{NUM_STEPS} to continue from \S+/step_{STEPS[-2]:06d}",
+            r"ledger.jsonl has \d+ lines \([\d,]+ bytes\) where there were \d+ .*: it was cut, "
+            rf"and \S+/step_0000{NUM_STEPS} builds on what was there. Restore it from a copy; "
+            rf"without one, delete \S+/step_0000{NUM_STEPS} to continue from "
+            rf"\S+/step_{STEPS[-2]:06d}, which is whole; later steps are trained again",
         ),
-        (empty_ledger, r"whose last trained step is 0: .*no older one is whole"),
-        (damaged_ledger, r"ledger.jsonl line 4 is no JSON"),
-        (contradicting_ledger, r"ledger.jsonl contradicts itself: event 2: group 0 was issued alr"),
-        (former_ledger, r"contradicts itself: .*written by another version of rlsys"),
-        (no_metrics, r"metrics.jsonl is missing.*restore it from a copy"),
-        (short_metrics, r"metrics.jsonl has lines of steps 1 to 5 where the checkpoint has 12"),
-        (gap_in_metrics, r"metrics.jsonl has lines of steps 1 to 12 where the checkpoint has 12"),
-        (empty_metrics, r"metrics.jsonl has no line where the checkpoint has 12"),
-        (damaged_metrics, r"metrics.jsonl, line 6 is no JSON"),
-        (no_rollouts, r"rollouts.jsonl is missing.*restore it from a copy"),
-        (disordered_rollouts, r"rollouts.jsonl has a rollout of step \d+ after one of step 1\d"),
+        (empty_ledger, r"ledger.jsonl has 0 lines .*no older one is whole: start again under anot"),
+        (damaged_ledger, r"ledger.jsonl does not begin with the .* lines .*: line 4 is no JSON"),
+        (contradicting_ledger, r"ledger.jsonl does not begin with .*; it was edited or damaged"),
+        (swapped_early_issues, r"ledger.jsonl does not begin with the .* it was edited or damaged"),
+        (
+            swapped_issues,
+            r"ledger.jsonl contradicts itself: event \d+: group \d+ was issued for prompt \d+ "
+            r"where group \d+ for prompt \d+ is next; .*Its first \d+ lines are whole.*without "
+            r"one, cut it there: truncate -s \d+ \S+/ledger.jsonl",
+        ),
+        (former_ledger, r"ledger.jsonl (does not begin|has \d+ lines)"),
+        (no_metrics, r"metrics.jsonl is missing.*no older one is whole: start again under another"),
+        (
+            short_metrics,
+            r"metrics.jsonl has 5 lines \(\d+ bytes\) where there were 12 .*it was cut",
+        ),
+        (gap_in_metrics, r"metrics.jsonl has 11 lines"),
+        (empty_metrics, r"metrics.jsonl has 0 lines"),
+        (damaged_metrics, r"metrics.jsonl does not begin with the 12 lines .*: line 6 is no JSON"),
+        (metrics_are_a_pipe, r"metrics.jsonl cannot be read \(\S+ is no ordinary file\)"),
+        (no_rollouts, r"rollouts.jsonl is missing.*Restore it from a copy"),
+        (short_rollouts, r"rollouts.jsonl has 5 lines \(\d+,\d+ bytes\) where there were 24"),
+        (empty_rollouts, r"rollouts.jsonl has 0 lines"),
+        (doubled_rollouts, r"rollouts.jsonl does not begin with the 24 lines"),
+        (edited_rollouts, r"rollouts.jsonl does not begin with the 24 lines"),
+        (
+            rollouts_twice,
+            r"rollouts.jsonl, line 25 is of step 1, but stands behind .* step 12: .*truncate -s",
+        ),
+        (disordered_rollouts, r"rollouts.jsonl does not begin with the 24 lines"),
     ],
 )
 def test_files_that_do_not_belong_together_are_refused_and_left_alone(
@@ -178,6 +264,44 @@ def test_the_advice_for_a_damaged_checkpoint_works(files: RunFiles) -> None:
     flip(files)
     shutil.rmtree(checkpoint(files, NUM_STEPS))
     assert read(files).checkpoint.step == STEPS[-2]
+
+
+def fix_of(files: RunFiles) -> list[str]:
+    """The command that a message gives."""
+    with pytest.raises(ValueError, match="without one, cut it") as refused:
+        read(files)
+    return shlex.split(str(refused.value)[str(refused.value).index("truncate ") :])
+
+
+@pytest.mark.parametrize("damage", [swapped_issues, rollouts_twice])
+def test_the_advice_to_cut_a_file_works(
+    files: RunFiles, damage: Callable[[RunFiles], None]
+) -> None:
+    damage(files)
+    subprocess.run(fix_of(files), check=True)
+    read(files)
+
+
+def test_what_was_written_behind_the_newest_checkpoint_is_told(files: RunFiles) -> None:
+    assert read(files).last_step == NUM_STEPS
+    shutil.rmtree(checkpoint(files, NUM_STEPS))
+    assert read(files).last_step == NUM_STEPS
+
+
+def test_records_are_cut_to_what_the_checkpoint_builds_on(files: RunFiles) -> None:
+    """And the lines that then follow make the same file as before."""
+    before = files.rollouts.read_bytes()
+    shutil.rmtree(checkpoint(files, NUM_STEPS))
+    history = read(files)
+    step, kept = history.checkpoint.step, history.state.records["rollouts.jsonl"]
+    log = StepLog(files.rollouts, after_step=step, kept=kept)
+    assert files.rollouts.read_bytes() == before[: kept.num_bytes]
+    for line in RUN.rollouts:
+        if line["step"] > step:
+            log.append(line)
+    log.close()
+    assert files.rollouts.read_bytes() == before
+    assert log.tally == Tally().plus(before)
 
 
 def test_fewer_steps_than_were_trained_are_refused(files: RunFiles) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.exported import seal_export
 from rlsys.run_directory import RunDirectory, check_room, differences, git_revision, versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,6 +132,66 @@ def test_auto_resumes_what_can_be_resumed_and_begins_anew_what_cannot(tmp_path: 
     with pytest.raises(ValueError, match="two runs never share"):
         RunDirectory.open(tmp_path, "demo", CONFIG, resume=False)
     RunDirectory.open(tmp_path, "demo", CONFIG, resume=True).close()
+
+
+def finished(runs_dir: Path) -> RunDirectory:
+    """A run that has ended at its last step, without its checkpoints."""
+    run = RunDirectory.create(runs_dir, "demo", CONFIG)
+    run.metrics.write_text('{"step": 1}\n' * CONFIG["num_steps"])
+    run.hf.mkdir()
+    (run.hf / "model.safetensors").write_text("weights")
+    seal_export(run.hf, CONFIG["num_steps"])
+    run.close()
+    return run
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_a_finished_run_without_checkpoints_is_finished(tmp_path: Path, resume: Any) -> None:
+    finished(tmp_path)
+    with RunDirectory.open(tmp_path, "demo", CONFIG, resume=resume) as run:
+        assert run.has_finished(100)
+        assert not run.has_finished(101)
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+@pytest.mark.parametrize(
+    ("is_whole", "num_steps", "words"),
+    [
+        (True, 200, r"has ended at step 100 and its checkpoints are gone, .*--model.path \S+/hf"),
+        (False, 100, r"has ended at step 100, but its model is damaged \(model.safetensors is mis"),
+    ],
+)
+def test_what_is_gone_from_a_finished_run_is_told(
+    tmp_path: Path, resume: Any, is_whole: bool, num_steps: int, words: str
+) -> None:
+    run = finished(tmp_path)
+    if not is_whole:
+        (run.hf / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=words):
+        RunDirectory.open(tmp_path, "demo", changed(num_steps=num_steps), resume=resume)
+    assert run.metrics.exists()
+
+
+def test_a_damaged_export_is_no_end(tmp_path: Path) -> None:
+    run = finished(tmp_path)
+    (run.hf / "model.safetensors").write_text("weight")
+    assert not run.has_finished(100)
+
+
+def test_auto_discards_no_step_that_was_in_a_checkpoint(tmp_path: Path) -> None:
+    """They are gone, with a disk that is not mounted, say."""
+    config = {**CONFIG, "checkpoint_every": 2}
+
+    def opened() -> RunDirectory:
+        return RunDirectory.open(tmp_path, "demo", config, resume="auto")
+
+    with opened() as run:
+        run.metrics.write_text('{"step": 1}\n{"step": 2}\n')  # killed while the first was written
+    with opened() as run:
+        run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"3 steps and no checkpoint, although .* every 2 steps"):
+        opened()
+    assert run.metrics.exists()
 
 
 def test_a_directory_that_could_not_be_filled_is_taken_away(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from rlsys.controller.learners import Learners
 from rlsys.controller.scoring import RewardsFailed, ScoringSide
 from rlsys.controller.state import NO_WORK, Group, Observer, OpenWork, RunState, TrainedStep
 from rlsys.controller.training import TrainingSide
+from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.store import StreamStore
@@ -83,6 +84,7 @@ class Controller:
         between: Sequence[BetweenSteps] = (),
         weights: WeightManifest | None = None,
         carried: OpenWork = NO_WORK,
+        curriculum: Curriculum | None = None,
         first_step: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -105,6 +107,7 @@ class Controller:
             observer=observer,
             step=first_step,
             clock=clock,
+            curriculum=curriculum or Curriculum(),
         )
         self._checkpoint = checkpoint
         self._generation = GenerationSide(

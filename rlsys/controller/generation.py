@@ -18,6 +18,7 @@ from rlsys.controller.placing import Placing
 from rlsys.controller.replicas import Batch, ReplicaPool
 from rlsys.controller.state import Group, OpenWork, RolloutNote, RunState
 from rlsys.dataflow.blocks import BlockRef
+from rlsys.dataflow.curriculum import RETIRED
 from rlsys.dataflow.router import Router
 from rlsys.dataflow.signal import first_of
 from rlsys.engines.generation.sampling import request_seed
@@ -29,6 +30,8 @@ MAX_DEATHS = 3
 
 
 class Prompts(Protocol):
+    def row(self, index: int) -> int: ...
+
     def at(self, index: int) -> Prompt: ...
 
 
@@ -178,6 +181,8 @@ class GenerationSide:
             else:
                 ledger.reissue(group_id, version=version)
         else:
+            while state.curriculum.has_retired(self._prompts.row(ledger.next_prompt)):
+                ledger.skip(reason=RETIRED)
             group_id, prompt = ledger.num_issued, self._prompts.at(ledger.next_prompt)
             ledger.issue(group_id, prompt_index=prompt.index, version=version)
         state.gate.issue()

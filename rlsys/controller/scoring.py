@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlsys.controller.state import FACTS, RunState
+from rlsys.controller.state import FACTS, Group, RunState
 from rlsys.dataflow.graph import Dataflow, PerGroupStage, ScoreStage
 from rlsys.dataflow.selection import FIRST_COMPLETE, whole_groups
 from rlsys.dataflow.store import RowBatch, Subscription
@@ -95,6 +95,8 @@ class ScoringSide:
                 note = group.rollouts[task.index]
                 note.components = result.components
                 note.text = text
+                note.reward = result.total
+                self._look_at_whole(group)
                 live_rows.append(row)
                 rewards.append(result.total)
         if live_rows:
@@ -102,6 +104,12 @@ class ScoringSide:
             store.write(stage.name, live_rows, scalars={stage.writes[0].name: rewards})
         store.release(stage.name, [rows[place] for place in scores])
         self._state.progress.notify()
+
+    def _look_at_whole(self, group: Group) -> None:
+        """A group of which all rewards are known tells how well its prompt is learnt."""
+        rewards = [note.reward for note in group.rollouts if note.reward is not None]
+        if len(rewards) == len(group.rollouts):
+            self._state.curriculum.scored(group.prompt.row, rewards)
 
     def _task(self, batch: RowBatch, i: int) -> ScoreTask:
         group = self._state.groups[batch.group_ids[i]]

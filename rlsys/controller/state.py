@@ -12,6 +12,7 @@ from typing import Protocol
 
 from rlsys.config import RunConfig
 from rlsys.dataflow.admission import AdmissionGate
+from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import NUM_TOKENS, PREFERENCE, TRUNCATED
 from rlsys.dataflow.ledger import Ledger, OpenGroup
 from rlsys.dataflow.signal import Signal
@@ -29,6 +30,7 @@ class RolloutNote:
     finished: FinishedRollout | None = None  # None: it is still being sampled
     components: Mapping[str, float] = field(default_factory=dict)  # of its reward
     text: RolloutText | None = None
+    reward: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -149,7 +151,9 @@ class RunState:
         observer: Observer,
         step: int,
         clock: Callable[[], float],
+        curriculum: Curriculum,
     ) -> None:
+        self.curriculum = curriculum
         self.config = config
         self.store = store
         self.ledger = ledger

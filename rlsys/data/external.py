@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,10 @@ class ExternalPrompts:
         self._log = log
         self._refused: set[str] = set()  # peers of which something was
 
+    def row(self, index: int) -> int:
+        """Which row of the run's own data it is; -1 for another run's prompt."""
+        return self.at(index).row if self._may_be_external(index) else self._own.row(index)
+
     def at(self, index: int) -> Prompt:
         """The prompt with this index over the run; always the same."""
         if not self._may_be_external(index):
@@ -133,14 +137,13 @@ class ExternalPrompts:
         group = self._log.group(index)
         return self._own.at(index) if group is None else self._encode(index, group)
 
-    def check_decided(self, next_prompt: int) -> None:
-        """Raises ValueError unless the log has what became of all prompts before this index."""
-        for index in range(next_prompt):
+    def check_decided(self, issued: Iterable[int]) -> None:
+        """Raises ValueError unless the log has what became of each of these prompts."""
+        for index in issued:
             require(
                 not self._may_be_external(index) or index in self._log,
-                f"external.jsonl does not say whose group prompt {index} got, of {next_prompt} "
-                "that were issued; restore the file from a copy, or start a new run under another "
-                "--name.",
+                f"external.jsonl does not say whose group prompt {index} got, which was issued; "
+                "restore the file from a copy, or start a new run under another --name.",
             )
 
     def _may_be_external(self, index: int) -> bool:
@@ -175,10 +178,10 @@ def external_prompts(
     tokenizer: Any,
     rewards: Sequence[Reward],
     path: Path,
-    next_prompt: int,
+    issued: Iterable[int],
 ) -> Iterator[ExternalPrompts]:
     """Peers are read until the context ends. `rewards` score their groups; `path`: of
-    external.jsonl; `next_prompt`: that of the ledger, 0 for a new run."""
+    external.jsonl; `issued`: prompts of the ledger so far."""
     encode = Encoder(
         own,
         tokenizer,
@@ -203,5 +206,5 @@ def external_prompts(
                 encode=encode,
                 log=log,
             )
-            prompts.check_decided(next_prompt)
+            prompts.check_decided(issued)
             yield prompts

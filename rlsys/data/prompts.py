@@ -144,18 +144,23 @@ class PromptSource:
                         f"{not_of(value, one.column_types)}",
                     )
 
-    def at(self, index: int) -> Prompt:
-        """The prompt with this index over the run."""
+    def row(self, index: int) -> int:
+        """Which row of the data the prompt with this index is."""
         epoch, position = divmod(index, len(self))
         if self._config.shuffle:
             position = int(epoch_order(self._seed, epoch, len(self))[position])
-        number = int(self._admitted[position])
+        return int(self._admitted[position])
+
+    def at(self, index: int) -> Prompt:
+        """The prompt with this index over the run."""
+        number = self.row(index)
         row = dict(self._rows[number])
         asked = row.pop(self._config.prompt_column)
         text, token_ids = self.rendered(asked, self._name(number))
         column = self._completions
         return Prompt(
             index=index,
+            row=number,
             token_ids=token_ids,
             text=text,
             asked=None if asked == text else asked,

@@ -1,5 +1,7 @@
 """Every group ends exactly once: trained, or dropped with a reason.
 
+    prompt ──► skipped(reason), or:
+
     issued ──► trained(step)
       │ ▲
       │ └───── reissued(version): sampled anew, because what it had is lost
@@ -13,6 +15,7 @@ A pure state machine that writes each event to a sink before it counts. The file
     {"event": "trained", "step": 4, "groups": [6, 7], "oldest_versions": [3, 3]}
     {"event": "dropped", "group": 8, "reason": "stale"}
     {"event": "resumed", "step": 3}
+    {"event": "skipped", "prompt": 8, "reason": "retired"}
 
 `version` is the oldest that any sampler had when the group was (re)issued; `oldest_versions` are
 those of each group's oldest token, in the order of `groups`. `resumed` says that training went back
@@ -23,12 +26,13 @@ is enough to resume a run and to audit it.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from rlsys.growing_file import GrowingFile, Tally, ordinary
 
 Event = dict[str, Any]
 
@@ -39,6 +43,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "trained": {"step": int, "groups": list, "oldest_versions": list},
     "dropped": {"group": int, "reason": str},
     "resumed": {"step": int},
+    "skipped": {"prompt": int, "reason": str},
 }
 
 
@@ -65,6 +70,7 @@ class Ledger:
         self._trained_in: dict[int, int] = {}  # group id -> step
         self._dropped: dict[int, str] = {}
         self._next_prompt = 0
+        self._num_skipped = 0
 
     @property
     def num_issued(self) -> int:
@@ -95,13 +101,22 @@ class Ledger:
 
     @property
     def next_prompt(self) -> int:
-        """Index of the first prompt that no group has been issued for."""
+        """Index of the first prompt that no group has been issued for, and that was not skipped."""
         return self._next_prompt
+
+    @property
+    def num_skipped(self) -> int:
+        """Prompts."""
+        return self._num_skipped
 
     def issue(self, group_id: int, *, prompt_index: int, version: int) -> None:
         self._apply(
             {"event": "issued", "group": group_id, "prompt": prompt_index, "version": version}
         )
+
+    def skip(self, *, reason: str) -> None:
+        """No group is issued for the next prompt."""
+        self._apply({"event": "skipped", "prompt": self._next_prompt, "reason": reason})
 
     def reissue(self, group_id: int, *, version: int) -> None:
         """An open group is sampled anew, from its first token: what it had is lost."""
@@ -137,7 +152,10 @@ class Ledger:
                     group_id=event["group"], prompt_index=event["prompt"], version=event["version"]
                 )
                 self._open[group.group_id] = group
-                self._next_prompt = max(self._next_prompt, group.prompt_index + 1)
+                self._next_prompt += 1
+            case "skipped":
+                self._next_prompt += 1
+                self._num_skipped += 1
             case "reissued":
                 group = self._open[event["group"]]
                 self._open[group.group_id] = replace(group, version=event["version"])
@@ -159,6 +177,16 @@ class Ledger:
             case "issued":
                 if self._ended(event["group"]) or event["group"] in self._open:
                     raise LedgerError(f"group {event['group']} was issued already")
+                if (event["group"], event["prompt"]) != (self.num_issued, self._next_prompt):
+                    raise LedgerError(
+                        f"group {event['group']} was issued for prompt {event['prompt']} where "
+                        f"group {self.num_issued} for prompt {self._next_prompt} is next"
+                    )
+            case "skipped":
+                if event["prompt"] != self._next_prompt:
+                    raise LedgerError(
+                        f"prompt {event['prompt']} was skipped where {self._next_prompt} is next"
+                    )
             case "reissued" | "dropped":
                 self._check_open(event["group"], event["event"])
             case "trained":
@@ -223,26 +251,23 @@ def check_fields(event: Event) -> None:
 
 
 class LedgerFile:
-    """Appends events to a file; each reaches the operating system before it counts."""
+    """Appends events to a file; each reaches the operating system before it counts. What a crash
+    left of an event behind the last line is dropped."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a+b")
-        _cut_torn_line(self._file)
+        content = path.read_bytes() if path.exists() else b""
+        self._file = GrowingFile(path, kept=Tally().plus(content[: content.rfind(b"\n") + 1]))
+
+    @property
+    def tally(self) -> Tally:
+        """What stands there."""
+        return self._file.tally
 
     def __call__(self, event: Event) -> None:
-        self._file.write(json.dumps(event).encode() + b"\n")
-        self._file.flush()
+        self._file.append(json.dumps(event).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
-
-
-def _cut_torn_line(file: IO[bytes]) -> None:
-    """Drop a last line without its end: a crash came in the middle of writing it."""
-    file.seek(0)
-    content = file.read()
-    file.truncate(content.rfind(b"\n") + 1)
-    file.seek(0, os.SEEK_END)
 
 
 def read_events(path: Path) -> list[Event]:
@@ -251,12 +276,11 @@ def read_events(path: Path) -> list[Event]:
     Raises ValueError for a broken line anywhere else, with its number.
     """
     events: list[Event] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(ordinary(path).read_bytes().split(b"\n")[:-1], start=1):
         try:
             events.append(json.loads(line))
         except ValueError as error:
             raise ValueError(
-                f"{path} line {number} is no JSON ({error}); the ledger was edited or damaged, "
-                "restore it from a copy."
+                f"{path} line {number} is no JSON ({error}); it was edited or damaged"
             ) from error
     return events

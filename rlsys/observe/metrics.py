@@ -12,17 +12,23 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from rlsys.growing_file import Tally
 from rlsys.metrics import STEP
 from rlsys.observe.step_log import StepLog, read_lines
 
 
 class MetricsWriter:
     """Writes metrics.jsonl. A resumed run passes its checkpoint's step as `after_step`: the lines
-    that the crashed run wrote beyond it are removed, as those steps are trained again."""
+    that the crashed run wrote beyond it are removed, as those steps are trained again, which leaves
+    `kept`."""
 
-    def __init__(self, path: Path, *, after_step: int = 0) -> None:
-        self._log = StepLog(path, after_step=after_step)
+    def __init__(self, path: Path, *, after_step: int = 0, kept: Tally | None = None) -> None:
+        self._log = StepLog(path, after_step=after_step, kept=kept)
         self._last_step = after_step
+
+    @property
+    def tally(self) -> Tally:
+        return self._log.tally
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one step's metrics; on disk, as far as a crash of this process goes, on return.

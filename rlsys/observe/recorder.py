@@ -145,6 +145,7 @@ class Recorder:
                 metrics.rollouts_dropped(reason): count * self._group_size
                 for reason, count in self._ledger.drop_reasons.items()
             },
+            **self._skipped(),
             metrics.REWARDS_FAILED: self._num_failed.total(),
             **{metrics.rewards_failed(kind): n for kind, n in self._num_failed.items()},
             **self._sync,
@@ -170,6 +171,10 @@ class Recorder:
         self._wandb.log(line)
         self._console.step(line, records)
         self._stepped.notify()
+
+    def _skipped(self) -> dict[str, float]:
+        num = self._ledger.num_skipped
+        return {metrics.PROMPTS_SKIPPED: num} if num else {}
 
     def evaluated(self, line: Mapping[str, float]) -> None:
         """A model of the run was evaluated on held-out prompts: a line of evaluations.jsonl."""

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlsys.growing_file import Tally
 from rlsys.observe.step_log import StepLog, read_lines
 
 MAX_BYTES = 64  # of an image or a sound, which nobody reads in rollouts.jsonl
@@ -45,10 +46,15 @@ class RolloutRecord:
 
 
 class RolloutWriter:
-    """Appends to rollouts.jsonl; on resume, records of steps beyond `after_step` are removed."""
+    """Appends to rollouts.jsonl; on resume, records of steps beyond `after_step` are removed, which
+    leaves `kept`."""
 
-    def __init__(self, path: Path, *, after_step: int = 0) -> None:
-        self._log = StepLog(path, after_step=after_step)
+    def __init__(self, path: Path, *, after_step: int = 0, kept: Tally | None = None) -> None:
+        self._log = StepLog(path, after_step=after_step, kept=kept)
+
+    @property
+    def tally(self) -> Tally:
+        return self._log.tally
 
     def write(self, records: Iterable[RolloutRecord]) -> None:
         """Raises ValueError for NaN and infinities."""

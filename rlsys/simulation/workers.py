@@ -48,9 +48,23 @@ NUM_PROMPT_TOKENS = 4
 LEASES = itertools.count(1 << 20)  # of what others than replicas write
 
 
+@dataclass(kw_only=True)
 class SimulatedPrompts:
+    """`num_rows` in an epoch."""
+
+    num_rows: int = 1 << 30
+
+    def row(self, index: int) -> int:
+        return index % self.num_rows
+
     def at(self, index: int) -> Prompt:
-        return Prompt(index=index, token_ids=(1,) * NUM_PROMPT_TOKENS, text="?", metadata={})
+        return Prompt(
+            index=index,
+            row=self.row(index),
+            token_ids=(1,) * NUM_PROMPT_TOKENS,
+            text="?",
+            metadata={},
+        )
 
 
 @dataclass(kw_only=True)

@@ -49,6 +49,7 @@ def group(number: int = 1, *texts: str, truncated: bool = False, **changes: Any)
 def test_another_runs_group_is_read_with_this_runs_tokens() -> None:
     prompt = encoder()(3, group())
     assert (prompt.index, prompt.text, prompt.shared_by) == (3, "2+2=", "a")
+    assert prompt.row == -1
     assert prompt.token_ids == tuple(DIGITS("2+2=")["input_ids"])
     assert prompt.metadata == {"answer": "4"}
     four = DIGITS("4", add_special_tokens=False)["input_ids"]
@@ -144,6 +145,7 @@ def test_what_was_decided_stays_so_over_crashes(
         of_step = found[4 * step : 4 * step + 4]
         assert sum(bool(prompt.shared_by) for prompt in of_step) <= groups_per_step
     for index, prompt in enumerate(found):
+        assert prompts.row(index) == prompt.row
         assert bool(prompt.completions) == bool(prompt.shared_by)
         assert prompt.shared_by or prompt == source().at(index)
 
@@ -155,7 +157,7 @@ def test_what_was_decided_stays_so_over_crashes(
     assert path.read_bytes() == whole
     resumed = prompts_of(log, Peers(later), groups_per_step)
     assert [resumed.at(index) for index in range(16)] == found
-    resumed.check_decided(16)
+    resumed.check_decided(range(16))
     resumed.at(17), resumed.at(18)
     log.close()
     taken = [one.key for one in read_external(path).values() if one is not None]
@@ -181,9 +183,9 @@ def test_a_step_has_just_as_many_as_it_may() -> None:
 def test_a_log_that_lacks_what_was_issued_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "external.jsonl"
     log = ExternalLog(path)
-    with pytest.raises(ValueError, match=r"whose group prompt 1 got, of 6"):
-        prompts_of(log, Peers([]), 2).check_decided(6)
-    prompts_of(log, Peers([]), 0).check_decided(6)
+    with pytest.raises(ValueError, match="whose group prompt 1 got, which was issued"):
+        prompts_of(log, Peers([]), 2).check_decided(range(6))
+    prompts_of(log, Peers([]), 0).check_decided(range(6))
     log.close()
     path.write_bytes(b'{"prompt": 1, "group": 5}\n')
     with pytest.raises(ValueError, match="line 1 is damaged"):
@@ -211,7 +213,7 @@ def test_a_resumed_run_takes_nothing_again_that_it_had(tmp_path: Path) -> None:
             tokenizer=BYTES,
             rewards=[exact_match("answer")],
             path=tmp_path / "external.jsonl",
-            next_prompt=next_prompt,
+            issued=range(next_prompt),
         ) as prompts:
             found: list[Prompt] = []
             index = first

@@ -62,6 +62,7 @@ def test_a_prompt_is_its_row() -> None:
         index=1,
         token_ids=tuple(TOKENIZER("1+1=")["input_ids"]),
         text="1+1=",
+        row=1,
         metadata={"answer": 2},
     )
 

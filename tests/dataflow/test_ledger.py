@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlsys.dataflow.ledger import Ledger, LedgerError, LedgerFile, read_events
+from rlsys.dataflow.ledger import Event, Ledger, LedgerError, LedgerFile, read_events
 
 
 def discard(event: dict[str, Any]) -> None:
@@ -32,6 +32,24 @@ def test_a_group_ends_once() -> None:
         ledger.train({7: 1}, step=2)
     with pytest.raises(LedgerError, match="issued already"):
         ledger.issue(0, prompt_index=0, version=0)
+
+
+def test_a_prompt_is_issued_or_skipped_and_in_order() -> None:
+    events: list[Event] = []
+    ledger = Ledger(events.append, groups_per_step=2)
+    ledger.issue(0, prompt_index=0, version=0)
+    ledger.skip(reason="retired")
+    assert (ledger.next_prompt, ledger.num_issued, ledger.num_skipped) == (2, 1, 1)
+    with pytest.raises(LedgerError, match=r"group 1 was issued for prompt 1 where .* prompt 2"):
+        ledger.issue(1, prompt_index=1, version=0)
+    ledger.issue(1, prompt_index=2, version=0)
+    assert events[1] == {"event": "skipped", "prompt": 1, "reason": "retired"}
+    with pytest.raises(LedgerError, match="prompt 2 was skipped where 3 is next"):
+        Ledger.replay(
+            [*events, {"event": "skipped", "prompt": 2, "reason": "retired"}],
+            events.append,
+            groups_per_step=2,
+        )
 
 
 def test_a_refused_event_is_not_recorded() -> None:

@@ -52,11 +52,19 @@ LOOPBACK = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        signal.SIGINT,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGQUIT, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
     number: signal.Signals, tmp_path: Path, ray_dir: Path
 ) -> None:
-    """As systemd and terminals send it. Two ranks, so that these have met too."""
+    """As systemd and terminals send it, closed ones too. Two ranks, so that these have met too."""
     ranks = ["--trainer.num-ranks", "2", "--trainer.num-cpus", "0.5", "--rollout.num-cpus", "0.5"]
     arguments = [*ENDLESS, *ranks, "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
@@ -92,6 +100,28 @@ def test_nothing_outlives_a_killed_run(tmp_path: Path, ray_dir: Path) -> None:
         os.kill(actor, signal.SIGSTOP)
         os.kill(job.process.pid, signal.SIGKILL)
         job.wait(timeout_s=60)
+        assert job.left_behind() == {}
+        assert list(ray_dir.iterdir()) == []
+    finally:
+        job.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", ["gcs_server", "raylet"])
+def test_the_death_of_rays_own_processes_ends_the_run_with_its_summary(
+    part: str, tmp_path: Path, ray_dir: Path
+) -> None:
+    arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
+    try:
+        job.wait_for_output("stale avg/max", timeout_s=600)
+        pid = next(p for p, c in job.processes().items() if c.split()[0].endswith(f"/{part}"))
+        os.kill(pid, signal.SIGKILL)
+        assert job.wait(timeout_s=300) == 1, job.output
+        assert "Failed: " in job.output
+        assert f"Ray's process {part} has died, without which no actor answers" in job.output
+        assert "Traceback" not in job.output, job.output
         assert job.left_behind() == {}
         assert list(ray_dir.iterdir()) == []
     finally:

@@ -128,7 +128,8 @@ def _has_ended(pidfd: int) -> bool:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the owner, whose end it waits for
+    # Meant for the owner, whose end it waits for.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     if os.fork() == 0:
         watch(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,41 @@
+"""Whether a run's hf/ holds the whole model of its last step.
+
+    hf/
+        config.json, model.safetensors, ...   as Hugging Face loads it
+        exported.json                         of which step it is
+        manifest.json                         written last: size and checksum of every file
+
+In: the directory, when the export is done. Out: its step, or what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rlsys.manifest import faults_of, write_manifest
+
+EXPORTED_FILE = "exported.json"
+
+
+def seal_export(directory: Path, step: int) -> None:
+    """Say that the model after `step` is there, whole."""
+    (directory / EXPORTED_FILE).write_text(json.dumps({"step": step}) + "\n")
+    write_manifest(directory)
+
+
+def exported_step(directory: Path) -> int | None:
+    """The step whose model is there; None where nothing was ever exported, or not to its end."""
+    try:
+        step = json.loads((directory / EXPORTED_FILE).read_bytes())["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
+
+
+def export_faults(directory: Path, *, checksums: bool) -> list[str]:
+    """What is wrong with its files, by name. `checksums` costs reading all of them, else their
+    sizes are compared."""
+    if exported_step(directory) is None:
+        return [f"{EXPORTED_FILE} is missing or damaged"]
+    return faults_of(directory, checksums=checksums)

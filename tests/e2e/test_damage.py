@@ -1,0 +1,60 @@
+"""What the same command does when files of its run are damaged or gone: by hand, with real runs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlsys.audit import audit
+from rlsys.history import read_evidence
+from tests.e2e.job import Job, quickstart
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+
+def again(directory: Path, *arguments: str) -> Job:
+    options = ["--resume", "auto", "--checkpoint-every", "1", *arguments]
+    return quickstart(directory, *options, timeout_s=900)
+
+
+def faults(run: Path) -> list[str]:
+    evidence, unreadable = read_evidence(run)
+    return [*unreadable, *audit(evidence).faults]
+
+
+def test_a_finished_run_that_is_damaged_is_mended_or_refused(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "quickstart"
+    job = again(tmp_path)
+    assert job.returncode == 0, job.output
+    assert faults(run) == []
+
+    weights = run / "hf" / "model.safetensors"
+    exported = weights.read_bytes()
+    weights.unlink()
+    assert faults(run) == ["hf/, the model of step 3, is damaged: model.safetensors is missing"]
+    job = again(tmp_path)
+    assert job.returncode == 0, job.output
+    assert "All 3 steps are trained; their model is exported to" in job.output
+    assert weights.read_bytes() == exported
+    assert faults(run) == []
+
+    records = (run / "rollouts.jsonl").read_bytes()
+    (run / "rollouts.jsonl").write_bytes(records[: len(records) // 2])
+    job = again(tmp_path, "--num-steps", "4")
+    assert job.returncode == 1
+    assert "rollouts.jsonl has" in job.output
+    assert "it was cut" in job.output
+    assert "Starting Ray" not in job.output
+    (run / "rollouts.jsonl").write_bytes(records)
+
+    shutil.rmtree(run / "checkpoints" / "step_000003")
+    job = again(tmp_path)
+    assert job.returncode == 0, job.output
+    assert "has all of its 3 steps already" in job.output
+    assert "lacks step 3: with more steps the run would go on from step 2" in job.output
+    job = again(tmp_path, "--num-steps", "4")
+    assert job.returncode == 0, job.output
+    assert "step_000002; what was trained behind it, up to step 3, is trained again" in job.output
+    assert faults(run) == []

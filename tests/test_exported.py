@@ -1,0 +1,48 @@
+"""Whether a model was exported to its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlsys.exported import export_faults, exported_step, seal_export
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return tmp_path
+
+
+def test_only_what_was_sealed_counts(hf: Path) -> None:
+    assert exported_step(hf) is None
+    assert export_faults(hf, checksums=False) == ["exported.json is missing or damaged"]
+    seal_export(hf, 12)
+    assert exported_step(hf) == 12
+    assert export_faults(hf, checksums=True) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "checksums", "fault"),
+    [
+        (None, False, "model.safetensors is missing"),
+        (b"weight", False, "model.safetensors has 6 bytes instead of 7"),
+        (b"weighty", True, "model.safetensors has another checksum than when it was written"),
+    ],
+)
+def test_damage_is_found_by_name(
+    hf: Path, content: bytes | None, checksums: bool, fault: str
+) -> None:
+    seal_export(hf, 12)
+    (hf / "model.safetensors").unlink()
+    if content is not None:
+        (hf / "model.safetensors").write_bytes(content)
+    assert export_faults(hf, checksums=checksums) == [fault]
+
+
+def test_what_people_add_does_no_harm(hf: Path) -> None:
+    seal_export(hf, 12)
+    (hf / "README.md").write_text("a model card")
+    assert export_faults(hf, checksums=True) == []

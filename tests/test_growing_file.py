@@ -1,0 +1,98 @@
+"""Files of records, and how what they held is recognised."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.growing_file import GrowingFile, Tally
+
+
+def test_a_tally_by_hand() -> None:
+    tally = Tally().plus(b"ab\n").plus(b"c\n")
+    assert tally == Tally(num_bytes=5, num_lines=2, crc32=zlib.crc32(b"ab\nc\n"))
+    assert Tally.from_dict(tally.to_dict()) == tally
+
+
+@pytest.mark.parametrize("entry", [{}, {"num_bytes": -1}, {"num_bytes": "1"}, {"lines": 1}])
+def test_what_is_no_tally_is_refused(entry: dict[str, Any]) -> None:
+    if entry:
+        with pytest.raises((TypeError, ValueError)):
+            Tally.from_dict(entry)
+    else:
+        assert Tally.from_dict(entry) == Tally()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lines=st.lists(st.binary(max_size=5).map(lambda b: b.replace(b"\n", b"") + b"\n"), max_size=9),
+    kept=st.integers(0, 9),
+)
+def test_it_holds_what_was_appended_less_what_was_cut(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], kept: int
+) -> None:
+    path = tmp_path_factory.mktemp("file") / "lines"
+    file = GrowingFile(path, kept=Tally())
+    tallies = [file.tally]
+    for line in lines:
+        file.append(line)
+        tallies.append(file.tally)
+    assert path.read_bytes() == b"".join(lines)
+    assert [tally.fault(path) for tally in tallies] == [None] * len(tallies)
+    file.cut(tallies[min(kept, len(lines))])
+    file.close()
+    assert path.read_bytes() == b"".join(lines[:kept])
+
+
+def test_every_other_byte_at_the_beginning_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    text = b'{"a": 1}\n{"b": 2}\n'
+    tally = Tally().plus(text)
+    for place in range(len(text)):
+        path.write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :] + b"more")
+        assert "does not begin with the 2 lines (18 bytes)" in (tally.fault(path) or "")
+    path.write_bytes(text + b"more")
+    assert tally.fault(path) is None
+
+
+class FullDisk:
+    """A file that takes half of what it gets, then nothing."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.is_full = False
+
+    def write(self, data: bytes) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.is_full = True
+        written: int = self.file.write(data[: len(data) // 2])
+        return written
+
+    def truncate(self, size: int) -> None:
+        self.file.truncate(size)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_on_a_full_disk_nothing_of_a_line_stays(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file: Any = GrowingFile(path, kept=Tally())
+    file.append(b"first\n")
+    real, file._file = file._file, FullDisk(file._file)
+    with pytest.raises(OSError, match=r"cannot write \S+/lines: the disk is full; free some space"):
+        file.append(b"second\n")
+    assert path.read_bytes() == b"first\n"
+    file._file = real
+    file.append(b"third\n")
+    file.close()
+    assert path.read_bytes() == b"first\nthird\n"
+    assert file.tally.fault(path) is None
