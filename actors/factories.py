@@ -12,6 +12,7 @@ from rlsys.config import MIN_CPUS, RoleConfig, RunConfig, TrainedRoleConfig, Tra
 from rlsys.dataflow.graph import Dataflow, GenerateStage, Model, TrainStage
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.dataset_engine import DatasetEngine
+from rlsys.engines.generation.mixed_engine import MixedEngine
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.rewards import PackedRewards, RewardRunner
 
@@ -151,17 +152,22 @@ class InferenceFactory:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFactory:
-    """Of a replica, which samples with the main model or reads a dataset."""
+    """Of a replica, which samples with the main model or reads a dataset; or, where `shares`,
+    samples, and passes on what other runs have sampled."""
 
     config: RunConfig
     samples: bool = True
+    shares: bool = False
 
     def __call__(self) -> GenerationEngine:
         config = self.config
         if not self.samples:
             return DatasetEngine()
         max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
-        return build_engine(config.model, config.rollout, config.sampling, max_context=max_context)
+        engine = build_engine(
+            config.model, config.rollout, config.sampling, max_context=max_context
+        )
+        return MixedEngine(engine) if self.shares else engine
 
 
 @dataclass(frozen=True, kw_only=True)

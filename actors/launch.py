@@ -25,7 +25,9 @@ from rlsys.blocking import run_to_end
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RoleConfig, RunConfig, require
 from rlsys.controller import Controller, OpenWork, RewardsFailed, StallError
+from rlsys.controller.generation import Prompts
 from rlsys.data.alphabet import Alphabet
+from rlsys.data.external import external_prompts
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
@@ -287,6 +289,9 @@ def _load_prompts(
     """The data, after all that can be told about it and the graph has been checked. Raises
     ValueError with every mistake that was found."""
     mistakes = Mistakes()
+    if (shared := flow.source.prompts.shared) is not None:
+        with mistakes.noted():
+            shared.check(config)
     with mistakes.noted():
         retire_at = flow.source.prompts.config.retire_at
         require(
@@ -414,9 +419,10 @@ class _Job:
         self._checkpoints = Checkpoints(
             directory.checkpoints,
             config.keep_checkpoints,
-            records=directory.records,
+            records=(*directory.records, directory.external),
         )
         self._history = history
+        self._events = history.events if history else ()
         self._resume_from = history.checkpoint if history else None
         self._first_step = history.checkpoint.step if history else 0
         self._kept: Mapping[str, Tally] = history.state.records if history else {}
@@ -435,6 +441,7 @@ class _Job:
             await asyncio.to_thread(self._checkpoints.check_beginning)
         ranks, replicas = needs(config, self._flow)
         async with contextlib.AsyncExitStack() as cluster:
+            prompts = cluster.enter_context(self._prompts_of_all())
             with self._console.phase("Starting Ray"):
                 cluster.enter_context(connected(config.cluster))
                 _cancel_on_signals()  # again: Ray's own handler has just replaced it
@@ -460,10 +467,26 @@ class _Job:
             )
             # The store is empty: a shard that dies by now is replaced, and nothing is lost.
             first = await team.keep_store_while(self._start(team, warm_start))
-            await self._train(team, first, began_warm=warm_start is not None)
+            await self._train(team, first, prompts, began_warm=warm_start is not None)
             with self._console.phase("Exporting the model"):
                 await team.learner.export_the_end(self._directory.hf)
                 await asyncio.to_thread(seal_export, self._directory.hf, config.num_steps)
+
+    def _prompts_of_all(self) -> contextlib.AbstractContextManager[Prompts]:
+        """The run's own, and groups of other runs where the graph takes them."""
+        source = self._flow.source.prompts
+        if source.shared is None or not source.may_be_external:
+            return contextlib.nullcontext(self._prompts)
+        rewards = [one for stage in self._flow.all(ScoreStage) for one in as_rewards(stage.rewards)]
+        return external_prompts(
+            self._prompts,
+            source.shared,
+            config=self._config,
+            tokenizer=self._tokenizer,
+            rewards=rewards,
+            path=self._directory.external,
+            issued=[e["prompt"] for e in self._events if e["event"] == "issued"],
+        )
 
     async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
         """Actors start side by side; the trainer warms up as soon as it is there. Returns the first
@@ -543,7 +566,12 @@ class _Job:
         )
 
     async def _train(
-        self, team: Team, replicas: Mapping[int, Replica], *, began_warm: bool
+        self,
+        team: Team,
+        replicas: Mapping[int, Replica],
+        prompts: Prompts,
+        *,
+        began_warm: bool,
     ) -> None:
         config, directory = self._config, self._directory
         client = StoreClient(team.shards.address)
@@ -557,7 +585,7 @@ class _Job:
         )
         ledger_file = LedgerFile(directory.ledger)
         ledger = Ledger.replay(
-            self._history.events if self._history else (),
+            self._events,
             ledger_file,
             groups_per_step=config.prompts_per_step,
         )
@@ -640,7 +668,7 @@ class _Job:
         controller = Controller(
             flow=self._flow,
             config=config,
-            prompts=self._prompts,
+            prompts=prompts,
             store=store,
             ledger=ledger,
             fleet=team.fleet,

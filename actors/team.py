@@ -315,7 +315,8 @@ class _Actors:
 
     def replica(self, name: str, place: Place) -> Worker:
         samples = bool(self._flow.all(GenerateStage))
-        make_engine = RolloutFactory(config=self._config, samples=samples)
+        shares = self._flow.source.prompts.may_be_external
+        make_engine = RolloutFactory(config=self._config, samples=samples, shares=shares)
         return self._start(name, RolloutActor, place.options, make_engine)
 
     def reward(self, number: int) -> Worker:

@@ -27,6 +27,7 @@ from rlsys.config import (
     TrainerConfig,
     require,
 )
+from rlsys.data.shared import Shared
 from rlsys.dataflow.graph import NUM_TOKENS, PREFERENCE, TRUNCATED, Dataflow, Prompts
 from rlsys.errors import RunFailed
 from rlsys.launching import HeldOut, RunResult, WarmStart, launch, main
@@ -61,6 +62,7 @@ __all__ = [
     "RunFailed",
     "RunResult",
     "SamplingConfig",
+    "Shared",
     "TrainerConfig",
     "WarmStart",
     "algorithms",

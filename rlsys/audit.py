@@ -7,6 +7,7 @@ if the run kept its promises:
 - steps are consecutive and whole, and each counts once in the history that survived;
 - prompts are issued in their order, none skipped and none repeated;
 - no token is trained that was sampled more than η versions before, nor by weights that were lost;
+- a group of another run is trained where external.jsonl says so, and nowhere twice;
 - metrics.jsonl has a line for each step, rollouts.jsonl the groups that it should, with the
   versions that the ledger says.
 
@@ -24,6 +25,7 @@ from typing import Any
 
 from rlsys import metrics
 from rlsys.data.prompts import epoch_order
+from rlsys.data.shared import SharedGroup
 from rlsys.dataflow.ledger import Event, LedgerError, check_fields
 from rlsys.types import INJECTED
 
@@ -47,6 +49,7 @@ class Evidence:
     retires: bool = False  # prompts may be skipped
     interrupts: bool = False  # completions may hold tokens that no policy sampled
     updates_per_step: int = 1  # of the weights, which staleness in the metrics counts
+    external: Mapping[int, SharedGroup | None] = field(default_factory=dict)  # by prompt index
 
     def sampled(self, versions: Sequence[int]) -> Sequence[int]:
         """Those of tokens that a policy sampled."""
@@ -309,7 +312,7 @@ def _rollouts(past: Past, evidence: Evidence) -> list[str]:
             if group % evidence.groups_per_step < evidence.recorded_groups
             and (step, group) not in found
         ]
-    return faults + _order(past, evidence, found)
+    return faults + _order(past, evidence, found) + _external(past, evidence, found)
 
 
 def _tokens(record: Mapping[str, Any], evidence: Evidence) -> list[str]:
@@ -356,6 +359,8 @@ def _order(
         if evidence.shuffle:
             place = int(epoch_order(seed, epoch, num_prompts)[place])
         for record in records:
+            if record.get("shared_by"):  # a prompt of another run stands in its place
+                continue
             text, first = texts.setdefault(place, (record["prompt"], group))
             if record["prompt"] != text:
                 faults.append(
@@ -363,3 +368,36 @@ def _order(
                     f"{record['prompt']!r} where group {first} had {text!r}: by the seed it is one"
                 )
     return faults
+
+
+def _external(
+    past: Past,
+    evidence: Evidence,
+    found: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]],
+) -> list[str]:
+    """Groups of other runs: each was taken once, and is what was trained at its place."""
+    taken = Counter(group.key for group in evidence.external.values() if group is not None)
+    faults = [
+        f"external.jsonl has {key} {count} times" for key, count in taken.items() if count > 1
+    ]
+    for (step, group), records in found.items():
+        external = evidence.external.get(past.prompts.get(group, -1))
+        peer = external.peer if external is not None else ""
+        for record in records:
+            shared_by = record.get("shared_by", "")
+            name = f"rollouts.jsonl: rollout {record['index']} of group {group} in step {step}"
+            if shared_by != peer:
+                faults.append(
+                    f"{name} is of {shared_by or 'the run itself'}, external.jsonl says of "
+                    f"{peer or 'the run itself'}"
+                )
+            elif external is not None and not _is_of(record, external):
+                faults.append(f"{name} is none of group {external.group_id} of {peer}")
+    return faults
+
+
+def _is_of(record: Mapping[str, Any], group: SharedGroup) -> bool:
+    index: int = record["index"]
+    completions = group.completions
+    is_there = 0 <= index < len(completions)
+    return is_there and completions[index].text == record["completion"]

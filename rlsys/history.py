@@ -18,6 +18,8 @@ from typing import Any
 from rlsys import metrics
 from rlsys.audit import Evidence
 from rlsys.checkpoint import Checkpoint, find_checkpoints
+from rlsys.data.external_log import read_external
+from rlsys.data.shared import SharedGroup
 from rlsys.dataflow.ledger import Event, read_events
 from rlsys.exported import export_faults, exported_step
 from rlsys.growing_file import Tally
@@ -131,6 +133,7 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         retires=settings.value("data.retire_at") is not None,
         prompt_order=states[max(states)].prompts if states else None,
         events=_events(files.ledger, faults) if has_begun else [],
+        external=_external(files.external, faults),
         metrics=list(_lines(files.metrics, _no_metrics, faults)) if has_begun else [],
         rollouts=list(_lines(files.rollouts, _no_record, faults)) if has_begun else [],
         checkpoints=sorted(states),
@@ -185,6 +188,14 @@ def _events(path: Path, faults: list[str]) -> list[Event]:
     except (OSError, ValueError) as error:
         faults.append(f"{path.name} cannot be read: {error}")
         return []
+
+
+def _external(path: Path, faults: list[str]) -> Mapping[int, SharedGroup | None]:
+    try:
+        return read_external(path)
+    except (OSError, ValueError) as error:
+        faults.append(f"{path.name} cannot be read: {error}")
+        return {}
 
 
 def _lines(path: Path, wrong: Callable[[Line], str | None], faults: list[str]) -> Iterator[Line]:

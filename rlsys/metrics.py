@@ -15,12 +15,14 @@ LEARNING_RATE = "learning_rate"
 
 REWARD_MEAN = "reward/mean"
 REWARD_STD = "reward/std"  # of the population: all rewards that the step trains on
-# Of the trained groups and of those that a function over groups refused since the step before, told
-# from the first refusal on: how good the policy is, where groups are chosen by their rewards.
+# Of the trained groups that the policy sampled itself, and of those that a function over groups
+# refused since the step before, told from the first refusal, or the first group of another run, on:
+# how good the policy is, where groups are chosen by their rewards.
 REWARD_SAMPLED_MEAN = "reward/sampled_mean"
 REWARDS_FAILED = "rewards/failed"  # rollouts whose reward function raised, hung or gave no number
 
 ZERO_ADVANTAGE_FRAC = "groups/zero_advantage_frac"  # groups whose rewards are all equal
+EXTERNAL_FRAC = "groups/external_frac"  # groups that another run sampled; told where there are some
 COMPLETION_TOKENS_MEAN = "completion/tokens_mean"
 COMPLETION_TRUNCATED_FRAC = "completion/truncated_frac"  # ended by the limit on tokens
 

@@ -5,6 +5,7 @@
         metrics.jsonl    a line per optimizer step
         rollouts.jsonl   sampled rollouts
         ledger.jsonl     how every group ended
+        external.jsonl   groups of other runs that it trained on, where it takes any
         trace.json       what each actor did when, for Perfetto
         checkpoints/     for --resume
         hf/              the trained model, as Hugging Face loads it
@@ -73,8 +74,9 @@ MAY_CHANGE = {
 
 # What a start may leave behind that ended before its first optimizer step.
 OF_A_START = re.compile(
-    r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations)\.jsonl|trace\.json|wandb"
-    r"|best|\.evaluating|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)|\.warm_start|\.beginning"
+    r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations|external)\.jsonl"
+    r"|trace\.json|wandb|best|\.evaluating|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)"
+    r"|\.warm_start|\.beginning"
 )
 
 
@@ -87,6 +89,7 @@ class RunFiles:
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
         self.ledger = path / "ledger.jsonl"
+        self.external = path / "external.jsonl"
         self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"
         self.hf = path / "hf"

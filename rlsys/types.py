@@ -20,12 +20,20 @@ Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the model's context, was reached
+    ABORTED = "aborted"  # cancelled; what was sampled so far is kept
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One that a dataset holds, instead of a model sampling it."""
+    """One that is there already, in a dataset or from another run, instead of a model sampling
+    it."""
 
     text: str
     token_ids: tuple[int, ...]  # [T], the end of sequence included
+    finish_reason: FinishReason = FinishReason.STOP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +45,9 @@ class Prompt:
     text: str
     metadata: Mapping[str, Any]  # the row's columns other than the prompt
     row: int = -1  # of the data, the same in each epoch; -1: of none
-    completions: tuple[Completion, ...] = ()  # [G] where the dataset holds them, else none
+    completions: tuple[Completion, ...] = ()  # [G] where they are there already, else none
+    asked: Any = None  # the prompt column's value, where a chat template made the text of it
+    shared_by: str = ""  # the run that sampled the completions, where it was another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +64,6 @@ class SamplingParams:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-
-
-class FinishReason(StrEnum):
-    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
-    LENGTH = "length"  # max_tokens, or the model's context, was reached
-    ABORTED = "aborted"  # cancelled; what was sampled so far is kept
 
 
 # policy_version of a token that no policy sampled: part of the completion, and not trained on.
@@ -84,8 +88,8 @@ class GenerationRequest:
     # Completion tokens that stand already at the end of prompt_token_ids: the random stream goes
     # on after them, so that a continued rollout draws what an uninterrupted one would have drawn.
     num_prior_tokens: int = 0
-    # What to answer where the completion is in the dataset; None: what the model samples.
-    completion_token_ids: Sequence[int] | None = None
+    # What to answer where the completion is there already; None: what the model samples.
+    completion: Completion | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

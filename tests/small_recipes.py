@@ -18,6 +18,7 @@ SMALL_RECIPES = (
     "reinforce_pp",
     "rloo",
     "scalerl",
+    "swarm",
 )
 
 

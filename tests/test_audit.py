@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from rlsys import metrics
 from rlsys.audit import Evidence, audit
+from rlsys.data.shared import SharedCompletion, SharedGroup
 from rlsys.history import read_evidence
 from tests.histories import made_up_run, write_run
 
@@ -330,6 +331,48 @@ def test_prompts_out_of_the_seeds_order_are_found_where_an_epoch_comes_round() -
     for record in list(evidence.rollouts)[len(evidence.rollouts) // 2 :]:
         record["prompt"] = swapped.get(record["prompt"], record["prompt"])  # type: ignore[index]
     assert any("by the seed it is one" in fault for fault in audit(evidence).faults)
+
+
+def with_external_groups(seed: int) -> Any:
+    """Every other prompt of a made-up run came with another run's rollouts."""
+    evidence = copy.deepcopy(made_up_run(seed))
+    prompts = {e["group"]: e["prompt"] for e in evidence.events if e["event"] == "issued"}
+    external = {
+        prompt: SharedGroup(
+            peer="b",
+            group_id=prompt,
+            asked=f"external {prompt}",
+            row={},
+            completions=[SharedCompletion(text="word", truncated=False)] * 2,
+        )
+        for prompt in prompts.values()
+        if prompt % 4 == 0
+    }
+    for record in evidence.rollouts:
+        if (prompt := prompts[record["group_id"]]) in external:
+            record |= {"prompt": f"external {prompt}", "shared_by": "b"}  # type: ignore[operator]
+    return replace(evidence, external={**external, 1: None})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_groups_of_other_runs_stand_where_the_log_says(seed: int) -> None:
+    good = with_external_groups(seed)
+    assert audit(good).faults == []
+    place = next(i for i, record in enumerate(good.rollouts) if "shared_by" in record)
+
+    def faults(**changes: Any) -> str:
+        evidence = copy.deepcopy(good)
+        evidence.rollouts[place].update(changes)
+        return " ".join(audit(evidence).faults)
+
+    assert "is of c, external.jsonl says of b" in faults(shared_by="c")
+    assert "is of the run itself, external.jsonl says of b" in faults(shared_by="")
+    assert "is none of group" in faults(completion="other")
+    first = good.external[0]
+    assert first is not None
+    twice = replace(good, external={**good.external, 2: first})
+    assert any("2 times" in fault for fault in audit(twice).faults)
+    assert any("says of the run" in fault for fault in audit(replace(good, external={})).faults)
 
 
 def test_the_files_say_what_was_written(tmp_path: Path) -> None:

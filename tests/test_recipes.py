@@ -12,6 +12,7 @@ import torch
 
 from recipes.dapo import penalised_advantage
 from rlsys.algorithms import grpo_advantage
+from rlsys.config import ObserveConfig
 from rlsys.dataflow.graph import PerGroupStage, TrainStage
 from rlsys.fields import to_dict
 from tests.small_recipes import SMALL_RECIPES, config_of, graph_of
@@ -73,6 +74,13 @@ def test_every_small_recipe_trains_the_policy_alone() -> None:
         ("dapo", {"overlong_tokens": 7}, "overlong_tokens=7 leaves no range"),
         ("reinforce_pp", {"kl_coefficient": -1.0}, "pays for leaving the reference"),
         ("decoupled_ppo", {"proximal": "guessed"}, "guessed"),
+        ("swarm", {"external_groups": 33}, "33 groups a step from other runs are more than"),
+        ("swarm", {"external_groups": -1}, "groups_per_step=-1 of peers is negative"),
+        ("swarm", {"peers": ()}, "there are no peers"),
+        ("swarm", {"peers": ("swarm",)}, "names the run itself, name='swarm'"),
+        ("swarm", {"observe": ObserveConfig()}, "observe.record_groups=1 keeps some of the"),
+        ("swarm", {"group_size": 1}, "group_size=1 makes every GRPO advantage zero"),
+        ("swarm", {"num_nodes": 0}, "num_nodes=0 starts nothing"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(

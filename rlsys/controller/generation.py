@@ -151,7 +151,7 @@ class GenerationSide:
                     prompt_token_ids=group.prompt.token_ids,
                     sampling=self._sampling,
                     seed=request_seed(self._state.config.seed, group.group_id, index),
-                    completion_token_ids=completions[index].token_ids if completions else None,
+                    completion=completions[index] if completions else None,
                 )
                 for index in indices
             ]
@@ -313,7 +313,7 @@ class GenerationSide:
 
 
 def _held_text(group: Group, index: int, rollout: FinishedRollout) -> RolloutText:
-    """Of a completion that the dataset holds: no worker has to decode it."""
+    """Of a completion that was there already: no worker has to decode it."""
     completion = group.prompt.completions[index]
     return RolloutText(
         prompt=group.prompt.text,

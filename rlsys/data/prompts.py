@@ -155,24 +155,32 @@ class PromptSource:
         """The prompt with this index over the run."""
         number = self.row(index)
         row = dict(self._rows[number])
-        text = self._renderer.text(row.pop(self._config.prompt_column), self._name(number))
-        (token_ids,) = self._renderer.tokenize([text])
-        require(
-            0 < len(token_ids) <= self._limit,
-            f"{self._name(number)}={text!r} makes {len(token_ids)} tokens; it must make 1 to "
-            f"{self._limit} ({self._rule}). Change the row or leave it out.",
-        )
+        asked = row.pop(self._config.prompt_column)
+        text, token_ids = self.rendered(asked, self._name(number))
         column = self._completions
         return Prompt(
             index=index,
             row=number,
-            token_ids=tuple(token_ids),
+            token_ids=token_ids,
             text=text,
+            asked=None if asked == text else asked,
             metadata=row,
             completions=column.read(row[column.name], self._name(number, column.name))
             if column is not None
             else (),
         )
+
+    def rendered(self, asked: object, where: str) -> tuple[str, tuple[int, ...]]:
+        """Text and tokens of a prompt column's value. Raises ValueError, beginning with `where`,
+        for what is no prompt, or is too long."""
+        text = self._renderer.text(asked, where)
+        (token_ids,) = self._renderer.tokenize([text])
+        require(
+            0 < len(token_ids) <= self._limit,
+            f"{where}={text!r} makes {len(token_ids)} tokens; it must make 1 to {self._limit} "
+            f"({self._rule}). Change the row or leave it out.",
+        )
+        return text, tuple(token_ids)
 
     @property
     def order(self) -> dict[str, int]:

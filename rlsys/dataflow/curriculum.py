@@ -31,7 +31,9 @@ class Curriculum:
         return sorted(self._retired)
 
     def scored(self, row: int, rewards: Sequence[float]) -> None:
-        """All rollouts of a group of this row have their rewards."""
+        """All rollouts of a group of this row have their rewards; -1: it is of none of the data."""
+        if row < 0:
+            return
         if self._retire_at is not None and sum(rewards) >= self._retire_at * len(rewards):
             self._retired.add(row)
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig, require
+from rlsys.data.shared import Shared
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.schema import StageSpec
 from rlsys.dataflow.store import StreamStore
@@ -75,10 +76,17 @@ FACTS = (NUM_TOKENS, TRUNCATED, PREFERENCE)
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """Where prompts come from: a configured dataset, or rows made by the recipe."""
+    """Where prompts come from: a configured dataset, or rows made by the recipe; and, in place of
+    some of them, groups that other runs have sampled."""
 
     config: DataConfig
     rows: Sequence[dict[str, Any]] | None = None
+    shared: Shared | None = None
+
+    @property
+    def may_be_external(self) -> bool:
+        """Some of them come with what another run has sampled."""
+        return self.shared is not None and self.shared.groups_per_step > 0
 
     def __post_init__(self) -> None:
         require(
@@ -252,6 +260,11 @@ class Dataflow:
         The columns returned are those of `generate` but for the sampler's log-probabilities, which
         nobody knows, so that no loss with a ratio takes them."""
         self._check_first_source()
+        require(
+            prompts.shared is None,
+            "flow.dataset takes completions from the dataset alone, none that other runs share; "
+            "leave Prompts.shared out.",
+        )
         columns = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
         self._add(
             DatasetStage(
@@ -445,6 +458,14 @@ class Dataflow:
                     column.name not in late or isinstance(stage, TrainStage | PerBatchStage),
                     f"stage {stage.name!r} runs as soon as it can, and reads {column.name!r}, "
                     "which is there only when a step is complete; use flow.per_batch.",
+                )
+                require(
+                    not self.source.prompts.may_be_external
+                    or column.name != SAMPLER_COLUMN
+                    or not isinstance(stage, PerBatchStage),
+                    f"stage {stage.name!r} reads {SAMPLER_COLUMN!r}, which nobody knows of groups "
+                    f"that other runs share; let flow.infer write {PROXIMAL_COLUMN!r} and read "
+                    "that.",
                 )
 
     def check_groups(self, group_size: int) -> None:

@@ -182,11 +182,14 @@ class Recorder:
         self._console.evaluated(line)
 
     def _sampled_mean(self, trained: TrainedStep) -> dict[str, float]:
+        if any(group.prompt.shared_by for group in trained.groups):
+            self._refused_rewards = self._refused_rewards or []
         if self._refused_rewards is None:
             return {}
         rewards, self._refused_rewards = self._refused_rewards, []
-        for of_group in trained.columns.values():
-            rewards += of_group.get(REWARD, ())
+        for group in trained.groups:
+            if not group.prompt.shared_by:
+                rewards += trained.columns[group.group_id].get(REWARD, ())
         return {metrics.REWARD_SAMPLED_MEAN: statistics.fmean(rewards)} if rewards else {}
 
     def close(self, *, failed: bool) -> None:
@@ -219,11 +222,17 @@ def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:
             for name, values in components.items()
             if len(components) > 1
         },
+        **_external(trained),
         metrics.COMPLETION_TOKENS_MEAN: statistics.fmean(note.num_tokens for note in notes),
         metrics.COMPLETION_TRUNCATED_FRAC: statistics.fmean(
             note.finish_reason is FinishReason.LENGTH for note in notes
         ),
     }
+
+
+def _external(trained: TrainedStep) -> dict[str, float]:
+    num_external = sum(bool(group.prompt.shared_by) for group in trained.groups)
+    return {metrics.EXTERNAL_FRAC: num_external / len(trained.groups)} if num_external else {}
 
 
 def _records(trained: TrainedStep) -> list[RolloutRecord]:
@@ -250,6 +259,8 @@ def _records(trained: TrainedStep) -> list[RolloutRecord]:
                     columns=own,
                     finish_reason=str(note.finish_reason),
                     row=group.prompt.metadata,
+                    asked=group.prompt.asked,
+                    shared_by=group.prompt.shared_by,
                 )
             )
     return records

@@ -39,6 +39,10 @@ class RolloutRecord:
     """What other stages of the dataflow say of it, such as a reward model's score."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The dataset row's columns beside the prompt, as the rewards saw them."""
+    asked: Any = None
+    """The row's prompt, a text or messages, where a chat template made `prompt` of it."""
+    shared_by: str = ""
+    """The run that sampled it, where that was another."""
 
 
 class RolloutWriter:
@@ -55,7 +59,9 @@ class RolloutWriter:
     def write(self, records: Iterable[RolloutRecord]) -> None:
         """Raises ValueError for NaN and infinities."""
         for record in records:
-            self._log.append(asdict(replace(record, row=plain(record.row))))
+            self._log.append(
+                asdict(replace(record, row=plain(record.row), asked=plain(record.asked)))
+            )
 
     def go_back(self, step: int) -> None:
         """Training went back to `step`: records of later steps are removed."""

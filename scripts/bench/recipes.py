@@ -5,7 +5,8 @@
 Each is `python recipes/NAME.py` in a process of its own, one after the other; a run that is there
 already is not trained again. Prints one line of JSON last, per recipe: reward_first and
 reward_last, means over a tenth of the steps at either end, and minutes, with all that a start
-takes; whatever else RECIPES asks of the last steps. scripts/plot_recipes.py draws the curves.
+takes; whatever else RECIPES asks of the last steps. Of a swarm, also the cumulative reward of all
+its nodes, and that of as many which share nothing. scripts/plot_recipes.py draws the curves.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recipes.swarm_nodes import node_names
 from rlsys import metrics
 from rlsys.observe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFERENCES = "preference/accuracy"  # of pairs, as the model in training has them
+NUM_NODES = 4  # of a swarm
 TIMES = "minutes.json"  # in runs_dir, by run: of those that were trained here
 
 
@@ -38,6 +41,9 @@ class Recipe:
     before: Mapping[str, str] = field(default_factory=dict)
     """Runs beside its own that the same command trains first, and the metric that should rise
     there: {"NAME-SUFFIX": metric}."""
+    swarms: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Swarms of NUM_NODES nodes in its place, each with options of its own: {name: options}; the
+    first is the recipe's, the others stand beside it."""
 
 
 RECIPES: dict[str, Recipe] = {
@@ -63,6 +69,10 @@ RECIPES: dict[str, Recipe] = {
         },
         before={"ppo-reward_model": PREFERENCES},
     ),
+    "swarm": Recipe(
+        reward=metrics.REWARD_SAMPLED_MEAN,
+        swarms={"swarm": (), "alone": ("--external-groups", "0")},
+    ),
 }
 
 
@@ -80,15 +90,41 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
 def train(name: str, runs_dir: Path, options: Sequence[str]) -> float:
     """Minutes that it took. Ends this process where the recipe fails."""
     start = time.monotonic()
-    command = [sys.executable, f"recipes/{name}.py", "--name", name, "--runs-dir", str(runs_dir)]
-    done = subprocess.run([*command, "--resume", "auto", *options], cwd=ROOT, check=False)
-    if done.returncode:
-        sys.exit(f"error: {name} ended with code {done.returncode}.")
+    swarms = RECIPES[name].swarms
+    for run, own in (swarms or {name: ()}).items():
+        command = [sys.executable, f"recipes/{name}.py", "--name", run, "--runs-dir", str(runs_dir)]
+        nodes = ["--num-nodes", str(NUM_NODES)] if swarms else []
+        command += [*nodes, *own, "--resume", "auto", *options]
+        done = subprocess.run(command, cwd=ROOT, check=False)
+        if done.returncode:
+            sys.exit(f"error: {run} ended with code {done.returncode}.")
     return (time.monotonic() - start) / 60
+
+
+def is_there(name: str, runs_dir: Path) -> bool:
+    runs = [node for swarm in RECIPES[name].swarms for node in node_names(swarm, NUM_NODES)]
+    return all((runs_dir / run / "metrics.jsonl").exists() for run in runs or [name])
+
+
+def told_of_swarms(name: str, runs_dir: Path, minutes: float | None) -> dict[str, float]:
+    recipe = RECIPES[name]
+    found: dict[str, float] = {} if minutes is None else {"minutes": minutes}
+    for run in recipe.swarms:
+        prefix = "" if run == name else f"{run}_"
+        nodes = [
+            series(read_metrics(runs_dir / node / "metrics.jsonl"), recipe.reward)
+            for node in node_names(run, NUM_NODES)
+        ]
+        means = [sum(step) / NUM_NODES for step in zip(*nodes, strict=True)]
+        found[f"{prefix}reward_first"], found[f"{prefix}reward_last"] = ends(means)
+        found[f"{prefix}cumulative_reward"] = sum(map(sum, nodes))
+    return {key: round(value, 4) for key, value in found.items()}
 
 
 def told(name: str, runs_dir: Path, minutes: float | None) -> dict[str, float]:
     recipe = RECIPES[name]
+    if recipe.swarms:
+        return told_of_swarms(name, runs_dir, minutes)
     lines = read_metrics(runs_dir / name / "metrics.jsonl")
     first, last = ends(series(lines, recipe.reward))
     found = {"reward_first": first, "reward_last": last, "steps": len(lines)}
@@ -111,14 +147,16 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECIPES)}")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/recipes"))
     parser.add_argument("--num-steps", type=int, help="of each; by default the recipe's own")
+    parser.add_argument("--seed", type=int, help="of each; by default the recipe's own")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in RECIPES]:
         parser.error(f"no recipe is called {unknown[0]!r}; give some of {', '.join(RECIPES)}.")
     runs_dir = given.runs_dir.resolve()
     options = [] if given.num_steps is None else ["--num-steps", str(given.num_steps)]
+    options += [] if given.seed is None else ["--seed", str(given.seed)]
     times = runs_dir / TIMES
     for name in given.names or RECIPES:
-        was_there = (runs_dir / name / "metrics.jsonl").exists()
+        was_there = is_there(name, runs_dir)
         minutes = train(name, runs_dir, options)
         if not was_there:
             known = json.loads(times.read_text()) if times.exists() else {}

@@ -32,3 +32,9 @@ def test_a_run_without_prompts_says_so() -> None:
     curriculum.scored(1, [1.0])
     with pytest.raises(ValueError, match=r"all 2 prompts were answered .* data.retire_at=1.0"):
         curriculum.has_retired(0)
+
+
+def test_what_other_runs_share_retires_no_row() -> None:
+    curriculum = Curriculum(0.5, num_rows=2)
+    curriculum.scored(-1, [1.0, 1.0])
+    assert curriculum.retired == []

@@ -24,6 +24,7 @@ from rlsys.algorithms import (
     with_kl,
 )
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig
+from rlsys.data.shared import Shared
 from rlsys.dataflow.graph import (
     NUM_TOKENS,
     PREFERENCE,
@@ -223,6 +224,22 @@ def test_what_a_dataset_cannot_be_trained_by_is_refused() -> None:
         flow.train(policy, rows, loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean)
     with pytest.raises(ValueError, match="group_size=1 is no pair"):
         flow.train(policy, rows, PREFERENCE, loss=simpo(), aggregation=sequence_mean)
+
+
+def test_groups_of_other_runs_come_without_a_sampler() -> None:
+    """Its log-probabilities are known to nobody, so no function over the step reads them."""
+    shared = Prompts(config=DataConfig(), shared=Shared(peers=["a"], groups_per_step=1))
+    flow = Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, shared, group_size=2)
+    reward = flow.score(rollouts, [lambda rollout: 0.0])
+    sampler = next(column for column in rollouts if column.name == "sampler_logprobs")
+    (advantages,) = flow.per_batch(lambda sampler, rewards: rewards, sampler, reward)
+    flow.train(policy, rollouts, advantages, loss=reinforce(), aggregation=token_mean)
+    with pytest.raises(ValueError, match="'sampler_logprobs', which nobody knows of groups"):
+        flow.check()
+    with pytest.raises(ValueError, match=r"leave Prompts\.shared out"):
+        Dataflow().dataset(shared, group_size=2)
 
 
 def test_a_recipe_over_pairs_needs_pairs() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from rlsys.engines.generation.dataset_engine import DatasetEngine
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
-from rlsys.types import FinishReason, GenerationRequest, SamplingParams, WeightManifest
+from rlsys.types import Completion, FinishReason, GenerationRequest, SamplingParams, WeightManifest
 
 
 def request(name: str, *token_ids: int) -> GenerationRequest:
@@ -18,7 +19,7 @@ def request(name: str, *token_ids: int) -> GenerationRequest:
         prompt_token_ids=(1,),
         sampling=SamplingParams(),
         seed=0,
-        completion_token_ids=token_ids,
+        completion=Completion(text="", token_ids=token_ids),
     )
 
 
@@ -30,7 +31,7 @@ def test_each_request_is_answered_with_its_completion() -> None:
         first, second = await switch.collect()
         assert (first.request_id, second.request_id) == ("a", "b")
         assert first.token_ids.tolist() == [5, 6, 2]
-        assert first.sampler_logprobs.tolist() == [0.0, 0.0, 0.0]
+        assert np.isnan(first.sampler_logprobs).tolist() == [True] * 3
         assert first.policy_versions.tolist() == [0, 0, 0]
         assert second.finish_reason is FinishReason.STOP
         assert await engine.progress() == []

@@ -120,6 +120,37 @@ def test_proximal_logprobs_of_a_column_stay_while_the_policy_moves(model_path: P
     assert not torch.allclose(*second, atol=1e-3)
 
 
+def test_a_token_that_nobody_here_sampled_is_compared_with_the_steps_beginning(
+    model_path: Path,
+) -> None:
+    """Its sampler's log-probability is NaN: the proximal policy's, or the policy's own."""
+    own, external = make_rows(2)
+    unknown = np.full(len(external.token_ids), np.nan, np.float32)
+    external = replace(external, columns={**external.columns, "sampler_logprobs": unknown})
+    for proximal in (None, -2.0):
+        spy = Spy()
+        columns = (
+            {}
+            if proximal is None
+            else {"proximal_logprobs": np.full(len(external.token_ids), proximal, np.float32)}
+        )
+        row = replace(external, columns={**external.columns, **columns})
+        engine = make_engine(model_path, loss=spy)
+        accumulate(engine, [[row]])
+        (seen,) = spy.seen
+        assert torch.equal(seen.sampler_logprobs, seen.proximal_logprobs)
+        assert proximal is None or bool((seen.proximal_logprobs == proximal).all())
+    spy = Spy()
+    engine = make_engine(model_path, loss=spy)
+    accumulate(engine, [[own, external]])
+    result = engine.optimizer_step()
+    assert all(np.isfinite(value) for value in result.metrics.values())
+    (seen,) = spy.seen
+    assert int((seen.sampler_logprobs == -3.0).sum()) == int(own.loss_mask.sum())
+    k1 = seen.sampler_logprobs - seen.proximal_logprobs
+    assert result.metrics["kl/sampler_trainer"] == pytest.approx(float(k1.mean()), rel=1e-4)
+
+
 def test_all_updates_of_a_version_have_its_learning_rate(model_path: Path) -> None:
     engine = make_engine(model_path, schedule="linear", final_lr_frac=0.0, num_epochs=2)
     rates = []

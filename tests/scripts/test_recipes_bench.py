@@ -61,6 +61,19 @@ def test_a_run_without_rewards_is_told_by_its_preferences(runs_dir: Path) -> Non
     assert found["score"] == 0.975
 
 
+def test_a_swarm_is_told_by_what_its_nodes_sampled(tmp_path: Path) -> None:
+    for node in range(4):
+        run_of(tmp_path / f"swarm-{node}", metric="reward/sampled_mean", from_step=11)
+        run_of(tmp_path / f"alone-{node}", metric="reward/mean", from_step=20)
+    assert recipes.is_there("swarm", tmp_path)
+    found = recipes.told("swarm", tmp_path, 9.0)
+    assert found["cumulative_reward"] == pytest.approx(4 * sum(range(11, 21)) / 20)
+    assert found["alone_cumulative_reward"] == 4.0
+    assert (found["reward_first"], found["reward_last"], found["minutes"]) == (0.0, 0.975, 9.0)
+    (tmp_path / "alone-3" / "metrics.jsonl").unlink()
+    assert not recipes.is_there("swarm", tmp_path)
+
+
 def test_one_line_of_json_comes_last(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

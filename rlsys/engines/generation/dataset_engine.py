@@ -12,12 +12,12 @@ import numpy as np
 
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineStats
-from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
+from rlsys.types import Generation, GenerationRequest, WeightManifest
 
 
 class DatasetEngine:
-    """Tokens carry the version that was current when they were asked for, and log-probability 0,
-    which nobody reads."""
+    """Tokens carry the version that was current when they were asked for, and NaN for the
+    log-probability that their sampler gave them, which nobody here knows."""
 
     def __init__(self) -> None:
         self._version = 0
@@ -60,17 +60,17 @@ class DatasetEngine:
     async def close(self) -> None: ...
 
     def _answer(self, request: GenerationRequest) -> Generation:
-        if request.completion_token_ids is None:
+        if request.completion is None:
             raise ValueError(
                 f"request {request.request_id} has no completion: this engine answers with those "
                 "of a dataset; let the graph begin with flow.dataset."
             )
-        token_ids = np.array(request.completion_token_ids, np.int32)
+        token_ids = np.array(request.completion.token_ids, np.int32)
         self._num_tokens += len(token_ids)
         return Generation(
             request_id=request.request_id,
             token_ids=token_ids,
-            sampler_logprobs=np.zeros(len(token_ids), np.float32),
+            sampler_logprobs=np.full(len(token_ids), np.nan, np.float32),
             policy_versions=np.full(len(token_ids), self._version, np.int32),
-            finish_reason=FinishReason.STOP,
+            finish_reason=request.completion.finish_reason,
         )

@@ -125,6 +125,7 @@ class Policy(Role):
         # what nobody sampled in this run has no other sampler.
         proximal = batch.columns.get(PROXIMAL, own)
         sampler = batch.columns.get(SAMPLER, own)
+        sampler = torch.where(sampler.isnan(), proximal, sampler)
         advantages = batch.columns.get(ADVANTAGES)
         losses, told = loss(
             LossInputs(

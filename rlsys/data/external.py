@@ -1,0 +1,210 @@
+"""Prompts of which some come with the rollouts of another run.
+
+    index ──► a place for an external group? ── no ──► the run's own data
+                 │ yes
+                 ├─ decided before: external.jsonl ─┐
+                 └─ else: SharedPool, and written ──┴─► its group, or the run's own data
+
+Which group a prompt index got is written before anybody learns of it. So a group of the ledger that
+is issued again, in this process or after a crash, is the same one, whether its peer is still there
+or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlsys.config import RunConfig, require
+from rlsys.data.alphabet import Alphabet
+from rlsys.data.external_log import ExternalLog
+from rlsys.data.peers import Peers, Reading
+from rlsys.data.prompts import PromptSource
+from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, SharedPool
+from rlsys.rewards.reward import Reward, is_of, not_of
+from rlsys.types import Completion, FinishReason, Prompt
+
+logger = logging.getLogger(__name__)
+
+
+class Encoder:
+    """Groups of other runs as this run's model reads them: `prompts` renders their prompts,
+    `tokenizer` is the model's. What `rewards` read must be in each row."""
+
+    def __init__(
+        self,
+        prompts: PromptSource,
+        tokenizer: Any,
+        *,
+        max_tokens: int,
+        stop: Sequence[str],
+        rewards: Sequence[Reward],
+    ) -> None:
+        require(
+            tokenizer.eos_token_id is not None,
+            "the tokenizer has no end of sequence (eos_token), which completions of other runs end "
+            "with; set one.",
+        )
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._stop = tuple(stop)
+        self._rewards = rewards
+        self._alphabet = Alphabet(tokenizer)
+
+    def __call__(self, index: int, group: SharedGroup) -> Prompt:
+        """Raises ValueError for what this run cannot read, or has no room for."""
+        where = f"group {group.group_id} of {group.peer}"
+        for one in self._rewards:
+            for name in one.required_columns:
+                value = group.row.get(name)
+                require(value is not None, f"{where} has no {name!r}, which a reward reads.")
+                require(
+                    not one.column_types or is_of(value, one.column_types),
+                    f"{name!r} of {where}={value!r} {not_of(value, one.column_types)}",
+                )
+        text, token_ids = self._prompts.rendered(group.asked, where)
+        self._alphabet.check(text, where)
+        return Prompt(
+            index=index,
+            token_ids=token_ids,
+            text=text,
+            asked=None if group.asked == text else group.asked,
+            metadata=group.row,
+            completions=tuple(self._completion(one, where) for one in group.completions),
+            shared_by=group.peer,
+        )
+
+    def _completion(self, shared: SharedCompletion, where: str) -> Completion:
+        text = shared.text
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where} has half a character ({error.reason}).") from error
+        token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        # Another text would be another completion, which nobody gave.
+        again = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        require(again == text, f"{where}: {text!r} is {again!r} in this model's tokens.")
+        if not shared.truncated and not text.endswith(self._stop):
+            token_ids = [*token_ids, self._tokenizer.eos_token_id]
+        require(
+            0 < len(token_ids) <= self._max_tokens,
+            f"{where} has a completion of {len(token_ids)} tokens; sampling.max_tokens="
+            f"{self._max_tokens}.",
+        )
+        return Completion(
+            text=text,
+            token_ids=tuple(token_ids),
+            finish_reason=FinishReason.LENGTH if shared.truncated else FinishReason.STOP,
+        )
+
+
+class ExternalPrompts:
+    """`own` prompts, `groups_per_step` of `prompts_per_step` of which are replaced by what `take`
+    gives for their index and `encode` can read."""
+
+    def __init__(
+        self,
+        own: PromptSource,
+        *,
+        groups_per_step: int,
+        prompts_per_step: int,
+        take: Callable[[int], SharedGroup | None],
+        encode: Callable[[int, SharedGroup], Prompt],
+        log: ExternalLog,
+    ) -> None:
+        self._own = own
+        self._groups_per_step = groups_per_step
+        self._prompts_per_step = prompts_per_step
+        self._take = take
+        self._encode = encode
+        self._log = log
+        self._refused: set[str] = set()  # peers of which something was
+
+    def row(self, index: int) -> int:
+        """Which row of the run's own data it is; -1 for another run's prompt."""
+        return self.at(index).row if self._may_be_external(index) else self._own.row(index)
+
+    def at(self, index: int) -> Prompt:
+        """The prompt with this index over the run; always the same."""
+        if not self._may_be_external(index):
+            return self._own.at(index)
+        if index not in self._log:
+            return self._decide(index)
+        group = self._log.group(index)
+        return self._own.at(index) if group is None else self._encode(index, group)
+
+    def check_decided(self, issued: Iterable[int]) -> None:
+        """Raises ValueError unless the log has what became of each of these prompts."""
+        for index in issued:
+            require(
+                not self._may_be_external(index) or index in self._log,
+                f"external.jsonl does not say whose group prompt {index} got, which was issued; "
+                "restore the file from a copy, or start a new run under another --name.",
+            )
+
+    def _may_be_external(self, index: int) -> bool:
+        """Any prompts_per_step indices that follow each other have groups_per_step places, spread
+        evenly."""
+        before, after = (
+            n * self._groups_per_step // self._prompts_per_step for n in (index, index + 1)
+        )
+        return after > before
+
+    def _decide(self, index: int) -> Prompt:
+        while (group := self._take(index)) is not None:
+            try:
+                prompt = self._encode(index, group)
+            except ValueError as error:
+                if group.peer not in self._refused:
+                    self._refused.add(group.peer)
+                    logger.warning("%s It is passed over, as others of the kind are.", error)
+                continue
+            self._log.decide(index, group)
+            return prompt
+        self._log.decide(index, None)
+        return self._own.at(index)
+
+
+@contextlib.contextmanager
+def external_prompts(
+    own: PromptSource,
+    shared: Shared,
+    *,
+    config: RunConfig,
+    tokenizer: Any,
+    rewards: Sequence[Reward],
+    path: Path,
+    issued: Iterable[int],
+) -> Iterator[ExternalPrompts]:
+    """Peers are read until the context ends. `rewards` score their groups; `path`: of
+    external.jsonl; `issued`: prompts of the ledger so far."""
+    encode = Encoder(
+        own,
+        tokenizer,
+        max_tokens=config.sampling.max_tokens,
+        stop=config.sampling.stop,
+        rewards=rewards,
+    )
+    with contextlib.closing(ExternalLog(path)) as log:
+        pool = SharedPool(seed=config.seed, groups_per_step=shared.groups_per_step, taken=log.keys)
+        peers = Peers(Path(config.runs_dir), shared, own=config.name, group_size=config.group_size)
+        with contextlib.closing(Reading(peers, pool.add)) as reading:
+
+            def take(index: int) -> SharedGroup | None:
+                reading.check()
+                return pool.take(index)
+
+            prompts = ExternalPrompts(
+                own,
+                groups_per_step=shared.groups_per_step,
+                prompts_per_step=config.prompts_per_step,
+                take=take,
+                encode=encode,
+                log=log,
+            )
+            prompts.check_decided(issued)
+            yield prompts

@@ -1,0 +1,198 @@
+"""What other runs have written, as it grows: the tails of their rollouts.jsonl.
+
+In: the directory of all runs, and who of them is a peer. Out: `SharedGroup`s, each once a reading.
+A peer that is slow, dead or gone just has nothing new; nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
+
+FILE = "rollouts.jsonl"
+
+# Of one file at one reading, at most: of a peer that is further ahead only the newest are read.
+READ_BYTES = 16 << 20
+
+# Between two readings. Files may lie on another machine's disk, where nothing tells of a change.
+EVERY_S = 0.5
+
+
+class Tail:
+    """The new lines of a file that another process appends to.
+
+    A last line without its end is left for later. A file that was cut, or replaced by another, as a
+    resumed run does with its records, is read from its beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self._offset = 0  # of the first byte that was not read as part of a whole line
+
+    def read(self) -> list[bytes]:
+        try:
+            return self._new_lines()
+        except OSError:  # it is gone, or its file system is: it may come back
+            self.close()
+            return []
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _new_lines(self) -> list[bytes]:
+        there = os.stat(self._path)
+        # The file is kept open, so that no other can have its inode.
+        if self._file is None or not os.path.samestat(there, os.fstat(self._file.fileno())):
+            self.close()
+            self._file = self._path.open("rb")
+            self._offset = 0
+        if there.st_size < self._offset:
+            self._offset = 0
+        # The rest of the line in whose middle this lands is no JSON.
+        self._offset = max(self._offset, there.st_size - READ_BYTES)
+        self._file.seek(self._offset)
+        read = self._file.read(READ_BYTES)
+        end = read.rfind(b"\n") + 1
+        if end == 0 and len(read) == READ_BYTES:  # one line, longer than any that is read
+            end = len(read)
+        self._offset += end
+        return read[:end].splitlines()
+
+
+class Peer:
+    """One run whose groups are read: the first `group_size` rollouts of each group that has as
+    many, less what it has itself taken from others."""
+
+    def __init__(self, name: str, directory: Path, *, group_size: int) -> None:
+        self._name = name
+        self._group_size = group_size
+        self._tail = Tail(directory / FILE)
+        self._begun: list[dict[str, Any]] = []  # rollouts of a group that is not whole yet
+
+    def read(self) -> list[SharedGroup]:
+        groups = []
+        for line in self._tail.read():
+            try:
+                record = json.loads(line)
+                if (group := self._add(record)) is not None:
+                    groups.append(group)
+            # Somebody else's file: what is no record of ours is passed over.
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                self._begun = []
+        return groups
+
+    def close(self) -> None:
+        self._tail.close()
+
+    def _add(self, record: dict[str, Any]) -> SharedGroup | None:
+        """The group that this record makes whole. Records of one stand together, in order."""
+        if record.get("shared_by"):
+            return None
+        if record["index"] == 0:
+            self._begun = []
+        elif record["index"] != len(self._begun) or any(
+            self._begun[0][name] != record[name] for name in ("step", "group_id")
+        ):
+            self._begun = []
+            return None
+        self._begun.append(record)
+        if len(self._begun) < self._group_size:
+            return None
+        records, self._begun = self._begun, []
+        first = records[0]
+        rewards = [float(one["reward"]) for one in records]
+        if not all(map(math.isfinite, rewards)):
+            return None
+        return SharedGroup(
+            peer=self._name,
+            group_id=int(first["group_id"]),
+            asked=first["prompt"] if first.get("asked") is None else first["asked"],
+            row=dict(first["row"]),
+            completions=[
+                SharedCompletion(
+                    text=str(one["completion"]), truncated=one["finish_reason"] == "length"
+                )
+                for one in records
+            ],
+            rewards=rewards,
+        )
+
+
+class Peers:
+    """All runs below `runs_dir` that `shared` names, but for `own`; looked for at each reading."""
+
+    def __init__(self, runs_dir: Path, shared: Shared, *, own: str, group_size: int) -> None:
+        self._runs_dir = runs_dir
+        self._shared = shared
+        self._own = own
+        self._group_size = group_size
+        self._peers: dict[str, Peer] = {}
+
+    def read(self) -> list[SharedGroup]:
+        names = self._names()
+        for gone in self._peers.keys() - set(names):
+            self._peers.pop(gone).close()
+        groups = []
+        for name in names:
+            if name not in self._peers:
+                directory = self._runs_dir / name
+                self._peers[name] = Peer(name, directory, group_size=self._group_size)
+            groups += self._peers[name].read()
+        return groups
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+    def _names(self) -> Sequence[str]:
+        found: set[str] = set()
+        for pattern in self._shared.peers:
+            try:
+                found.update(
+                    str(path.parent.relative_to(self._runs_dir))
+                    for path in self._runs_dir.glob(f"{pattern}/{FILE}")
+                )
+            except OSError:  # as of a tail
+                continue
+        return sorted(found - {self._own})
+
+
+class Reading:
+    """A thread that reads peers every EVERY_S: a file system that hangs holds up nobody else.
+    `tell` is given what is new; `check` raises what has ended the thread, a bug."""
+
+    def __init__(self, peers: Peers, tell: Callable[[list[SharedGroup]], None]) -> None:
+        self._peers = peers
+        self._tell = tell
+        self._ended = threading.Event()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Without waiting for a file system that may hang."""
+        self._ended.set()
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self._tell(self._peers.read())
+                self._ended.wait(EVERY_S)
+        except Exception as failure:  # noqa: BLE001, the thread that takes groups raises it
+            self._failure = failure
+        finally:
+            self._peers.close()

@@ -1,0 +1,245 @@
+"""Prompts that come with other runs' rollouts: which, as this run's model reads them, for good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.config import DataConfig, ObserveConfig, RunConfig, SamplingConfig
+from rlsys.data.external import Encoder, ExternalPrompts, external_prompts
+from rlsys.data.external_log import ExternalLog, read_external
+from rlsys.data.prompts import PromptSource
+from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
+from rlsys.rewards.verifiers import exact_match
+from rlsys.tiny_models import CHAT_TEMPLATE, build_tokenizer
+from rlsys.types import FinishReason, Prompt
+from tests.data.test_peers import records, written
+
+DIGITS = build_tokenizer("0123456789+=")
+BYTES = build_tokenizer()
+ROWS = [{"prompt": f"{n}+0=", "answer": str(n)} for n in range(100)]
+
+
+def source(tokenizer: Any = DIGITS, **config: Any) -> PromptSource:
+    return PromptSource(
+        DataConfig(**config),
+        tokenizer,
+        seed=0,
+        max_tokens=6,
+        max_context=64,
+        rows=ROWS,
+    )
+
+
+def encoder(tokenizer: Any = DIGITS, *, stop: tuple[str, ...] = (), **config: Any) -> Encoder:
+    own = source(tokenizer, **config)
+    return Encoder(own, tokenizer, max_tokens=6, stop=stop, rewards=[exact_match("answer")])
+
+
+def group(number: int = 1, *texts: str, truncated: bool = False, **changes: Any) -> SharedGroup:
+    fields = {"asked": "2+2=", "row": {"answer": "4"}, **changes}
+    completions = [SharedCompletion(text=text, truncated=truncated) for text in texts or "45"]
+    return SharedGroup(peer="a", group_id=number, completions=completions, rewards=[1, 0], **fields)
+
+
+def test_another_runs_group_is_read_with_this_runs_tokens() -> None:
+    prompt = encoder()(3, group())
+    assert (prompt.index, prompt.text, prompt.shared_by) == (3, "2+2=", "a")
+    assert prompt.row == -1
+    assert prompt.token_ids == tuple(DIGITS("2+2=")["input_ids"])
+    assert prompt.metadata == {"answer": "4"}
+    four = DIGITS("4", add_special_tokens=False)["input_ids"]
+    first, second = prompt.completions
+    assert first.token_ids == (*four, DIGITS.eos_token_id)
+    assert (first.text, second.text) == ("4", "5")
+    assert first.finish_reason is FinishReason.STOP
+
+    (cut,) = encoder()(3, group(1, "4", truncated=True)).completions
+    assert cut.token_ids == tuple(four)
+    assert cut.finish_reason is FinishReason.LENGTH
+    (stopped,) = encoder(stop=("=",))(3, group(1, "4=")).completions
+    assert DIGITS.eos_token_id not in stopped.token_ids
+
+
+def test_a_prompt_is_rendered_by_this_runs_template() -> None:
+    chatty = build_tokenizer()
+    chatty.chat_template = CHAT_TEMPLATE
+    prompt = encoder(chatty, chat_template=True)(0, group())
+    assert prompt.asked == "2+2="
+    assert prompt.text != "2+2="
+    assert "2+2=" in prompt.text
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (group(1, "four"), "in this model's tokens"),
+        (group(1, "4444444"), "8 tokens"),
+        (group(1, "", truncated=True), "0 tokens"),
+        (group(1, "\ud800"), "half a character"),
+        (group(row={}), "no 'answer', which a reward reads"),
+        (group(row={"answer": None}), "no 'answer', which a reward reads"),
+        (group(row={"answer": ["4"]}), "'answer' of group 1 of a=.* is of type list"),
+        (group(asked="2 plus 2="), "holds the character"),
+        (group(asked="1+" * 99), "tokens; it must make 1 to"),
+        (group(asked=[{"role": "user", "content": "2+2="}]), "list of messages"),
+        (group(asked=None), "is no text"),
+        (group(asked=7), "is no text"),
+    ],
+)
+def test_what_this_run_cannot_read_is_refused(bad: SharedGroup, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encoder()(0, bad)
+
+
+class Peers:
+    """Offers a group now and then, or one that nobody can read."""
+
+    def __init__(self, offers: list[str]) -> None:
+        self.offers = offers
+        self.num_taken = 0
+
+    def take(self, index: int) -> SharedGroup | None:
+        while self.offers:
+            offer = self.offers.pop()
+            if offer == "none":
+                return None
+            self.num_taken += 1
+            return group(self.num_taken, *("45" if offer == "good" else "xy"))
+        return None
+
+
+def prompts_of(log: ExternalLog, peers: Peers, groups_per_step: int) -> ExternalPrompts:
+    return ExternalPrompts(
+        source(),
+        groups_per_step=groups_per_step,
+        prompts_per_step=4,
+        take=peers.take,
+        encode=encoder(),
+        log=log,
+    )
+
+
+OFFERS = st.lists(st.sampled_from(["none", "good", "bad"]), max_size=30)
+
+
+@settings(deadline=None, max_examples=60)
+@given(offers=OFFERS, later=OFFERS, groups_per_step=st.integers(0, 4), torn=st.integers(0, 30))
+def test_what_was_decided_stays_so_over_crashes(
+    tmp_path_factory: pytest.TempPathFactory,
+    offers: list[str],
+    later: list[str],
+    groups_per_step: int,
+    torn: int,
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "external.jsonl"
+    log = ExternalLog(path)
+    prompts = prompts_of(log, Peers(offers), groups_per_step)
+    found = [prompts.at(index) for index in range(16)]
+    assert [prompts.at(index) for index in range(16)] == found
+    for step in range(4):
+        of_step = found[4 * step : 4 * step + 4]
+        assert sum(bool(prompt.shared_by) for prompt in of_step) <= groups_per_step
+    for index, prompt in enumerate(found):
+        assert prompts.row(index) == prompt.row
+        assert bool(prompt.completions) == bool(prompt.shared_by)
+        assert prompt.shared_by or prompt == source().at(index)
+
+    # Killed, in the middle of writing a line more; the peers offer something else, or are gone.
+    log.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + (b'{"prompt": 99, "group": {"peer": "a"}}' * 2)[:torn])
+    log = ExternalLog(path)
+    assert path.read_bytes() == whole
+    resumed = prompts_of(log, Peers(later), groups_per_step)
+    assert [resumed.at(index) for index in range(16)] == found
+    resumed.check_decided(range(16))
+    resumed.at(17), resumed.at(18)
+    log.close()
+    taken = [one.key for one in read_external(path).values() if one is not None]
+    assert len(taken) >= sum(bool(prompt.shared_by) for prompt in found)
+
+
+def test_a_step_has_just_as_many_as_it_may() -> None:
+    class Endless(Peers):
+        def take(self, index: int) -> SharedGroup | None:
+            self.num_taken += 1
+            return group(self.num_taken)
+
+    class Forgetful(dict[int, Any]):
+        def decide(self, index: int, group: Any) -> None:
+            self[index] = group
+
+    for number in range(5):
+        prompts = prompts_of(Forgetful(), Endless([]), number)  # type: ignore[arg-type]
+        external = [bool(prompts.at(index).shared_by) for index in range(12)]
+        assert [sum(external[start : start + 4]) for start in range(9)] == [number] * 9
+
+
+def test_a_log_that_lacks_what_was_issued_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "external.jsonl"
+    log = ExternalLog(path)
+    with pytest.raises(ValueError, match="whose group prompt 1 got, which was issued"):
+        prompts_of(log, Peers([]), 2).check_decided(range(6))
+    prompts_of(log, Peers([]), 0).check_decided(range(6))
+    log.close()
+    path.write_bytes(b'{"prompt": 1, "group": 5}\n')
+    with pytest.raises(ValueError, match="line 1 is damaged"):
+        ExternalLog(path)
+    with pytest.raises(ValueError, match="line 1 is damaged"):
+        read_external(path)
+
+
+def test_a_resumed_run_takes_nothing_again_that_it_had(tmp_path: Path) -> None:
+    written(tmp_path / "b", *(records(1, number) for number in range(3))).close()
+    config = RunConfig(
+        name="a",
+        runs_dir=str(tmp_path),
+        prompts_per_step=4,
+        group_size=2,
+        sampling=SamplingConfig(max_tokens=6),
+        observe=ObserveConfig(record_groups=4),
+    )
+
+    def run(first: int, next_prompt: int) -> list[Prompt]:
+        with external_prompts(
+            source(BYTES),
+            Shared(peers=["b"], groups_per_step=4),
+            config=config,
+            tokenizer=BYTES,
+            rewards=[exact_match("answer")],
+            path=tmp_path / "external.jsonl",
+            issued=range(next_prompt),
+        ) as prompts:
+            found: list[Prompt] = []
+            index = first
+            # The thread that reads peers takes its time.
+            while not any(prompt.shared_by for prompt in found) and index < 10**5:
+                found.append(prompts.at(index))
+                index += 1
+            found += [prompts.at(index + more) for more in range(3 - first)]
+            return found
+
+    before = [prompt for prompt in run(0, 0) if prompt.shared_by]
+    assert len(before) == 3
+    decided = read_external(tmp_path / "external.jsonl")
+    with ExternalLogOf(tmp_path) as log:
+        assert sorted(log.keys) == sorted(one.key for one in decided.values() if one)
+    written(tmp_path / "b", records(2, 3)).close()
+    after = [prompt for prompt in run(len(decided), len(decided)) if prompt.shared_by]
+    assert [prompt.completions[0].text for prompt in after] == ["3.0"]
+
+
+class ExternalLogOf:
+    def __init__(self, directory: Path) -> None:
+        self._log = ExternalLog(directory / "external.jsonl")
+
+    def __enter__(self) -> ExternalLog:
+        return self._log
+
+    def __exit__(self, *_: object) -> None:
+        self._log.close()

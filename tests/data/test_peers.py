@@ -1,0 +1,207 @@
+"""Reading what other runs write, while they write it, go back, and vanish."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.data import peers as peers_module
+from rlsys.data.peers import Peer, Peers, Reading, Tail
+from rlsys.data.shared import Shared, SharedGroup
+from rlsys.observe.records import RolloutRecord, RolloutWriter
+
+
+def records(step: int, group_id: int, size: int = 2, **changes: object) -> list[RolloutRecord]:
+    settings = {"finish_reason": "stop", "row": {"answer": "4"}, "prompt": "2+2=", **changes}
+    return [
+        RolloutRecord(
+            step=step,
+            group_id=group_id,
+            index=index,
+            completion=f"{group_id}.{index}",
+            token_ids=[1],
+            policy_versions=[0],
+            staleness=0,
+            reward=float(index),
+            rewards={},
+            advantage=0.0,
+            **settings,  # type: ignore[arg-type]
+        )
+        for index in range(size)
+    ]
+
+
+def written(directory: Path, *groups: list[RolloutRecord]) -> RolloutWriter:
+    directory.mkdir(exist_ok=True)
+    writer = RolloutWriter(directory / "rollouts.jsonl", after_step=10**6)
+    for group in groups:
+        writer.write(group)
+    return writer
+
+
+def ids(groups: list[SharedGroup]) -> list[int]:
+    return [group.group_id for group in groups]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lines=st.lists(st.binary(max_size=6).map(lambda b: b.replace(b"\n", b"").replace(b"\r", b""))),
+    cuts=st.lists(st.integers(0, 80), max_size=8),
+)
+def test_every_line_is_read_once_however_the_file_grows(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], cuts: list[int]
+) -> None:
+    path = tmp_path_factory.mktemp("tail") / "file"
+    content = b"".join(line + b"\n" for line in lines)
+    tail = Tail(path)
+    assert tail.read() == []
+    found: list[bytes] = []
+    place = 0
+    with path.open("ab", buffering=0) as file:
+        for cut in [*sorted(cuts), len(content)]:
+            file.write(content[place:cut])
+            place = max(place, cut)
+            found += tail.read()
+    assert found == lines
+    assert tail.read() == []
+    tail.close()
+
+
+def test_a_file_that_was_cut_replaced_or_deleted_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"1\n2\n3\n")
+    tail = Tail(path)
+    assert tail.read() == [b"1", b"2", b"3"]
+    path.write_bytes(b"1\n")  # cut in place
+    assert tail.read() == [b"1"]
+    (tmp_path / "other").write_bytes(b"1\n4\n5\n6\n")
+    (tmp_path / "other").replace(path)
+    assert tail.read() == [b"1", b"4", b"5", b"6"]
+    path.unlink()
+    assert tail.read() == []
+    path.write_bytes(b"7\n")
+    assert tail.read() == [b"7"]
+    tail.close()
+
+
+def test_of_a_file_that_is_far_ahead_the_newest_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "READ_BYTES", 10)
+    path = tmp_path / "file"
+    path.write_bytes(b"1111\n2222\n3333\n4444\n")
+    tail = Tail(path)
+    assert tail.read() == [b"3333", b"4444"]
+    with path.open("ab") as file:
+        file.write(b"x" * 25)  # a line longer than is ever read
+    assert len(b"".join(tail.read())) == 10
+    with path.open("ab") as file:
+        file.write(b"x\n5555\n")
+    assert tail.read()[-1] == b"5555"
+    tail.close()
+
+
+def test_groups_come_when_they_are_whole(tmp_path: Path) -> None:
+    peer = Peer("a", tmp_path / "a", group_size=2)
+    assert peer.read() == []
+    first, second = records(1, 4)
+    writer = written(tmp_path / "a", [first])
+    assert peer.read() == []
+    writer.write([second])
+    (group,) = peer.read()
+    assert (group.peer, group.group_id, group.asked) == ("a", 4, "2+2=")
+    assert group.row == {"answer": "4"}
+    assert [c.text for c in group.completions] == ["4.0", "4.1"]
+    assert list(group.rewards) == [0.0, 1.0]
+    peer.close()
+    writer.close()
+
+
+def test_what_cannot_be_trained_on_is_passed_over(tmp_path: Path) -> None:
+    writer = written(
+        tmp_path,
+        records(1, 0, size=1),  # too small
+        records(1, 1, size=3),  # larger: its first two
+        records(1, 2, shared_by="b"),  # what it has itself taken
+        records(1, 3, finish_reason="length", asked=[{"role": "user", "content": "2+2?"}]),
+    )
+    with (tmp_path / "rollouts.jsonl").open("ab") as file:
+        file.write(b'no json\n[]\n{"index": 0}\n5\n' + b"[" * 100_000 + b"\n")
+    writer.write(records(2, 5))
+    writer.close()
+    peer = Peer("a", tmp_path, group_size=2)
+    one, three, five = peer.read()
+    assert ids([one, three, five]) == [1, 3, 5]
+    assert [c.truncated for c in three.completions] == [True, True]
+    assert three.asked == [{"role": "user", "content": "2+2?"}]
+    peer.close()
+
+
+def test_a_peer_that_goes_back_offers_its_later_groups_again(tmp_path: Path) -> None:
+    """Whether they are the same ones, their keys tell."""
+    writer = written(tmp_path, records(1, 0), records(2, 1))
+    peer = Peer("a", tmp_path, group_size=2)
+    before = peer.read()
+    writer.go_back(1)
+    assert ids(peer.read()) == [0]
+    writer.write(records(2, 1, prompt="1+1="))
+    (again,) = peer.read()
+    assert again.key != before[1].key
+    writer.close()
+    peer.close()
+
+
+def test_peers_come_and_go(tmp_path: Path) -> None:
+    shared = Shared(peers=["node-*", "other"], groups_per_step=1)
+    found = Peers(tmp_path, shared, own="node-0", group_size=2)
+    written(tmp_path / "node-0", records(1, 0)).close()
+    written(tmp_path / "stranger", records(1, 1)).close()
+    (tmp_path / "node-9").mkdir()  # has not begun
+    assert found.read() == []
+    written(tmp_path / "node-1", records(1, 2)).close()
+    written(tmp_path / "other", records(1, 3)).close()
+    assert [(group.peer, group.group_id) for group in found.read()] == [("node-1", 2), ("other", 3)]
+    assert found.read() == []
+    shutil.rmtree(tmp_path / "node-1")
+    assert found.read() == []
+    written(tmp_path / "node-1", records(1, 4)).close()
+    assert ids(found.read()) == [4]
+    found.close()
+
+
+def test_a_thread_tells_what_is_new_until_it_is_closed(tmp_path: Path) -> None:
+    told: list[SharedGroup] = []
+    arrived = threading.Event()
+
+    def tell(groups: list[SharedGroup]) -> None:
+        told.extend(groups)
+        if told:
+            arrived.set()
+
+    shared = Shared(peers=["a"], groups_per_step=1)
+    reading = Reading(Peers(tmp_path, shared, own="b", group_size=2), tell)
+    written(tmp_path / "a", records(1, 7)).close()
+    assert arrived.wait(60)
+    reading.close()
+    reading.check()
+    assert ids(told) == [7]
+
+
+def test_a_thread_that_a_bug_ends_says_so(tmp_path: Path) -> None:
+    asked = threading.Event()
+
+    def tell(groups: list[SharedGroup]) -> None:
+        asked.set()
+        raise AssertionError("a bug")
+
+    shared = Shared(peers=["a"], groups_per_step=1)
+    reading = Reading(Peers(tmp_path, shared, own="b", group_size=2), tell)
+    assert asked.wait(60)
+    reading._thread.join(60)
+    with pytest.raises(AssertionError, match="a bug"):
+        reading.check()

@@ -1,0 +1,120 @@
+"""Which groups of other runs a run takes: whose, in what order, and never twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.config import ObserveConfig, RunConfig
+from rlsys.data.shared import KEPT_STEPS, Shared, SharedCompletion, SharedGroup, SharedPool
+
+
+def group(
+    group_id: int, *, peer: str = "a", rewards: tuple[float, ...] = (0.0, 1.0)
+) -> SharedGroup:
+    return SharedGroup(
+        peer=peer,
+        group_id=group_id,
+        asked=f"{group_id}+0=",
+        row={"answer": str(group_id)},
+        completions=[SharedCompletion(text=str(i), truncated=False) for i in range(len(rewards))],
+        rewards=rewards,
+    )
+
+
+# A group of one of three peers that teaches something or not; or None: one is taken.
+EVENTS = st.lists(
+    st.none() | st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.booleans()), max_size=60
+)
+
+
+@settings(deadline=None)
+@given(events=EVENTS, seed=st.integers(0, 99), size=st.integers(1, 4))
+def test_nothing_is_taken_twice_and_only_what_teaches(
+    events: list[tuple[str, int, bool] | None], seed: int, size: int
+) -> None:
+    def taken_by(events: list[tuple[str, int, bool] | None]) -> list[SharedGroup | None]:
+        pool = SharedPool(seed=seed, groups_per_step=size)
+        found: list[SharedGroup | None] = []
+        for event in events:
+            if event is None:
+                there = len(pool)
+                found.append(pool.take(len(found)))
+                assert (found[-1] is None) == (there == 0)
+            else:
+                peer, number, teaches = event
+                rewards = (0.0, 1.0) if teaches else (1.0, 1.0)
+                pool.add([group(number, peer=peer, rewards=rewards)])
+                assert len(pool) <= 3 * KEPT_STEPS * size
+        return found
+
+    found = taken_by(events)
+    keys = [one.key for one in found if one is not None]
+    assert len(set(keys)) == len(keys)
+    assert all(one.teaches for one in found if one is not None)
+    assert taken_by(events) == found
+
+    # A later part of the run knows what this one took.
+    later = SharedPool(seed=seed, groups_per_step=100, taken=keys)
+    later.add(group(number, peer=peer) for peer in "abc" for number in range(10))
+    assert len(later) == 30 - len(keys)
+
+
+def test_the_newest_of_each_peer_are_kept() -> None:
+    pool = SharedPool(seed=0, groups_per_step=2)
+    pool.add(group(number) for number in range(10))
+    pool.add([group(0, peer="b")])
+    found = {(one.peer, one.group_id) for i in range(5) if (one := pool.take(i))}
+    assert found == {("a", 6), ("a", 7), ("a", 8), ("a", 9), ("b", 0)}
+    assert pool.take(5) is None
+
+
+def test_every_group_is_as_likely() -> None:
+    counts = {"a": 0, "b": 0}
+    for seed in range(400):
+        pool = SharedPool(seed=seed, groups_per_step=4)
+        pool.add([group(0), group(1), group(2), group(0, peer="b")])
+        taken = pool.take(7)
+        assert taken is not None
+        counts[taken.peer] += 1
+    assert 60 <= counts["b"] <= 140  # a quarter of them
+
+
+def test_a_run_that_was_begun_anew_offers_new_groups() -> None:
+    first = group(3)
+    again = replace(first, completions=[SharedCompletion(text="other", truncated=False)] * 2)
+    assert first.key != again.key
+    assert first.key == replace(first, rewards=(0.5, 0.25)).key
+
+
+def config(**changes: object) -> RunConfig:
+    settings = {"prompts_per_step": 4, "observe": ObserveConfig(record_groups=4), **changes}
+    return RunConfig(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("peers", "number", "message"),
+    [
+        (["a"], 5, r"5 groups a step .* prompts_per_step=4"),
+        ([], 1, "there are no peers"),
+        (["a"], -1, "groups_per_step=-1"),
+        (["a", "run"], 1, "names the run itself, name='run'"),
+        (["../a"], 1, "is no name of a run"),
+        (["/tmp/a"], 1, "is no name of a run"),
+        ([""], 1, "is no name of a run"),
+        ("abc", 1, "is one text"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(peers: list[str], number: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Shared(peers=peers, groups_per_step=number).check(config())
+
+
+def test_a_node_that_would_keep_its_rollouts_to_itself_is_refused() -> None:
+    shared = Shared(peers=["r*"], groups_per_step=4)
+    shared.check(config())
+    with pytest.raises(ValueError, match=r"observe.record_groups=1 keeps some of the"):
+        shared.check(config(observe=ObserveConfig()))

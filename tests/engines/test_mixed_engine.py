@@ -1,0 +1,171 @@
+"""The engine that samples some requests and passes on the completions of others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import pytest
+
+from rlsys.dataflow.signal import Signal
+from rlsys.engines.generation.mixed_engine import MixedEngine
+from rlsys.engines.generation.protocol import EngineError, EngineStats, GenerationEngine
+from rlsys.engines.generation.weight_switch import WeightSwitch
+from rlsys.types import (
+    Completion,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    SamplingParams,
+    WeightManifest,
+)
+
+
+class Sampler:
+    """Ends what it is told to; fails if it is told to."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.running: list[GenerationRequest] = []
+        self.to_end: list[str] = []
+        self.told = Signal()
+        self.failure: Exception | None = None
+        self.closed = False
+
+    def end(self, *names: str) -> None:
+        self.to_end += names
+        self.told.notify()
+
+    async def start(self) -> None: ...
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        assert requests
+        self.running += requests
+
+    async def collect(self) -> list[Generation]:
+        await self.told.until(lambda: bool(self.to_end) or self.failure is not None)
+        if self.failure is not None:
+            raise self.failure
+        ended, self.to_end = self.to_end, []
+        self.running = [request for request in self.running if request.request_id not in ended]
+        return [
+            Generation(
+                request_id=name,
+                token_ids=np.array([1], np.int32),
+                sampler_logprobs=np.array([-0.5], np.float32),
+                policy_versions=np.array([self.version], np.int32),
+                finish_reason=FinishReason.STOP,
+            )
+            for name in ended
+        ]
+
+    async def progress(self) -> list[Generation]:
+        return []
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        self.end(*[r.request_id for r in self.running if r.request_id in request_ids])
+
+    async def pause(self) -> None: ...
+
+    async def load(self, manifest: WeightManifest) -> None:
+        self.version = manifest.version
+
+    async def resume(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_waiting=0,
+            num_running=len(self.running),
+            num_generated_tokens=100,
+            policy_version=self.version,
+        )
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def request(name: str, *held: int, reason: FinishReason = FinishReason.STOP) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(),
+        seed=0,
+        completion=Completion(text="", token_ids=held, finish_reason=reason) if held else None,
+    )
+
+
+def names(generations: Sequence[Generation]) -> list[str]:
+    return [generation.request_id for generation in generations]
+
+
+def test_held_completions_do_not_wait_for_sampled_ones() -> None:
+    async def scenario() -> None:
+        sampler = Sampler()
+        engine: GenerationEngine = MixedEngine(sampler)
+        switch = WeightSwitch(engine)
+        switch.submit([request("a"), request("b", 5, 6, reason=FinishReason.LENGTH), request("c")])
+        assert [one.request_id for one in sampler.running] == ["a", "c"]
+        (held,) = await switch.collect()
+        assert (held.request_id, held.token_ids.tolist()) == ("b", [5, 6])
+        assert held.finish_reason is FinishReason.LENGTH
+        assert np.isnan(held.sampler_logprobs).all()
+        assert held.policy_versions.tolist() == [0, 0]
+
+        collecting = asyncio.create_task(switch.collect())
+        await asyncio.sleep(0)
+        assert not collecting.done()
+        sampler.end("c")
+        assert names(await collecting) == ["c"]
+
+        await switch.switch(WeightManifest.of_nothing(4))
+        switch.submit([request("d", 7)])  # nothing to sample: the sampler is not asked
+        sampler.end("a")
+        both = await switch.collect()
+        while len(both) < 2:
+            both += await switch.collect()
+        assert sorted(names(both)) == ["a", "d"]
+        assert {v for one in both for v in one.policy_versions.tolist()} == {4}
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_generated_tokens) == (0, 103)
+        assert stats.policy_version == 4
+        await engine.close()
+        assert sampler.closed
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_lost_with_a_caller_that_gives_up() -> None:
+    async def scenario() -> None:
+        sampler = Sampler()
+        engine = MixedEngine(sampler)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await engine.collect()
+        engine.submit([request("a"), request("b", 1)])
+        sampler.end("a")
+        found = await engine.collect()
+        while len(found) < 2:
+            found += await engine.collect()
+        assert sorted(names(found)) == ["a", "b"]
+        engine.submit([request("c")])
+        await engine.abort(["c", "b"])
+        assert names(await engine.collect()) == ["c"]
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_samplers_death_is_told() -> None:
+    async def scenario() -> None:
+        sampler = Sampler()
+        engine = MixedEngine(sampler)
+        collecting = asyncio.create_task(engine.collect())
+        await asyncio.sleep(0)
+        sampler.failure = EngineError("its loop died")
+        sampler.told.notify()
+        with pytest.raises(EngineError, match="its loop died"):
+            await collecting
+        await engine.close()
+
+    asyncio.run(scenario())
