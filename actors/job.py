@@ -1,0 +1,401 @@
+"""One run inside its directory, from Ray's start to the export of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlsys.checkpoint import Checkpoints
+from rlsys.config import RunConfig
+from rlsys.controller import Controller, OpenWork
+from rlsys.controller.generation import Prompts
+from rlsys.data.alphabet import Alphabet
+from rlsys.data.external import external_prompts
+from rlsys.data.prompts import PromptSource
+from rlsys.dataflow.curriculum import Curriculum
+from rlsys.dataflow.graph import (
+    Dataflow,
+    GenerateStage,
+    ScoreStage,
+)
+from rlsys.dataflow.ledger import Ledger, LedgerFile
+from rlsys.dataflow.signal import Signal
+from rlsys.errors import first_error
+from rlsys.exported import seal_export
+from rlsys.fields import to_dict
+from rlsys.growing_file import Tally
+from rlsys.held_out import Scoreboard, rewards_of
+from rlsys.history import State
+from rlsys.launching import HeldOut, WarmStart
+from rlsys.manifest import write_manifest
+from rlsys.observe.console import RunConsole
+from rlsys.observe.metrics import MetricsWriter
+from rlsys.observe.recorder import Recorder
+from rlsys.observe.records import RolloutWriter
+from rlsys.observe.wandb_sink import WandbSink
+from rlsys.resuming import History
+from rlsys.rewards import as_rewards, pack_rewards
+from rlsys.run_directory import RunDirectory
+from rlsys.types import WeightManifest
+from rlsys.workers import Fleet, LearnerDied, Replica, ReplicaDied
+
+from . import carry_over
+from .cluster import connected
+from .evaluating import EvaluationFactory, Evaluator
+from .factories import needs, role_needs
+from .local_ray import ends_with_ray
+from .placement import reserved
+from .store import StoreClient
+from .team import Team, hired
+
+# Rows of any length leave gaps in the shards' memory; this share of it is promised to rows.
+STORE_FILL = 0.5
+
+
+def cancel_on_signals() -> None:
+    """SIGTERM ends the run in good order, as Ctrl-C does; so do a terminal that closes (SIGHUP,
+    unless nohup has switched that off) and SIGQUIT. Signals come to the main thread only."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and (task := asyncio.current_task()) is not None:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+
+
+class Job:
+    """One run inside its directory."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        flow: Dataflow,
+        held_out: HeldOut,
+        directory: RunDirectory,
+        history: History | None,
+        prompts: PromptSource,
+        tokenizer: Any,
+        console: RunConsole,
+    ) -> None:
+        self._config = config
+        self._flow = flow
+        self._held_out = held_out
+        self._directory = directory
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._console = console
+        self._checkpoints = Checkpoints(
+            directory.checkpoints,
+            config.keep_checkpoints,
+            records=(*directory.records, directory.external),
+        )
+        self._history = history
+        self._events = history.events if history else ()
+        self._resume_from = history.checkpoint if history else None
+        self._first_step = history.checkpoint.step if history else 0
+        self._kept: Mapping[str, Tally] = history.state.records if history else {}
+        self._samples = bool(flow.all(GenerateStage))
+        self._alphabet = Alphabet(tokenizer)
+
+    @property
+    def _begins_alike(self) -> bool:
+        """Another model begins with the weights of the main one."""
+        roles = [model.config for model in self._flow.models.values()]
+        return any(not role.model.path for role in roles if role is not None)
+
+    async def run(self, warm_start: WarmStart | None) -> None:
+        config = self._config
+        if warm_start and self._begins_alike and self._resume_from:
+            await asyncio.to_thread(self._checkpoints.check_beginning)
+        ranks, replicas = needs(config, self._flow)
+        async with contextlib.AsyncExitStack() as cluster:
+            prompts = cluster.enter_context(self._prompts_of_all())
+            with self._console.phase("Starting Ray"):
+                cluster.enter_context(connected(config.cluster))
+                cancel_on_signals()  # again: Ray's own handler has just replaced it
+                await cluster.enter_async_context(ends_with_ray())
+                places = await cluster.enter_async_context(
+                    reserved(
+                        ranks,
+                        replicas,
+                        roles=role_needs(config, self._flow),
+                        min_replicas=config.rollout.num_first,
+                        timeout_s=config.cluster.start_timeout_s,
+                    )
+                )
+            team = await cluster.enter_async_context(
+                hired(
+                    config,
+                    self._flow,
+                    self._tokenizer,
+                    self._directory.trace,
+                    places,
+                    self._checkpoints,
+                )
+            )
+            # The store is empty: a shard that dies by now is replaced, and nothing is lost.
+            first = await team.keep_store_while(self._start(team, warm_start))
+            await self._train(team, first, prompts, began_warm=warm_start is not None)
+            with self._console.phase("Exporting the model"):
+                await team.learner.export_the_end(self._directory.hf)
+                await asyncio.to_thread(seal_export, self._directory.hf, config.num_steps)
+
+    def _prompts_of_all(self) -> contextlib.AbstractContextManager[Prompts]:
+        """The run's own, and groups of other runs where the graph takes them."""
+        source = self._flow.source.prompts
+        if source.shared is None or not source.may_be_external:
+            return contextlib.nullcontext(self._prompts)
+        rewards = [one for stage in self._flow.all(ScoreStage) for one in as_rewards(stage.rewards)]
+        return external_prompts(
+            self._prompts,
+            source.shared,
+            config=self._config,
+            tokenizer=self._tokenizer,
+            rewards=rewards,
+            path=self._directory.external,
+            issued=[e["prompt"] for e in self._events if e["event"] == "issued"],
+        )
+
+    async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
+        """Actors start side by side; the trainer warms up as soon as it is there. Returns the first
+        replicas, by number, less those that died while they started."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._start_models(team, warm_start))
+                tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
+                first = [
+                    tasks.create_task(self._hire(team.fleet, number))
+                    for number in range(self._config.rollout.num_first)
+                ]
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        started = {number: task.result() for number, task in enumerate(first)}
+        return {number: replica for number, replica in started.items() if replica is not None}
+
+    async def _hire(self, fleet: Fleet, number: int) -> Replica | None:
+        engine = self._config.rollout.engine if self._samples else "dataset"
+        with self._console.phase(f"Starting rollout-{number} ({engine})"):
+            try:
+                return await fleet.hire(number)
+            except ReplicaDied as death:  # the controller hires another
+                self._console.warn(str(death))
+                return None
+
+    async def _start_models(self, team: Team, warm_start: WarmStart | None) -> None:
+        """The main model's trainer, then all that may begin with its weights."""
+        await self._start_learner(team, warm_start)
+        roles = [model for model in self._flow.models.values() if model.config is not None]
+        if not roles:
+            return
+        if warm_start and self._begins_alike and not self._resume_from:
+            await team.learner.export_the_end(self._checkpoints.taught)
+            await asyncio.to_thread(write_manifest, self._checkpoints.taught)
+        limit_s = self._config.cluster.start_timeout_s
+        with self._console.phase(f"Loading {', '.join(model.name for model in roles)}"):
+            async with asyncio.TaskGroup() as tasks:
+                for name, learner in team.learners.items():
+                    if learner is not team.learner:
+                        tasks.create_task(learner.start(self._checkpoint_of(name)))
+                for pool in team.pools.values():
+                    tasks.create_task(pool.start(limit_s))
+
+    def _checkpoint_of(self, model: str) -> Path | None:
+        return self._resume_from.role_dir(model) if self._resume_from else None
+
+    async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
+        with self._console.phase("Loading the model into the trainer"):
+            await team.learner.start(self._checkpoint_of(self._flow.main.name))
+        if warm_start and not self._resume_from:
+            with self._console.phase("Warm start") as phase:
+
+                async def lessons() -> None:
+                    for done in range(1, warm_start.num_steps + 1):
+                        loss = await team.learner.sft_step(
+                            *self._encode(warm_start.batch(done), done), warm_start.rate(done)
+                        )
+                        phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
+
+                await team.learner.warm_start(lessons)
+
+    def _encode(
+        self, examples: list[tuple[str, str]], step: int
+    ) -> tuple[list[list[int]], list[int]]:
+        """Token ids of prompt, completion and end of sequence; and the prompts' lengths."""
+        for example in examples:
+            for text in example:
+                self._alphabet.check(text, f"a text of WarmStart.batches for step {step}")
+        encode = self._tokenizer
+        prompts = encode([prompt for prompt, _ in examples])["input_ids"]
+        completions = encode([text for _, text in examples], add_special_tokens=False)["input_ids"]
+        end = [self._tokenizer.eos_token_id]
+        return (
+            [[*prompt, *text, *end] for prompt, text in zip(prompts, completions, strict=True)],
+            [len(prompt) for prompt in prompts],
+        )
+
+    async def _train(
+        self,
+        team: Team,
+        replicas: Mapping[int, Replica],
+        prompts: Prompts,
+        *,
+        began_warm: bool,
+    ) -> None:
+        config, directory = self._config, self._directory
+        client = StoreClient(team.shards.address)
+        longest_prompt, longest = config.data.max_prompt_tokens, config.sampling.max_tokens
+        store = self._flow.open_store(
+            max_bytes=int(config.cluster.store_gib * 2**30 * STORE_FILL),
+            max_row_bytes=self._flow.row_bytes(
+                max_prompt_tokens=longest_prompt, max_tokens=longest
+            ),
+            on_free=team.shards.free,
+        )
+        ledger_file = LedgerFile(directory.ledger)
+        ledger = Ledger.replay(
+            self._events,
+            ledger_file,
+            groups_per_step=config.prompts_per_step,
+        )
+        if self._resume_from:
+            ledger.resume(step=self._first_step)
+        stepped = Signal()
+        metrics = MetricsWriter(
+            directory.metrics,
+            after_step=self._first_step,
+            kept=self._kept.get(directory.metrics.name),
+        )
+        rollouts = RolloutWriter(
+            directory.rollouts,
+            after_step=self._first_step,
+            kept=self._kept.get(directory.rollouts.name),
+        )
+        recorder = Recorder(
+            metrics_writer=metrics,
+            rollout_writer=rollouts,
+            wandb=WandbSink(
+                config.observe.wandb,
+                project=config.observe.wandb_project,
+                name=config.name,
+                directory=directory.path,
+                config=to_dict(config),
+            ),
+            console=self._console,
+            ledger=ledger,
+            group_size=config.group_size,
+            queue_depths=store.queue_depths,
+            tracer=team.tracer,
+            stepped=stepped,
+        )
+
+        curriculum = Curriculum(
+            self._flow.source.prompts.config.retire_at,
+            num_rows=len(self._prompts),
+            retired=self._history.state.retired if self._history else (),
+        )
+
+        async def checkpoint(step: int, work: OpenWork) -> None:
+            # Of the moment to which the open work belongs: groups are issued meanwhile.
+            records = (
+                (directory.ledger, ledger_file.tally),
+                (directory.metrics, metrics.tally),
+                (directory.rollouts, rollouts.tally),
+            )
+            state = State(
+                step=step,
+                prompts=self._prompts.order,
+                records={path.name: tally for path, tally in records},
+                retired=curriculum.retired,
+            )
+            async with self._checkpoints.writing(step) as unfinished:
+                for model, learner in team.learners.items():
+                    await learner.save(unfinished.role_dir(model))
+                await carry_over.save(work, client, unfinished.path)
+                unfinished.controller_file.write_text(json.dumps(state.to_dict()))
+
+        carried, weights = OpenWork(), None
+        if self._resume_from:
+            carried = await carry_over.load(
+                self._resume_from.path,
+                team.shards.address,
+                homes=sorted({replica.home for replica in replicas.values()}),
+            )
+
+        if not self._samples:
+            weights = WeightManifest.of_nothing(self._first_step)
+        elif began_warm or self._resume_from:
+            try:
+                weights = await team.learner.publish()
+            except LearnerDied as death:
+                self._console.warn(f"{death}; the trainer starts again")
+                await team.learner.restart(self._first_step)
+                weights = await team.learner.publish()
+        evaluator: Evaluator | None = None
+        if config.evaluation.every:
+            evaluator = self._evaluator(team, recorder, lambda: controller.is_alive())
+        controller = Controller(
+            flow=self._flow,
+            config=config,
+            prompts=prompts,
+            store=store,
+            ledger=ledger,
+            fleet=team.fleet,
+            replicas=replicas,
+            scorer=team.scorer,
+            learners=team.learners,
+            pools=team.pools,
+            observer=recorder,
+            checkpoint=checkpoint,
+            between=[evaluator.between_steps] if evaluator else [],
+            weights=weights,
+            carried=carried,
+            curriculum=curriculum,
+            first_step=self._first_step,
+        )
+
+        async def work() -> None:
+            await controller.run()
+            if evaluator is not None:
+                with self._console.phase("Evaluating"):
+                    await evaluator.finish()
+
+        failed = True
+        try:
+            await team.serve_while(
+                work(),
+                stepped,
+                *([evaluator.run()] if evaluator else []),
+                on_report=recorder.actor_reported,
+                on_shard_lost=controller.shard_lost,
+            )
+            failed = False
+        finally:
+            recorder.close(failed=failed)
+            if evaluator is not None:
+                evaluator.close()
+            ledger_file.close()
+
+    def _evaluator(
+        self, team: Team, recorder: Recorder, on_progress: Callable[[], None]
+    ) -> Evaluator:
+        factory = EvaluationFactory(
+            config=self._config,
+            rewards=pack_rewards(rewards_of(self._flow, self._held_out)),
+            rows=self._held_out.rows,
+        )
+        return Evaluator(
+            self._config,
+            Scoreboard(self._directory, after_step=self._first_step),
+            self._directory.evaluating,
+            hire=lambda: team.hire_evaluator(factory),
+            export=team.learner.export,
+            on_result=recorder.evaluated,
+            on_progress=on_progress,
+            warn=self._console.warn,
+            first_step=self._first_step,
+        )

@@ -1,0 +1,153 @@
+"""What a run needs before Ray starts: its model, its prompts, and all that can be told about both.
+
+    configuration, graph, recipe's own model ─► read and checked ─► PromptSource
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlsys.config import RoleConfig, RunConfig, require
+from rlsys.data.hub import offline_where_unreachable
+from rlsys.data.prompts import PromptSource
+from rlsys.data.rows import LOADERS
+from rlsys.data.vocabulary import check_vocabularies
+from rlsys.dataflow.graph import (
+    Dataflow,
+    DatasetStage,
+    ScoreStage,
+    SourceStage,
+)
+from rlsys.engines.generation.interruption import interruption_of
+from rlsys.errors import Mistakes
+from rlsys.estimate import ModelShape
+from rlsys.held_out import evaluation_config, rewards_of
+from rlsys.launching import HeldOut
+from rlsys.model_evaluation import held_out_prompts
+from rlsys.rewards import as_rewards, pack_rewards
+from rlsys.tiny_models import OwnModel
+
+
+def hub_of(config: RunConfig, flow: Dataflow) -> contextlib.AbstractContextManager[None]:
+    roles = [model.config.model.path for model in flow.models.values() if model.config]
+    names = [config.model.path, *filter(None, roles)]
+    names += filter(_is_hub_name, [config.data.source, config.evaluation.source])
+    return offline_where_unreachable(*names)
+
+
+def _is_hub_name(source: str) -> bool:
+    return bool(source) and Path(source).suffix not in LOADERS
+
+
+def with_model(
+    config: RunConfig, own_model: OwnModel | None, make: Callable[[OwnModel], Path]
+) -> RunConfig:
+    """The configuration with the path of the recipe's own model, where it names none."""
+    if config.model.path:
+        return config
+    require(
+        own_model is not None,
+        "model.path is empty; give a Hugging Face model directory or hub name.",
+    )
+    assert own_model is not None
+    return replace(config, model=replace(config.model, path=str(make(own_model))))
+
+
+def load_prompts(
+    config: RunConfig, flow: Dataflow, tokenizer: Any, shape: ModelShape
+) -> PromptSource:
+    """The data, after all that can be told about it and the graph has been checked. Raises
+    ValueError with every mistake that was found."""
+    mistakes = Mistakes()
+    if (shared := flow.source.prompts.shared) is not None:
+        with mistakes.noted():
+            shared.check(config)
+    with mistakes.noted():
+        retire_at = flow.source.prompts.config.retire_at
+        require(
+            retire_at is None or bool(flow.all(ScoreStage)),
+            f"data.retire_at={retire_at} goes by rewards, and the dataflow has no flow.score; "
+            "leave it out.",
+        )
+    with mistakes.noted():
+        flow.check_groups(config.group_size)
+        flow.hold_proximal(config.trainer.updates_per_step)
+        flow.check()
+    with mistakes.noted():
+        _check_models(flow, tokenizer)
+    for scored in flow.all(ScoreStage):
+        with mistakes.noted():
+            pack_rewards(scored.rewards)  # raises for those that cannot travel
+    with mistakes.noted():
+        interruption_of(config.sampling, tokenizer)
+    prompts = None
+    with mistakes.noted():
+        prompts = _read_prompts(config, flow.source, tokenizer, shape)
+        with mistakes.noted():
+            prompts.check_size(config.prompts_per_step)
+        for scored in flow.all(ScoreStage):
+            with mistakes.noted():
+                prompts.check_rewards(scored.rewards)
+    mistakes.tell()
+    assert prompts is not None
+    return prompts
+
+
+def _read_prompts(
+    config: RunConfig, stage: SourceStage, tokenizer: Any, shape: ModelShape
+) -> PromptSource:
+    return PromptSource(
+        stage.prompts.config,
+        tokenizer,
+        seed=config.seed,
+        max_tokens=config.sampling.max_tokens,
+        max_context=shape.max_context,
+        rows=stage.prompts.rows,
+        completions=(stage.completions, stage.group_size)
+        if isinstance(stage, DatasetStage)
+        else None,
+    )
+
+
+def _check_models(flow: Dataflow, tokenizer: Any) -> None:
+    """Raise ValueError for a model beside the main one that lacks a head, or has another
+    vocabulary."""
+    for name, model in flow.models.items():
+        has_own = not isinstance(model.config, RoleConfig) or bool(model.config.model.path)
+        require(
+            has_own or model.head == "logits",
+            f"{name}.model.path is empty, and the policy's weights, which it would take, have no "
+            f"trained {model.head} head; give it the directory of a model that has one, such as "
+            "recipes/reward_model.py makes.",
+        )
+    roles = {name: model.config for name, model in flow.models.items()}
+    check_vocabularies(
+        tokenizer, {name: config.model.path for name, config in roles.items() if config}
+    )
+
+
+def check_held_out(
+    config: RunConfig, flow: Dataflow, held_out: HeldOut, tokenizer: Any, shape: ModelShape
+) -> None:
+    """Raise ValueError for an evaluation that could not be done."""
+    if not config.evaluation.every:
+        return
+    require(
+        flow.main.head == "logits",
+        f"evaluation.every={config.evaluation.every} samples from {flow.main.name!r}, whose head "
+        f"is {flow.main.head!r}; use evaluation.every=0.",
+    )
+    has_splits = flow.source.prompts.rows is None and _is_hub_name(config.data.source)
+    require(
+        held_out.rows is not None or bool(config.evaluation.source) or has_splits,
+        f"evaluation.every={config.evaluation.every}, and nothing is held out: give a file or a "
+        "dataset as evaluation.source, or rows as launch(held_out=rlsys.HeldOut(rows=...)).",
+    )
+    rewards = rewards_of(flow, held_out)
+    pack_rewards(rewards)  # raises for those that cannot travel
+    evaluated = evaluation_config(config, config.model.path)
+    held_out_prompts(evaluated, tokenizer, shape.max_context, as_rewards(rewards), held_out.rows)
