@@ -1,6 +1,6 @@
 """What a run needs before Ray starts: its model, its prompts, and all that can be told about both.
 
-    configuration, graph, recipe's own model ─► read and checked ─► PromptSource
+configuration, graph, recipe's own model ─► read and checked ─► PromptSource
 """
 
 from __future__ import annotations
