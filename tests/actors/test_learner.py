@@ -416,7 +416,7 @@ def test_deaths_during_the_start_and_the_export_are_outlived(cluster: None, tmp_
         async with running(tmp_path) as world:
             await world.step(1)
             world.tell("hang-0")
-            exporting = asyncio.create_task(world.learner.export(tmp_path / "hf"))
+            exporting = asyncio.create_task(world.learner.export_the_end(tmp_path / "hf"))
             await world.until("export-0", 1)
             os.kill(world.pid(0), signal.SIGKILL)
             await exporting

@@ -137,7 +137,7 @@ def test_room_held_by_another_run_and_a_node_that_is_replaced(
         done = first.wait_for_step(directory, 2, timeout_s=1)
         two_nodes.cluster.add_node(num_cpus=2, **NODE_OPTIONS)
         # Not the last few of the old replica's: those that a new one samples.
-        first.wait_for_step(directory, done + 5, timeout_s=120)
+        first.wait_for_step(directory, done + 5, timeout_s=280)
         first.process.send_signal(signal.SIGINT)
         assert first.wait(60) == 130, first.output
         assert "Traceback" not in first.output

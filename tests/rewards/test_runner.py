@@ -113,10 +113,14 @@ def test_the_message_of_an_exception_shows_where_it_was_raised() -> None:
 
 
 def test_a_function_that_takes_no_rollout_fails_with_the_reason() -> None:
-    def forgetful() -> float:
+    def forgetful(*arguments: Rollout) -> float:
+        return inner()  # type: ignore[call-arg]
+
+    def inner(rollout: Rollout) -> float:
         return 1.0
 
-    assert "takes 0 positional arguments" in failure(score(forgetful, batch=[rollout()])[0]).message
+    message = failure(score(forgetful, batch=[rollout()])[0]).message
+    assert "missing 1 required positional argument" in message
 
 
 def test_what_a_function_changes_nobody_else_sees() -> None:
