@@ -8,6 +8,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,7 @@ class Job:
                 prompts=self._prompts.order,
                 records={path.name: tally for path, tally in records},
                 retired=curriculum.retired,
+                coefficients=work.coefficients,
             )
             async with self._checkpoints.writing(step) as unfinished:
                 for model, learner in team.learners.items():
@@ -325,6 +327,8 @@ class Job:
                 team.shards.address,
                 homes=sorted({replica.home for replica in replicas.values()}),
             )
+        if self._history:
+            carried = replace(carried, coefficients=self._history.state.coefficients)
 
         if not self._samples:
             weights = WeightManifest.of_nothing(self._first_step)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class State:
     step: int
     prompts: Mapping[str, int]  # PromptSource.order
     records: Mapping[str, Tally]  # what stood in each file, by its name
+    coefficients: Mapping[str, float] = field(default_factory=dict)  # by stage
     retired: Sequence[int] = ()  # rows of the data that are not issued again
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,6 +46,7 @@ class State:
             "prompts": dict(self.prompts),
             "records": tallies,
             "retired": list(self.retired),
+            "coefficients": dict(self.coefficients),
         }
 
 
@@ -60,6 +62,9 @@ def read_state(checkpoint: Checkpoint) -> State:
         retired = entry["retired"]
         if any(type(row) is not int or row < 0 for row in retired):
             raise ValueError(f"retired rows are {retired}")
+        coefficients = entry["coefficients"]
+        if any(type(value) is not float for value in coefficients.values()):
+            raise ValueError(f"coefficients are {coefficients}")
         records = {
             path.name: Tally.from_dict(entry["records"][path.name])
             for path in RunFiles(checkpoint.path).records
@@ -71,7 +76,13 @@ def read_state(checkpoint: Checkpoint) -> State:
             f"rlsys. Restore it from a copy, or delete {checkpoint.path} to continue from the one "
             "before."
         ) from error
-    return State(step=checkpoint.step, prompts=entry["prompts"], records=records, retired=retired)
+    return State(
+        step=checkpoint.step,
+        prompts=entry["prompts"],
+        records=records,
+        retired=retired,
+        coefficients=coefficients,
+    )
 
 
 def record_faults(state: State, files: RunFiles) -> list[str]:

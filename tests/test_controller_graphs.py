@@ -19,6 +19,7 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
+from rlsys.controller import OpenWork
 from rlsys.dataflow.graph import NUM_TOKENS, PREFERENCE, Dataflow, Prompts
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.simulation.workers import (
@@ -310,3 +311,83 @@ def test_an_advantage_of_lengths_alone_is_computed() -> None:
     flow.check()
     run_in_virtual_time(w.run())
     assert [x for rows in w.learner.trained[0] for x in rows.scalars["advantages"]] == [0.0] * 8
+
+
+@dataclasses.dataclass(frozen=True)
+class counting:
+    """A coefficient whose history tells of every step: tenfold, plus what was seen."""
+
+    initial: float = 1.0
+
+    def next(self, coefficient: float, divergence: float) -> float:
+        return 10 * coefficient + divergence
+
+
+def with_control(w: World, seen: list[list[float]]) -> World:
+    def noted(rewards: torch.Tensor, coefficient: torch.Tensor) -> torch.Tensor:
+        seen.append(sorted(set(coefficient.tolist())))
+        return rewards
+
+    flow = Dataflow()
+    policy = flow.model("policy")
+    prompts = Prompts(config=DataConfig())
+    rollouts = flow.generate(policy, prompts, group_size=w.config.group_size)
+    reward = flow.score(rollouts, [lambda rollout: 0.0])
+    coefficient = flow.control(counting(), reward)
+    advantages = flow.per_batch(noted, reward, coefficient)
+    flow.train(policy, rollouts, *advantages, loss=no_loss, aggregation=no_loss)
+    flow.check()
+    w.dataflow = flow
+    return w
+
+
+def test_a_coefficient_is_set_by_each_step_for_the_next_and_a_checkpoint_has_it() -> None:
+    seen: list[list[float]] = []
+    w = with_control(world(num_steps=4, checkpoint_every=2), seen)  # rewards 0 and 1: mean 0.5
+    run_in_virtual_time(w.run())
+    assert seen == [[1.0], [10.5], [105.5], [1055.5]]
+    assert [work.coefficients for work in w.saved] == [
+        {"kl_coefficient": 105.5},
+        {"kl_coefficient": 10555.5},
+    ]
+
+
+def test_a_resumed_run_goes_on_with_its_coefficient() -> None:
+    seen: list[list[float]] = []
+    w = with_control(world(num_steps=4), seen)
+    w.first_step = w.observer.first_step = 2
+    for step in (1, 2):
+        for group in range(4 * (step - 1), 4 * step):
+            w.ledger.issue(group, prompt_index=group, version=step - 1)
+        w.ledger.train(dict.fromkeys(range(4 * (step - 1), 4 * step), step - 1), step=step)
+    w.carried = OpenWork(coefficients={"kl_coefficient": 105.5})
+    w.learner.version = w.replicas[0].version = 2
+    run_in_virtual_time(w.run())
+    assert seen == [[105.5], [1055.5]]
+
+
+def test_steps_that_are_trained_again_have_the_coefficient_that_they_had() -> None:
+    seen: list[list[float]] = []
+    w = with_control(world(num_steps=4), seen)
+    w.learner.loses = 1
+
+    async def chaos(w: World) -> None:
+        await asyncio.sleep(4.0)  # two steps are trained by then
+        w.learner.die()
+
+    w.chaos = chaos
+    run_in_virtual_time(w.run())
+    assert w.learner.deaths == 1
+    assert len(seen) > 4
+    assert {tuple(step) for step in seen} == {(1.0,), (10.5,), (105.5,), (1055.5,)}
+    assert seen[-2:] == [[105.5], [1055.5]]
+
+
+def test_control_wants_a_controller_and_one_value_per_row() -> None:
+    flow = Dataflow()
+    rollouts = flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
+    reward = flow.score(rollouts, [lambda rollout: 0.0])
+    with pytest.raises(ValueError, match="no initial and next"):
+        flow.control(0.05, reward)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has a value per token"):
+        flow.control(counting(), rollouts[2])

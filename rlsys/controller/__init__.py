@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from rlsys.config import RunConfig, require
 from rlsys.controller.between_steps import BetweenSteps
@@ -129,6 +130,7 @@ class Controller:
             publish=self._generation.pool.publish,
             roll_back=self._roll_back,
             between=[self._checkpoints(), *between],
+            coefficients=carried.coefficients,
         )
 
     async def run(self) -> None:
@@ -179,7 +181,8 @@ class Controller:
     async def _save(self, step: int) -> None:
         await self._generation.pool.tell_progress()
         with self._generation.open_work() as work:
-            await self._checkpoint(step, work)
+            own = replace(work, coefficients=self._training.coefficients.after(step))
+            await self._checkpoint(step, own)
 
     async def _watch(self) -> None:
         """Raises StallError when nothing at all has happened for cluster.call_timeout_s."""

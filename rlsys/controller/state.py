@@ -96,10 +96,12 @@ class Group:
 @dataclass(frozen=True, kw_only=True)
 class OpenWork:
     """What has been sampled of groups that have not ended: for a checkpoint to keep, and for a
-    resumed run to go on with. The bytes lie in the store."""
+    resumed run to go on with. The bytes lie in the store. And the numbers that the next step goes
+    by, of the stages that set them."""
 
     finished: Sequence[FinishedRollout] = ()
     parts: Sequence[Part] = ()  # of running rollouts, those of each in their order
+    coefficients: Mapping[str, float] = field(default_factory=dict)
     homes: Mapping[int, str] = field(default_factory=dict)  # where a group's lie, in a resumed run
 
 

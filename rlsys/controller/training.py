@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,18 @@ import torch
 from rlsys.algorithms.batches import run_batch_function
 from rlsys.config import TrainedRoleConfig, TrainerConfig
 from rlsys.controller.between_steps import BetweenSteps
+from rlsys.controller.coefficients import Coefficients
 from rlsys.controller.learners import Learners
 from rlsys.controller.state import RunState, TrainedStep
 from rlsys.controller.step_rows import StepRows
 from rlsys.dataflow.batching import ReadyGroup, StepAssembler, mini_batches, split
 from rlsys.dataflow.graph import (
+    ControlStage,
     Dataflow,
     GenerateStage,
     InferStage,
     PerBatchStage,
+    StepStage,
     TrainStage,
 )
 from rlsys.dataflow.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
@@ -62,12 +65,16 @@ class TrainingSide:
         publish: Callable[[WeightManifest], None],
         roll_back: Callable[[int], None],
         between: Sequence[BetweenSteps],
+        coefficients: Mapping[str, float],
     ) -> None:
         config = state.config
         self._state = state
         self._learners = learners
         self._step_stages = flow.step_stages
         self._train_stages = {stage.model.name: stage for stage in flow.all(TrainStage)}
+        self.coefficients = Coefficients(
+            flow.all(ControlStage), step=state.step, begun_with=coefficients
+        )
         self._trainers = {
             name: _trainer(stage, config.trainer) for name, stage in self._train_stages.items()
         }
@@ -174,9 +181,7 @@ class TrainingSide:
                 return False
         return True
 
-    async def _run_step_stage(
-        self, stage: PerBatchStage | InferStage, groups: Sequence[ReadyGroup]
-    ) -> None:
+    async def _run_step_stage(self, stage: StepStage, groups: Sequence[ReadyGroup]) -> None:
         reads = [column.name for column in stage.reads]
         if isinstance(stage, InferStage):
             learner = self._learners[stage.model.name]
@@ -186,6 +191,10 @@ class TrainingSide:
             )
             for share, of_share in zip(shares, written, strict=True):
                 self._rows.add(share, of_share)
+        elif isinstance(stage, ControlStage):
+            rows = self._rows.rows(groups, reads)
+            made = self.coefficients.run(stage, rows, step=self._num_handed_out)
+            self._rows.add(groups, made)
         elif stage.has_tokens:
             rows = self._rows.rows(groups, reads)
             self._rows.add(groups, await self._learners.main.compute(stage.name, rows))

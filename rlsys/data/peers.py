@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
+from rlsys.types import INJECTED
 
 FILE = "rollouts.jsonl"
 
@@ -96,7 +97,9 @@ class Peer:
 
     def _add(self, record: dict[str, Any]) -> SharedGroup | None:
         """The group that this record makes whole. Records of one stand together, in order."""
-        if record.get("shared_by"):
+        # A token that no policy sampled is text like any other here, and would be trained on.
+        if record.get("shared_by") or INJECTED in record.get("policy_versions", ()):
+            self._begun = []
             return None
         if record["index"] == 0:
             self._begun = []

@@ -23,7 +23,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig, require
 from rlsys.data.shared import Shared
@@ -197,7 +197,26 @@ class TrainStage(Stage):
         return tuple(column for column in self.reads if column not in self.watches)
 
 
-StepStage = PerBatchStage | InferStage
+class Controller(Protocol):
+    """Of a coefficient, such as rlsys.algorithms.adaptive_kl."""
+
+    @property
+    def initial(self) -> float:
+        """In the first step."""
+
+    def next(self, coefficient: float, divergence: float, /) -> float:
+        """In the next step, after one with this coefficient in which the column that is read had
+        this mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlStage(Stage):
+    """A coefficient that each step sets for the next by what it saw."""
+
+    controller: Controller
+
+
+StepStage = PerBatchStage | InferStage | ControlStage
 
 S = TypeVar("S", bound=Stage)
 
@@ -357,6 +376,29 @@ class Dataflow:
             )
         )
 
+    def control(
+        self, controller: Controller, column: Column, *, writes: str = "kl_coefficient"
+    ) -> Column:
+        """A number that is the same for all rows of a step, and set anew by `controller` after it:
+        `next(number, mean of column over the step's rows)`, from `controller.initial` on. A resumed
+        run goes on with the number that it had."""
+        require(
+            callable(getattr(controller, "next", None)) and hasattr(controller, "initial"),
+            f"flow.control is given {controller!r}, which has no initial and next; give a "
+            "controller such as rlsys.algorithms.adaptive_kl(0.2, target=6.0).",
+        )
+        _check_columns("control", (column,))
+        require(
+            column.per == "row",
+            f"flow.control reads {column.name!r}, which has a value per token; make one per row of "
+            'them with flow.per_batch(..., per="row").',
+        )
+        return self._add(
+            ControlStage(
+                name=writes, reads=(column,), writes=(Column(writes),), controller=controller
+            )
+        )
+
     def train(
         self,
         model: Model,
@@ -455,7 +497,8 @@ class Dataflow:
         for stage in self.stages:
             for column in stage.reads:
                 require(
-                    column.name not in late or isinstance(stage, TrainStage | PerBatchStage),
+                    column.name not in late
+                    or isinstance(stage, TrainStage | PerBatchStage | ControlStage),
                     f"stage {stage.name!r} runs as soon as it can, and reads {column.name!r}, "
                     "which is there only when a step is complete; use flow.per_batch.",
                 )
@@ -520,7 +563,7 @@ class Dataflow:
         return [
             stage
             for stage in self.stages
-            if isinstance(stage, PerBatchStage)
+            if isinstance(stage, PerBatchStage | ControlStage)
             or (isinstance(stage, InferStage) and stage.model.name in trained)
         ]
 
@@ -563,10 +606,8 @@ class Dataflow:
         one reader, called "train", whatever it consists of; a row's tokens stay for it in any
         case."""
         late = self.step_columns
-        in_store = [
-            stage for stage in self.stages if not isinstance(stage, TrainStage | PerBatchStage)
-        ]
-        in_store = [stage for stage in in_store if stage not in self.step_stages]
+        in_step = (*self.step_stages, *self.all(TrainStage))
+        in_store = [stage for stage in self.stages if stage not in in_step]
         columns = {c for stage in in_store for c in stage.writes if c.name not in late}
         source = self.source
         specs = [

@@ -1,0 +1,34 @@
+"""Numbers that a step sets for the next one, such as the price of a KL penalty that is adapted."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from rlsys.dataflow.graph import ControlStage
+from rlsys.workers import Rows, Written
+
+
+class Coefficients:
+    """After each number of optimizer steps, so that training can go back. `begun_with` is what a
+    resumed run's checkpoint has, by stage."""
+
+    def __init__(
+        self, stages: Sequence[ControlStage], *, step: int, begun_with: Mapping[str, float]
+    ) -> None:
+        self._values = {
+            stage.name: {step: begun_with.get(stage.name, stage.controller.initial)}
+            for stage in stages
+        }
+
+    def run(self, stage: ControlStage, rows: Rows, *, step: int) -> Written:
+        """What holds for all rows of the step that comes after `step` others."""
+        values = self._values[stage.name]
+        (read,), (written,) = stage.reads, stage.writes
+        seen = statistics.fmean(rows.scalars[read.name])
+        values[step + 1] = stage.controller.next(values[step], seen)
+        return Written(scalars={written.name: [values[step]] * len(rows)})
+
+    def after(self, step: int) -> dict[str, float]:
+        """By stage, for a checkpoint."""
+        return {name: values[step] for name, values in self._values.items()}
