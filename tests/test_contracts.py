@@ -14,6 +14,7 @@ import pytest
 
 from recipes.grpo_gsm8k import GSM8KConfig
 from recipes.quickstart import QuickstartConfig
+from recipes.sums_in_words import Config as SumsInWordsConfig
 from rlsys.cli import parse
 from rlsys.fields import num_leaf_fields, to_toml
 from tests.small_recipes import SMALL_RECIPES, config_of
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS: dict[str, type] = {
     "quickstart.py": QuickstartConfig,
     "grpo_gsm8k.py": GSM8KConfig,
+    "sums_in_words.py": SumsInWordsConfig,
     **{f"{name}.py": config_of(name) for name in (*SMALL_RECIPES, "dpo", "ppo", "reward_model")},
 }
 

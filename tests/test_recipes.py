@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import rlsys
+from recipes import sums_in_words
 from recipes.dapo import penalised_advantage
 from rlsys.algorithms import grpo_advantage
 from rlsys.config import ObserveConfig
@@ -95,3 +97,28 @@ def test_the_task_wins_over_the_algorithms_sizes() -> None:
     assert found["asynchrony"]["max_staleness"] == 8
     assert found["sampling"]["max_tokens"] == 6
     assert to_dict(config_of("reinforce_pp")())["group_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(0, "zero"), (13, "thirteen"), (20, "twenty"), (47, "forty-seven"), (99, "ninety-nine")],
+)
+def test_numbers_in_words(number: int, said: str) -> None:
+    assert sums_in_words.words(number) == said
+
+
+def test_no_sum_that_is_held_out_is_trained_on() -> None:
+    trained, held_out = (
+        {row["prompt"][0]["content"] for row in sums_in_words.sums(held_out=which)}
+        for which in (False, True)
+    )
+    assert (len(trained), len(held_out), len(trained | held_out)) == (2250, 250, 2500)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("55", 1.0), ("The sum is 55.", 1.0), ("47 + 8 = 55", 0.0), ("fifty-five", 0.0), ("", 0.0)],
+)
+def test_only_the_number_alone_is_right(completion: str, reward: float) -> None:
+    rollout = rlsys.example_rollout(completion, metadata={"answer": 55})
+    assert sums_in_words.right(rollout) == reward

@@ -13,9 +13,13 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+# Before this folder, in which a script is called as the recipes are.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rlsys
 from recipes.grpo import GRPOConfig, grpo

@@ -20,6 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# Before this folder, in which a script is called as the recipes are.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from recipes.swarm_nodes import node_names
 from rlsys import metrics
 from rlsys.observe.metrics import read_metrics

@@ -21,6 +21,7 @@ import os
 import random
 import re
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -28,6 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+# Before this folder, in which a script is called as the recipes are.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rlsys
 from actors.launch import launch

@@ -1,0 +1,29 @@
+"""Each script of scripts/bench starts, as a reader would start it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path.name for path in (ROOT / "scripts" / "bench").glob("*.py"))
+PATIENCE_S = 240.0
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "__init__.py"])
+def test_a_script_says_what_it_does(name: str, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    said = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "bench" / name, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=PATIENCE_S,
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout  # its usage, or what it measures in seconds
