@@ -16,7 +16,7 @@ import ray
 from rlsys.controller import OpenWork
 from rlsys.dataflow.archive import COLUMNS, SavedRollout, read_rollouts, write_rollouts
 from rlsys.dataflow.blocks import BlockRef, Cell
-from rlsys.types import INJECTED, FinishReason, sampled_versions
+from rlsys.types import FinishReason, Sampled
 from rlsys.workers import FinishedRollout, Part, RowsLost
 
 from .store import StoreAddress, StoreClient, put_on_node
@@ -116,7 +116,7 @@ def _tell(
     parts: list[Part],
 ) -> None:
     for rollout, block in zip(rollouts, blocks, strict=True):
-        versions = rollout.policy_versions
+        sampled = Sampled.of(rollout.policy_versions)
         if rollout.finish_reason:
             finished.append(
                 FinishedRollout(
@@ -124,9 +124,9 @@ def _tell(
                     cell=(block, 0),
                     num_prompt_tokens=len(rollout.prompt_token_ids),
                     num_tokens=len(rollout.token_ids),
-                    min_version=sampled_versions(versions)[0],
-                    max_version=sampled_versions(versions)[1],
-                    num_injected=int((versions == INJECTED).sum()),
+                    min_version=sampled.oldest,
+                    max_version=sampled.newest,
+                    num_injected=sampled.num_injected,
                     finish_reason=FinishReason(rollout.finish_reason),
                 )
             )
@@ -137,6 +137,6 @@ def _tell(
                     start=0,
                     cell=(block, 0),
                     num_tokens=len(rollout.token_ids),
-                    min_version=sampled_versions(versions)[0],
+                    min_version=sampled.oldest,
                 )
             )

@@ -19,12 +19,11 @@ from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.layout.transport.shm import held, local_copy
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import (
-    INJECTED,
     FinishReason,
     Generation,
     GenerationRequest,
+    Sampled,
     WeightManifest,
-    sampled_versions,
 )
 from rlsys.workers import (
     Collected,
@@ -151,17 +150,8 @@ class RolloutActor(Heartbeat):
             }
         )
         finished = [
-            FinishedRollout(
-                request_id=g.request_id,
-                cell=(block, place),
-                num_prompt_tokens=len(prompt),
-                num_tokens=len(g.token_ids),
-                min_version=sampled_versions(g.policy_versions)[0],
-                max_version=sampled_versions(g.policy_versions)[1],
-                num_injected=int((g.policy_versions == INJECTED).sum()),
-                finish_reason=g.finish_reason,
-            )
-            for place, (g, prompt) in enumerate(zip(generations, prompts, strict=True))
+            _finished(generation, (block, place), num_prompt_tokens=len(prompt))
+            for place, (generation, prompt) in enumerate(zip(generations, prompts, strict=True))
         ]
         return Collected(finished=finished, parts=parts, has_sampled=has_sampled)
 
@@ -188,7 +178,7 @@ class RolloutActor(Heartbeat):
                 start=start,
                 cell=(block, place),
                 num_tokens=len(g.token_ids) - start,
-                min_version=sampled_versions(g.policy_versions[start:])[0],
+                min_version=Sampled.of(g.policy_versions[start:]).oldest,
             )
             for place, (g, start) in enumerate(new)
         ]
@@ -272,6 +262,20 @@ class RolloutActor(Heartbeat):
     def _is_sampling(self) -> bool:
         stats = self._engine.stats()
         return stats.num_running + stats.num_waiting > 0
+
+
+def _finished(generation: Generation, cell: Cell, *, num_prompt_tokens: int) -> FinishedRollout:
+    sampled = Sampled.of(generation.policy_versions)
+    return FinishedRollout(
+        request_id=generation.request_id,
+        cell=cell,
+        num_prompt_tokens=num_prompt_tokens,
+        num_tokens=len(generation.token_ids),
+        min_version=sampled.oldest,
+        max_version=sampled.newest,
+        finish_reason=generation.finish_reason,
+        num_injected=sampled.num_injected,
+    )
 
 
 class RayReplica:

@@ -70,11 +70,27 @@ class SamplingParams:
 INJECTED = -1
 
 
-def sampled_versions(versions: Int32Array) -> tuple[int, int]:
-    """The oldest and the newest policy_version of sampled tokens; the largest int32 and 0 where
-    there is none."""
-    sampled = versions[versions != INJECTED]
-    return int(sampled.min(initial=np.iinfo(np.int32).max)), int(sampled.max(initial=0))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """What a completion's versions say of its tokens."""
+
+    oldest: int  # policy_version of a sampled token; the largest int32 where there is none
+    newest: int  # 0 where there is none
+    num_injected: int
+
+    @classmethod
+    def of(cls, versions: Int32Array) -> Sampled:
+        none = np.iinfo(np.int32).max
+        oldest = int(versions.min(initial=none))
+        newest = int(versions.max(initial=0))
+        if oldest != INJECTED:  # nearly always, and this is called for every rollout
+            return cls(oldest=oldest, newest=newest, num_injected=0)
+        sampled = versions[versions != INJECTED]
+        return cls(
+            oldest=int(sampled.min(initial=none)),
+            newest=newest,
+            num_injected=len(versions) - len(sampled),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

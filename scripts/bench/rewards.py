@@ -8,6 +8,9 @@ allocates 8 GiB, forks, calls os._exit, and backtracks in `re` for minutes. Prin
 last: milliseconds of batches of cheap rewards, the median step time of both kinds of runs, their
 ratio, and how many rollouts failed, by reason.
 
+Of five calls a step that hang for two seconds, some twenty are there at any time: `--concurrency`
+must be above that, or the calls that would be quick wait for their places.
+
 With `--order issued` a step waits for each hung call of its groups, until the limit: two seconds
 are several steps of this model.
 """
@@ -80,8 +83,12 @@ def run(args: argparse.Namespace, reward: Any) -> tuple[list[float], Counter[str
             runs_dir=runs_dir,
             num_steps=args.num_steps,
             prompts_per_step=args.prompts_per_step,
-            reward=RewardConfig(timeout_s=LIMIT_S),
-            asynchrony=AsyncConfig(max_staleness=1, order=args.order),
+            reward=RewardConfig(timeout_s=LIMIT_S, concurrency=args.concurrency),
+            asynchrony=AsyncConfig(
+                max_staleness=1,
+                order=args.order,
+                over_issue=args.over_issue if args.order == "complete" else 0,
+            ),
             observe=ObserveConfig(print_samples=0, record_groups=0, trace=False),
         )
         rows = [problem(rng) for _ in range(4096)]
@@ -127,6 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--num-steps", type=int, default=40)
     parser.add_argument("--prompts-per-step", type=int, default=64)
+    parser.add_argument("--concurrency", type=int, default=64, help="reward.concurrency")
+    parser.add_argument("--over-issue", type=int, default=12, help="asynchrony.over_issue")
     parser.add_argument("--order", choices=("issued", "complete"), default="complete")
     parser.add_argument("--pairs", type=int, default=1, help="of runs, one of each kind")
     args = parser.parse_args()

@@ -26,9 +26,9 @@ from rlsys.types import (
     FinishReason,
     Generation,
     GenerationRequest,
+    Sampled,
     SamplingParams,
     WeightManifest,
-    sampled_versions,
 )
 from rlsys.workers import Rows
 
@@ -130,7 +130,7 @@ def test_thinking_is_interrupted_and_an_answer_follows_in_what_is_left() -> None
     assert found.policy_versions.tolist() == [3, 3, 3, 3, INJECTED, INJECTED, 4, 4, 4, 4]
     assert found.sampler_logprobs.tolist() == [-1.0] * 4 + [0.0] * 2 + [-1.0] * 4
     assert found.finish_reason is FinishReason.LENGTH
-    assert sampled_versions(found.policy_versions) == (3, 4)
+    assert Sampled.of(found.policy_versions) == Sampled(oldest=3, newest=4, num_injected=2)
 
 
 def test_what_ends_within_the_budget_is_left_alone() -> None:
