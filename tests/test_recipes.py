@@ -14,10 +14,12 @@ import rlsys
 from recipes import sums_in_words
 from recipes.dapo import penalised_advantage
 from rlsys.algorithms import grpo_advantage
+from rlsys.cli import parse
 from rlsys.config import ObserveConfig
 from rlsys.dataflow.graph import PerGroupStage, TrainStage
 from rlsys.fields import to_dict
 from tests.small_recipes import SMALL_RECIPES, config_of, graph_of
+from tests.test_contracts import CONFIGS
 
 ROOT = Path(__file__).parents[1]
 
@@ -122,3 +124,21 @@ def test_no_sum_that_is_held_out_is_trained_on() -> None:
 def test_only_the_number_alone_is_right(completion: str, reward: float) -> None:
     rollout = rlsys.example_rollout(completion, metadata={"answer": 55})
     assert sums_in_words.right(rollout) == reward
+
+
+def commands() -> list[str]:
+    """What recipes/README.md tells its reader to run."""
+    text = (ROOT / "recipes" / "README.md").read_text()
+    return re.findall(r"`python recipes/([^`]*)`", text)
+
+
+def test_each_recipe_has_its_row() -> None:
+    told = {command.split()[0] for command in commands()}
+    helpers = {"__init__.py", "arithmetic.py", "grpo.py", "smollm2.py", "swarm_nodes.py"}
+    assert told == {path.name for path in (ROOT / "recipes").glob("*.py")} - helpers
+
+
+@pytest.mark.parametrize("command", commands())
+def test_each_command_of_the_table_can_be_parsed(command: str) -> None:
+    script, *arguments = command.split()
+    parse(CONFIGS[script], arguments)
