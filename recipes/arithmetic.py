@@ -64,7 +64,7 @@ class ArithmeticConfig(Base):
     """Share of the teacher's sums that are right; the others are off by 1 or 10."""
     warm_start_batch: int = 128
     """Examples in one of them."""
-    num_steps: int = 150
+    num_steps: int = 200
     """Optimizer steps of the whole run, resumed parts included."""
     prompts_per_step: int = 64
     """Groups in one optimizer step."""
