@@ -121,6 +121,7 @@ class Evaluator:
         self._warn = warn
         self._worker: Worker | None = None
         self._running: int | None = None  # the step whose model is evaluated now
+        self._is_given_up = False  # the model that is evaluated is of a lost history
         self._has_warned = False
         self._waiting: dict[int, Path] = {}
         self._changed = Signal()
@@ -143,7 +144,7 @@ class Evaluator:
             await self._changed.until(lambda: bool(self._waiting))
             step, path = min(self._waiting.items())
             del self._waiting[step]
-            self._running = step
+            self._running, self._is_given_up = step, False
             self._changed.notify()
             try:
                 await self._evaluate(step, path)
@@ -175,6 +176,8 @@ class Evaluator:
 
     def _go_back(self, step: int) -> None:
         self._scoreboard.go_back(step)
+        if self._running is not None and self._running > step:
+            self._is_given_up = True
         for later in [waiting for waiting in self._waiting if waiting > step]:
             shutil.rmtree(self._waiting.pop(later), ignore_errors=True)
         self._changed.notify()
@@ -184,13 +187,15 @@ class Evaluator:
         for _ in range(MAX_DEATHS):
             try:
                 found = await self._found(path)
+                if self._is_given_up:
+                    break
+                line = await asyncio.to_thread(self._scoreboard.add, step, found, path)
             except WorkerDied as death:
                 reason, self._worker = str(death), None
             except (WorkerError, EngineError, ValueError, OSError) as error:
                 reason = str(error)
                 break
             else:
-                line = await asyncio.to_thread(self._scoreboard.add, step, found, path)
                 if found.failed:
                     self._warn(
                         f"evaluation of step {step}: the reward of {sum(found.failed.values())} "
@@ -199,6 +204,8 @@ class Evaluator:
                     )
                 self._on_result(line)
                 return
+        if self._is_given_up:
+            reason = "training went back to an earlier one, and comes to it again"
         self._warn(f"the model of step {step} is not evaluated: {reason}")
         await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 

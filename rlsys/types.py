@@ -118,6 +118,16 @@ class Generation:
     policy_versions: Int32Array  # [T], INJECTED, or of weights that never grow older
     finish_reason: FinishReason
 
+    @classmethod
+    def of_nothing(cls, request_id: str, finish_reason: FinishReason) -> Generation:
+        return cls(
+            request_id=request_id,
+            token_ids=np.empty(0, np.int32),
+            sampler_logprobs=np.empty(0, np.float32),
+            policy_versions=np.empty(0, np.int32),
+            finish_reason=finish_reason,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:

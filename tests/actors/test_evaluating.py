@@ -47,6 +47,7 @@ class World:
         self.board = Scoreboard(self.files, after_step=first_step)
         self.release = asyncio.Event()
         self.release.set()
+        self.is_evaluating = asyncio.Event()
         self.results: list[Mapping[str, float]] = []
         self.warnings: list[str] = []
         self.num_signs_of_life = 0
@@ -68,6 +69,7 @@ class World:
 
     def hire(self, answer: Answer) -> Worker:
         self.hired.append(FakeWorker(answer, self.release))
+        self.is_evaluating.set()
         return cast(Worker, self.hired[-1])
 
     async def export(self, directory: Path) -> None:
@@ -185,5 +187,27 @@ def test_what_was_trained_again_is_evaluated_again(tmp_path: Path) -> None:
         await world.after(15, 20)
         await world.finish()
         assert [line["step"] for line in world.results] == [0, 10, 20, 20]
+
+    run(work())
+
+
+def test_a_model_of_a_history_that_is_lost_while_it_is_evaluated_is_in_no_line(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        world = World(tmp_path, lambda name: found(0.5))
+        world.release.clear()
+        running = asyncio.create_task(world.evaluator.run())
+        await world.after(10)
+        await world.is_evaluating.wait()
+        world.evaluator.between_steps.go_back(5)
+        world.release.set()
+        await world.evaluator.finish()
+        assert world.results == []
+        await world.after(10)
+        await world.evaluator.finish()
+        running.cancel()
+        assert [line["step"] for line in world.results] == [10]
+        assert len(world.warnings) == 1
 
     run(work())

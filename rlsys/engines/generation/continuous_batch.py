@@ -129,7 +129,9 @@ class ContinuousBatch:
         waiting = [request for request in self._waiting if request.request_id in wanted]
         self._waiting = deque(r for r in self._waiting if r.request_id not in wanted)
         running = self._remove(dict.fromkeys(self._slots.find(wanted), FinishReason.ABORTED))
-        return running + [_never_started(request) for request in waiting]
+        return running + [
+            Generation.of_nothing(request.request_id, FinishReason.ABORTED) for request in waiting
+        ]
 
     def load(self, manifest: WeightManifest) -> None:
         """Overwrite the weights; the keys and values of running requests stay.
@@ -244,13 +246,3 @@ def _padded(values: npt.ArrayLike, length: int) -> npt.NDArray[np.int64]:
     padded = np.zeros(length, np.int64)
     padded[: len(array)] = array
     return padded
-
-
-def _never_started(request: GenerationRequest) -> Generation:
-    return Generation(
-        request_id=request.request_id,
-        token_ids=np.empty(0, np.int32),
-        sampler_logprobs=np.empty(0, np.float32),
-        policy_versions=np.empty(0, np.int32),
-        finish_reason=FinishReason.ABORTED,
-    )

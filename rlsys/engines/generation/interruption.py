@@ -112,7 +112,9 @@ class InterruptingEngine:
         if left < 0 or request.sampling.max_tokens <= left:
             return request
         if left == 0:
-            return self._second_part(request, _nothing(request))
+            return self._second_part(
+                request, Generation.of_nothing(request.request_id, FinishReason.LENGTH)
+            )
         self._thinking[request.request_id] = request
         return replace(request, sampling=replace(request.sampling, max_tokens=left))
 
@@ -143,13 +145,3 @@ class InterruptingEngine:
     def _whole(self, generation: Generation, said_of: Any) -> Generation:
         said = said_of(generation.request_id, None)
         return generation if said is None else merged(said, generation)
-
-
-def _nothing(request: GenerationRequest) -> Generation:
-    return Generation(
-        request_id=request.request_id,
-        token_ids=np.empty(0, np.int32),
-        sampler_logprobs=np.empty(0, np.float32),
-        policy_versions=np.empty(0, np.int32),
-        finish_reason=FinishReason.LENGTH,
-    )
