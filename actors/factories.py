@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlsys.config import MIN_CPUS, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
-from rlsys.dataflow.graph import Dataflow, GenerateStage, Model, TrainStage
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import GenerateStage, Model, TrainStage
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.dataset_engine import DatasetEngine
 from rlsys.engines.generation.mixed_engine import MixedEngine

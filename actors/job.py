@@ -20,13 +20,10 @@ from rlsys.data.alphabet import Alphabet
 from rlsys.data.external import external_prompts
 from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.curriculum import Curriculum
-from rlsys.dataflow.graph import (
-    Dataflow,
-    GenerateStage,
-    ScoreStage,
-)
+from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
+from rlsys.dataflow.stages import GenerateStage, ScoreStage
 from rlsys.errors import first_error
 from rlsys.exported import seal_export
 from rlsys.fields import to_dict

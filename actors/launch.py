@@ -21,10 +21,8 @@ from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
 from rlsys.controller import RewardsFailed, StallError
 from rlsys.data.prompts import load_tokenizer
-from rlsys.dataflow.graph import (
-    Dataflow,
-    GenerateStage,
-)
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import GenerateStage
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.errors import RunFailed
 from rlsys.estimate import estimate_memory, model_shape

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.checkpoint import Checkpoint
-from rlsys.dataflow.graph import PerBatchStage
+from rlsys.dataflow.stages import PerBatchStage
 from rlsys.types import StepResult, WeightManifest
 from rlsys.workers import LearnerDied, Rows, RowsLost, Written
 

@@ -16,12 +16,8 @@ from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource
 from rlsys.data.rows import LOADERS
 from rlsys.data.vocabulary import check_vocabularies
-from rlsys.dataflow.graph import (
-    Dataflow,
-    DatasetStage,
-    ScoreStage,
-    SourceStage,
-)
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import DatasetStage, ScoreStage, SourceStage
 from rlsys.engines.generation.interruption import interruption_of
 from rlsys.errors import Mistakes
 from rlsys.estimate import ModelShape

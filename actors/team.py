@@ -22,16 +22,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig
-from rlsys.dataflow.graph import (
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.signal import Signal
+from rlsys.dataflow.stages import (
     PER,
-    Dataflow,
     GenerateStage,
     InferStage,
     PerBatchStage,
     ScoreStage,
     TrainStage,
 )
-from rlsys.dataflow.signal import Signal
 from rlsys.errors import first_error
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile

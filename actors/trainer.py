@@ -25,7 +25,7 @@ from .rows import read_rows, write_column
 from .store import StoreAddress, StoreClient
 
 if TYPE_CHECKING:
-    from rlsys.dataflow.graph import PerBatchStage
+    from rlsys.dataflow.stages import PerBatchStage
     from rlsys.engines.training.protocol import TrainingEngine
     from rlsys.engines.training.snapshot import SnapshotFile
 

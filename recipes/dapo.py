@@ -24,9 +24,8 @@ import torch
 import rlsys
 from recipes import arithmetic
 from recipes.grpo import GRPOConfig
-from rlsys import require
+from rlsys import NUM_TOKENS, Dataflow, Prompts, RewardFn, require
 from rlsys.algorithms import clipped_surrogate, dynamic_sampling, grpo_advantage, token_mean
-from rlsys.dataflow.graph import NUM_TOKENS, Dataflow, Prompts, RewardFn
 
 
 @dataclass(frozen=True, kw_only=True)

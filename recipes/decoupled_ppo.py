@@ -25,14 +25,13 @@ from typing import Any, Literal
 import rlsys
 from recipes import arithmetic
 from recipes.grpo import GRPOConfig
-from rlsys import AsyncConfig, TrainerConfig, require
+from rlsys import AsyncConfig, Dataflow, Prompts, RewardFn, TrainerConfig, require
 from rlsys.algorithms import (
     decoupled_clipped_surrogate,
     grpo_advantage,
     interpolate_proximal,
     token_mean,
 )
-from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
 
 
 @dataclass(frozen=True, kw_only=True)

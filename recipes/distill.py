@@ -26,10 +26,9 @@ from recipes import arithmetic
 from recipes.arithmetic import CHARACTERS
 from recipes.grpo import grpo
 from recipes.quickstart import QuickstartConfig
-from rlsys import OwnModel, RolloutConfig, RunConfig, TrainerConfig, require
+from rlsys import Dataflow, OwnModel, Prompts, RewardFn, require
 from rlsys import algorithms as alg
-from rlsys.config import ModelConfig, RoleConfig
-from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
+from rlsys.config import ModelConfig, RoleConfig, RolloutConfig, RunConfig, TrainerConfig
 
 TEACHER = OwnModel(name="addition-teacher", characters=CHARACTERS, width=192, num_layers=6)
 

@@ -22,10 +22,9 @@ from typing import Any
 import rlsys
 from recipes.arithmetic import MODEL, ArithmeticConfig, held_out, small_trainer, warm_start
 from recipes.reward_model import pairs
-from rlsys import RunConfig, TrainerConfig, require
+from rlsys import PREFERENCE, Dataflow, Prompts, RunConfig, TrainerConfig, require
 from rlsys.algorithms import preferences, sequence_mean
 from rlsys.config import RoleConfig
-from rlsys.dataflow.graph import PREFERENCE, Dataflow, Prompts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from typing import Any
 import rlsys
 from recipes import arithmetic
 from recipes.grpo import GRPOConfig
+from rlsys import Dataflow, Prompts, RewardFn
 from rlsys.algorithms import clipped_surrogate, constant_length, dr_grpo_advantage
-from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
 
 
 @dataclass(frozen=True, kw_only=True)

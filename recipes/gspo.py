@@ -20,10 +20,9 @@ from typing import Any
 
 import rlsys
 from recipes import arithmetic
-from rlsys import AsyncConfig, RunConfig, TrainerConfig, require
+from rlsys import AsyncConfig, Dataflow, Prompts, RewardFn, RunConfig, TrainerConfig, require
 from rlsys.algorithms import grpo_advantage, sequence_mean
 from rlsys.algorithms import gspo as gspo_loss
-from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,8 @@ from typing import Any
 
 import rlsys
 from recipes import arithmetic
-from rlsys import AsyncConfig, RunConfig, require
+from rlsys import AsyncConfig, Dataflow, Prompts, RewardFn, RunConfig, require
 from rlsys.algorithms import aipo, dr_grpo_advantage, token_mean
-from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,9 @@ from torch import Tensor
 
 import rlsys
 from recipes import arithmetic, reward_model
-from rlsys import ModelConfig, RolloutConfig, RunConfig, TrainerConfig, require
+from rlsys import Dataflow, Prompts, RewardFn, RolloutConfig, RunConfig, require
 from rlsys import algorithms as alg
-from rlsys.config import RoleConfig, TrainedRoleConfig
-from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
+from rlsys.config import ModelConfig, RoleConfig, TrainedRoleConfig, TrainerConfig
 
 SHARE = 0.4  # of the two cores that five processes have
 TRAINER = arithmetic.small_trainer(num_cpus=SHARE)

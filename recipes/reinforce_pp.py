@@ -20,10 +20,9 @@ from typing import Any
 
 import rlsys
 from recipes import arithmetic
-from rlsys import RolloutConfig, RunConfig, TrainerConfig, require
+from rlsys import Dataflow, Prompts, RewardFn, RolloutConfig, RunConfig, TrainerConfig, require
 from rlsys.algorithms import clipped_surrogate, reinforce_plus_plus_token_advantage, token_mean
 from rlsys.config import RoleConfig
-from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,8 @@ from typing import Any
 
 import rlsys
 from recipes.arithmetic import CHARACTERS, MODEL, problem, small_trainer
-from rlsys import RunConfig, SamplingConfig, TrainerConfig
+from rlsys import PREFERENCE, Dataflow, Prompts, RunConfig, SamplingConfig, TrainerConfig
 from rlsys.algorithms import bradley_terry, sequence_mean
-from rlsys.dataflow.graph import PREFERENCE, Dataflow, Prompts
 
 NUM_PAIRS = 65536
 

@@ -21,9 +21,8 @@ from typing import Any
 
 import rlsys
 from recipes import arithmetic
-from rlsys import RunConfig, require
+from rlsys import Dataflow, Prompts, RewardFn, RunConfig, require
 from rlsys.algorithms import corrected, reinforce, rloo_advantage, sequence_sum, sequence_tis
-from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,8 @@ from typing import Any
 
 import rlsys
 from recipes import arithmetic
-from rlsys import AsyncConfig, DataConfig, RunConfig, require
+from rlsys import AsyncConfig, DataConfig, Dataflow, Prompts, RewardFn, RunConfig, require
 from rlsys.algorithms import cispo, prompt_mean, scale_rl_advantage
-from rlsys.dataflow.graph import Dataflow, Prompts, RewardFn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,8 @@ import rlsys
 from recipes import arithmetic
 from recipes.grpo import GRPOConfig
 from recipes.swarm_nodes import run_nodes
-from rlsys import Dataflow, ObserveConfig, Prompts, RolloutConfig, Shared, require
+from rlsys import Dataflow, ObserveConfig, Prompts, RewardFn, RolloutConfig, Shared, require
 from rlsys.algorithms import clipped_surrogate, grpo_advantage, token_mean
-from rlsys.dataflow.graph import RewardFn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,8 @@ from rlsys.config import (
     require,
 )
 from rlsys.data.shared import Shared
-from rlsys.dataflow.graph import NUM_TOKENS, PREFERENCE, TRUNCATED, Dataflow, Prompts
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, TRUNCATED, Prompts, RewardFn
 from rlsys.errors import RunFailed
 from rlsys.launching import HeldOut, RunResult, WarmStart, launch, main
 from rlsys.rewards import Reward, example_rollout, reward
@@ -56,6 +57,7 @@ __all__ = [
     "Prompts",
     "Reward",
     "RewardConfig",
+    "RewardFn",
     "Rollout",
     "RolloutConfig",
     "RunConfig",

@@ -12,7 +12,7 @@ import torch
 
 from rlsys.config import RunConfig
 from rlsys.data.hub import check_model_path, in_short, unreadable
-from rlsys.dataflow.graph import Head
+from rlsys.dataflow.stages import Head
 from rlsys.engines.context import context_length
 
 MASTER_BYTES, GRAD_BYTES, ADAM_BYTES = 4, 4, 8  # per parameter: float32, float32, two float32

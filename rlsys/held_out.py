@@ -19,7 +19,8 @@ from pathlib import Path
 from rlsys import metrics
 from rlsys.checkpoint import swapped_in
 from rlsys.config import RunConfig, require
-from rlsys.dataflow.graph import Dataflow, RewardFn, ScoreStage
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import RewardFn, ScoreStage
 from rlsys.evaluation import as_metrics
 from rlsys.launching import HeldOut
 from rlsys.model_evaluation import Evaluation, EvaluationConfig

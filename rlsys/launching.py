@@ -19,7 +19,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.config import RunConfig, require
-from rlsys.dataflow.graph import Dataflow, check_rows
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import check_rows
 from rlsys.errors import RunFailed
 from rlsys.fields import checked
 from rlsys.pipes import let_go_of_stdout
@@ -28,7 +29,7 @@ from rlsys.run_directory import RunFiles
 from rlsys.tiny_models import OwnModel
 
 if TYPE_CHECKING:
-    from rlsys.dataflow.graph import RewardFn
+    from rlsys.dataflow.stages import RewardFn
 
 # Exit codes of a recipe, beside 0 and, for a wrong option, 2.
 FAILED, INTERRUPTED, NOBODY_READS = 1, 130, 141

@@ -25,8 +25,9 @@ from rlsys.config import (
 )
 from rlsys.controller import BetweenSteps, Controller, OpenWork, RewardsFailed, StallError
 from rlsys.dataflow.curriculum import Curriculum
-from rlsys.dataflow.graph import Dataflow, Prompts
+from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.ledger import Event, Ledger
+from rlsys.dataflow.stages import Prompts
 from rlsys.engines.generation.sampling import request_seed, stream_key
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time

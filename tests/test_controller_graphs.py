@@ -20,7 +20,8 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.controller import OpenWork
-from rlsys.dataflow.graph import NUM_TOKENS, PREFERENCE, Dataflow, Prompts
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, Prompts
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.simulation.workers import (
     SimulatedLearner,

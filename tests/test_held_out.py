@@ -9,7 +9,8 @@ import rlsys
 from rlsys import PREFERENCE
 from rlsys.algorithms import sequence_mean, simpo
 from rlsys.config import DataConfig, HeldOutConfig, RolloutConfig
-from rlsys.dataflow.graph import Dataflow, Prompts
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import Prompts
 from rlsys.evaluation import Estimate
 from rlsys.held_out import (
     Scoreboard,

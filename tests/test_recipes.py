@@ -16,7 +16,7 @@ from recipes.dapo import penalised_advantage
 from rlsys.algorithms import grpo_advantage
 from rlsys.cli import parse
 from rlsys.config import ObserveConfig
-from rlsys.dataflow.graph import PerGroupStage, TrainStage
+from rlsys.dataflow.stages import PerGroupStage, TrainStage
 from rlsys.fields import to_dict
 from tests.small_recipes import SMALL_RECIPES, config_of, graph_of
 from tests.test_contracts import CONFIGS

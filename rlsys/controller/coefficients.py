@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from rlsys.dataflow.graph import ControlStage
+from rlsys.dataflow.stages import ControlStage
 from rlsys.workers import Rows, Written
 
 

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from rlsys.controller.state import RunState
-from rlsys.dataflow.graph import InferStage
+from rlsys.dataflow.stages import InferStage
 from rlsys.dataflow.store import RowBatch, Subscription
 from rlsys.workers import Pool, Rows, RowsLost, Written
 

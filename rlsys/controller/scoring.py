@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from rlsys.controller.state import FACTS, Group, RunState
-from rlsys.dataflow.graph import Dataflow, PerGroupStage, ScoreStage
+from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.selection import FIRST_COMPLETE, whole_groups
+from rlsys.dataflow.stages import PerGroupStage, ScoreStage
 from rlsys.dataflow.store import RowBatch, Subscription
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.workers import RolloutText, Score, Scorer, ScoreTask, Unreadable

@@ -13,9 +13,9 @@ from typing import Protocol
 from rlsys.config import RunConfig
 from rlsys.dataflow.admission import AdmissionGate
 from rlsys.dataflow.curriculum import Curriculum
-from rlsys.dataflow.graph import NUM_TOKENS, PREFERENCE, TRUNCATED
 from rlsys.dataflow.ledger import Ledger, OpenGroup
 from rlsys.dataflow.signal import Signal
+from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, TRUNCATED
 from rlsys.dataflow.store import StreamStore
 from rlsys.rewards import RewardFailure
 from rlsys.types import FinishReason, Prompt, StepResult, WeightManifest

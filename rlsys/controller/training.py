@@ -30,16 +30,16 @@ from rlsys.controller.learners import Learners
 from rlsys.controller.state import RunState, TrainedStep
 from rlsys.controller.step_rows import StepRows
 from rlsys.dataflow.batching import ReadyGroup, StepAssembler, mini_batches, split
-from rlsys.dataflow.graph import (
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
+from rlsys.dataflow.stages import (
     ControlStage,
-    Dataflow,
     GenerateStage,
     InferStage,
     PerBatchStage,
     StepStage,
     TrainStage,
 )
-from rlsys.dataflow.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
 from rlsys.dataflow.store import RowBatch
 from rlsys.errors import first_error
 from rlsys.types import StepResult, WeightManifest

@@ -13,210 +13,53 @@ there:
     for each group  per_group
     for each step   per_batch, infer (a model that is trained: its weights at the step's beginning)
     for each step   train; rows stream in where nothing else waits for the whole step
-
-Columns hold one value per row, which travels with the row's metadata, or one per token, whose bytes
-live in the store's shared memory.
 """
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig, require
-from rlsys.data.shared import Shared
+from rlsys.config import require
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.schema import StageSpec
+from rlsys.dataflow.stages import (
+    BYTES_PER_VALUE,
+    FACTS,
+    PADDING_BYTES,
+    PER,
+    PREFERENCE,
+    PROMPT_COLUMN,
+    PROXIMAL_COLUMN,
+    ROLLOUT_COLUMNS,
+    SAMPLER_COLUMN,
+    Column,
+    Controller,
+    ControlStage,
+    DatasetStage,
+    GenerateStage,
+    GroupFn,
+    Head,
+    InferStage,
+    Model,
+    Per,
+    PerBatchStage,
+    PerGroupStage,
+    Prompts,
+    RewardFn,
+    Role,
+    ScoreStage,
+    SourceStage,
+    Stage,
+    StepStage,
+    TrainStage,
+)
 from rlsys.dataflow.store import StreamStore
-from rlsys.rewards.reward import Reward, as_rewards
+from rlsys.rewards.reward import as_rewards
 
 if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
-    import torch
-
     from rlsys.algorithms.aggregation import Aggregation
-
-# One tensor [G] per column read -> [G], one value per rollout of the group; None refuses the group.
-GroupFn = Callable[..., "torch.Tensor | None"]
-RewardFn = Callable[..., Any]
-
-Role = RoleConfig | TrainedRoleConfig
-Per = Literal["row", "token"]
-Head = Literal["logits", "value", "score"]
-
-# What sampling writes, in bytes a token.
-PROXIMAL_COLUMN = "proximal_logprobs"  # by the policy at the beginning of the step
-PROMPT_COLUMN, SAMPLER_COLUMN = "prompt_token_ids", "sampler_logprobs"
-ROLLOUT_COLUMNS = (PROMPT_COLUMN, "token_ids", SAMPLER_COLUMN, "policy_versions")
-BYTES_PER_VALUE = 4
-
-# A row's columns of one writer are padded to the arena's alignment.
-PADDING_BYTES = 64
-
-# What a model makes of a row: one value for each of its tokens, or one for all.
-PER: dict[Head, Per] = {"logits": "token", "value": "token", "score": "row"}
-
-
-@dataclass(frozen=True)
-class Column:
-    """One field of every row."""
-
-    name: str
-    per: Per = "row"
-
-
-# Of every rollout, for functions over groups and batches, and for losses: what no stage writes, and
-# a recipe names as rlsys.NUM_TOKENS, rlsys.TRUNCATED, rlsys.PREFERENCE.
-NUM_TOKENS = Column("num_tokens")  # of the completion
-TRUNCATED = Column("truncated")  # 1: ended by the limit on tokens, else 0
-PREFERENCE = Column("preference")  # 1: the first of its group, else -1
-FACTS = (NUM_TOKENS, TRUNCATED, PREFERENCE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """Where prompts come from: a configured dataset, or rows made by the recipe; and, in place of
-    some of them, groups that other runs have sampled."""
-
-    config: DataConfig
-    rows: Sequence[dict[str, Any]] | None = None
-    shared: Shared | None = None
-
-    @property
-    def may_be_external(self) -> bool:
-        """Some of them come with what another run has sampled."""
-        return self.shared is not None and self.shared.groups_per_step > 0
-
-    def __post_init__(self) -> None:
-        require(
-            isinstance(self.config, DataConfig),
-            f"Prompts.config={self.config!r} is no DataConfig; give the configuration's data.",
-        )
-        check_rows(self.rows, "Prompts.rows")
-
-
-def check_rows(rows: Any, name: str) -> None:
-    """Raise ValueError for what a recipe gives as rows, and calls `name`, unless it is a list of
-    dictionaries, a datasets.Dataset or None."""
-    if rows is None or hasattr(rows, "column_names"):
-        return
-    require(
-        isinstance(rows, Sequence) and not isinstance(rows, str | bytes),
-        f"{name}={reprlib.repr(rows)} is no list of rows; give a list of dictionaries, or a "
-        "datasets.Dataset.",
-    )
-    for number, row in enumerate(rows):
-        require(
-            isinstance(row, Mapping),
-            f"{name}[{number}]={reprlib.repr(row)} is no row; give a dictionary of columns, such "
-            f"as {{'prompt': {reprlib.repr(row)}}}.",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A role in the algorithm. `config` says whose weights it begins with and what it runs on; None
-    for the graph's main model, which runs by model, trainer and rollout of the run's configuration:
-    the policy, or whatever a graph without one is for."""
-
-    name: str
-    head: Head = "logits"
-    config: Role | None = None
-
-    @property
-    def is_main(self) -> bool:
-        return self.config is None
-
-    @property
-    def may_train(self) -> bool:
-        return self.is_main or isinstance(self.config, TrainedRoleConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A function over rows: what it reads, what it writes."""
-
-    name: str
-    reads: tuple[Column, ...] = ()
-    writes: tuple[Column, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceStage(Stage):
-    """Where rows come from."""
-
-    prompts: Prompts
-    group_size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateStage(SourceStage):
-    model: Model
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetStage(SourceStage):
-    completions: str  # a column of the prompts' dataset
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferStage(Stage):
-    model: Model
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreStage(Stage):
-    rewards: tuple[Reward, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerGroupStage(Stage):
-    function: GroupFn
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerBatchStage(Stage):
-    function: Callable[..., Any]
-
-    @property
-    def has_tokens(self) -> bool:
-        """It reads or writes a value per token, so that it runs where the bytes are."""
-        return any(column.per == "token" for column in (*self.reads, *self.writes))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainStage(Stage):
-    model: Model
-    loss: Callable[..., Any]
-    aggregation: Aggregation
-    watches: tuple[Column, ...]  # of what it reads, only for the metrics
-
-    @property
-    def trains_on(self) -> tuple[Column, ...]:
-        return tuple(column for column in self.reads if column not in self.watches)
-
-
-class Controller(Protocol):
-    """Of a coefficient, such as rlsys.algorithms.adaptive_kl."""
-
-    @property
-    def initial(self) -> float:
-        """In the first step."""
-
-    def next(self, coefficient: float, divergence: float, /) -> float:
-        """In the next step, after one with this coefficient in which the column that is read had
-        this mean."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ControlStage(Stage):
-    """A coefficient that each step sets for the next by what it saw."""
-
-    controller: Controller
-
-
-StepStage = PerBatchStage | InferStage | ControlStage
 
 S = TypeVar("S", bound=Stage)
 

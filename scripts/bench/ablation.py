@@ -21,8 +21,9 @@ import torch
 
 from rlsys.config import AsyncConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlsys.controller import Controller, OpenWork
-from rlsys.dataflow.graph import Dataflow, Prompts
+from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.ledger import Ledger
+from rlsys.dataflow.stages import Prompts
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.simulation.workers import (
     Record,

@@ -25,15 +25,8 @@ from rlsys.algorithms import (
 )
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig
 from rlsys.data.shared import Shared
-from rlsys.dataflow.graph import (
-    NUM_TOKENS,
-    PREFERENCE,
-    Column,
-    Dataflow,
-    GenerateStage,
-    Prompts,
-    TrainStage,
-)
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, Column, GenerateStage, Prompts, TrainStage
 
 PROMPTS = Prompts(config=DataConfig())
 
