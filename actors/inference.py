@@ -72,7 +72,7 @@ class InferenceActor(Heartbeat):
 
 class RayPool:
     """`start_worker` starts the actor of a place, by number; `open_store` makes sure that the store
-    has a shard on a node."""
+    has a shard on a node; `on_death` is told why a worker has a successor."""
 
     def __init__(
         self,
@@ -80,12 +80,14 @@ class RayPool:
         open_store: Callable[[str], Awaitable[StoreAddress]],
         *,
         num_workers: int,
+        on_death: Callable[[str], None],
         model: str = "reference",
     ) -> None:
         self._model = model
         self._start_worker = start_worker
         self._open_store = open_store
         self._num_workers = num_workers
+        self._on_death = on_death
         self._start_timeout_s = 0.0
         self._workers: dict[int, Worker] = {}  # by place
         self._starts: dict[Worker, asyncio.Task[None]] = {}
@@ -121,7 +123,7 @@ class RayPool:
                 return written
             except WorkerDied as death:
                 reason = str(death)
-                self._forget(place, worker)
+                self._forget(place, worker, reason)
             finally:
                 self._load[place] -= len(rows)
         raise PoolDied(f"{MAX_DEATHS} workers in a row died over the same rows: {reason}")
@@ -138,8 +140,9 @@ class RayPool:
         store = await self._open_store(node_id)
         await worker.call("start", store, timeout_s=self._start_timeout_s)
 
-    def _forget(self, place: int, worker: Worker) -> None:
+    def _forget(self, place: int, worker: Worker, reason: str) -> None:
         """It has died; not its successor, which another call may have started by now."""
         worker.kill()
         if self._workers.get(place) is worker:
             del self._workers[place], self._starts[worker]
+            self._on_death(reason)

@@ -167,10 +167,17 @@ class RewardActor(Heartbeat):
 
 class RayScorer:
     """The pool: a batch is shared out in pieces, each to the actor with the fewest rollouts under
-    way."""
+    way. `on_death` is told why an actor has a successor."""
 
-    def __init__(self, start_worker: Callable[[int], Worker], *, num_workers: int) -> None:
+    def __init__(
+        self,
+        start_worker: Callable[[int], Worker],
+        *,
+        num_workers: int,
+        on_death: Callable[[str], None],
+    ) -> None:
         self._start_worker = start_worker
+        self._on_death = on_death
         self._start_timeout_s = ANSWER_LIMIT_S
         self._num_started = 0
         self._num_pieces = 0
@@ -212,7 +219,7 @@ class RayScorer:
                 return
             except _WorkerLost as error:
                 reason = str(error)
-                self._replace(worker)
+                self._replace(worker, reason)
             finally:
                 if worker in self._load:
                     self._load[worker] -= size
@@ -250,13 +257,14 @@ class RayScorer:
         except CALL_ERRORS as error:
             raise _WorkerLost(str(error)) from error
 
-    def _replace(self, worker: Worker) -> None:
+    def _replace(self, worker: Worker, reason: str) -> None:
         """Another in its place, which takes pieces at once: they wait for its start."""
         if worker in self._load:
             del self._load[worker]
             self._starts.pop(worker, None)
             worker.kill()
             self._add()
+            self._on_death(reason)
 
 
 async def _part(worker: Worker, method: str, *args: Any) -> Part:

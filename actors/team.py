@@ -63,10 +63,13 @@ async def hired(
     trace: Path,
     places: Places,
     checkpoints: Checkpoints,
+    *,
+    on_death: Callable[[str], None],
 ) -> AsyncIterator[Team]:
     """The actors of a run; those with engines are created when they are started. Replicas are
-    hired by whoever needs them. At the end of the block all are ended, also those that hang, and
-    what they share is removed."""
+    hired by whoever needs them. `on_death` is told why a reward worker, a frozen model or a shard
+    has a successor. At the end of the block all are ended, also those that hang, and what they
+    share is removed."""
     config = _for_other_directories(config)
     lost_shards: asyncio.Queue[ShardAddress] = asyncio.Queue()
     async with contextlib.AsyncExitStack() as ending:
@@ -87,7 +90,7 @@ async def hired(
         learners = {stage.model.name: actors.learner(stage) for stage in flow.all(TrainStage)}
         for learner in learners.values():
             ending.callback(learner.close)
-        pools = {stage.model.name: actors.pool(stage) for stage in flow.row_stages}
+        pools = {stage.model.name: actors.pool(stage, on_death) for stage in flow.row_stages}
         fleet = RayFleet(
             places.replicas,
             actors.replica,
@@ -103,7 +106,7 @@ async def hired(
             return evaluators[-1]
 
         num_scorers = config.reward.num_workers if flow.all(ScoreStage) else 0
-        scorer = RayScorer(actors.reward, num_workers=num_scorers)
+        scorer = RayScorer(actors.reward, num_workers=num_scorers, on_death=on_death)
 
         def engines() -> list[Worker]:
             ranks = [rank for learner in learners.values() for rank in learner.ranks]
@@ -125,6 +128,7 @@ async def hired(
             tracer=Tracer("controller", max_pending=actors.max_pending),
             trace_file=trace_file,
             lost_shards=lost_shards,
+            on_death=on_death,
         )
 
 
@@ -141,6 +145,7 @@ class Team:
     tracer: Tracer  # the controller's
     trace_file: TraceFile | None
     lost_shards: asyncio.Queue[ShardAddress]
+    on_death: Callable[[str], None]
 
     async def serve_while(
         self,
@@ -204,6 +209,9 @@ class Team:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 shard = await self.lost_shards.get()
+                self.on_death(
+                    f"shard {shard.name} of the store died: what it held is sampled again"
+                )
                 on_shard_lost(shard.name)
                 tasks.create_task(self._replace(shard))
 
@@ -275,7 +283,7 @@ class _Actors:
             writes=bool(computed) or any(one.model == model for one in own),
         )
 
-    def pool(self, stage: InferStage) -> RayPool:
+    def pool(self, stage: InferStage, on_death: Callable[[str], None]) -> RayPool:
         role = stage.model.config
         assert isinstance(role, RoleConfig)
 
@@ -291,7 +299,13 @@ class _Actors:
             per_token = column.per == "token"
             return self._start(name, InferenceActor, options, make_engine, column.name, per_token)
 
-        return RayPool(start, self._store_of, num_workers=role.num_workers, model=stage.model.name)
+        return RayPool(
+            start,
+            self._store_of,
+            num_workers=role.num_workers,
+            on_death=on_death,
+            model=stage.model.name,
+        )
 
     async def _store_of(self, node_id: str) -> StoreAddress:
         """With a shard on this node."""

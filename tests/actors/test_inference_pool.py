@@ -42,13 +42,14 @@ async def open_store(node_id: str) -> StoreAddress:
 def test_a_successor_that_dies_while_it_loads_has_one_too(num_calls: int) -> None:
     workers = [FakeWorker(0, "run"), FakeWorker(1, "start"), FakeWorker(2), FakeWorker(3)]
     started: list[int] = []
+    deaths: list[str] = []
 
     async def run() -> None:
         def start(place: int) -> Worker:
             started.append(place)
             return workers[len(started) - 1]
 
-        pool = RayPool(start, open_store, num_workers=1)
+        pool = RayPool(start, open_store, num_workers=1, on_death=deaths.append)
         await pool.start(1.0)
         assert await asyncio.gather(*(pool.run(NO_ROWS) for _ in range(num_calls))) == (
             [DONE] * num_calls
@@ -56,15 +57,24 @@ def test_a_successor_that_dies_while_it_loads_has_one_too(num_calls: int) -> Non
 
     asyncio.run(run())
     assert started == [0, 0, 0]
+    assert len(deaths) == 2  # each is told once, whoever noticed
     assert not workers[2].killed
 
 
 def test_rows_of_which_every_worker_dies_are_told() -> None:
+    deaths: list[str] = []
+
     async def run() -> None:
-        pool = RayPool(lambda place: FakeWorker(place, "run"), open_store, num_workers=2)
+        pool = RayPool(
+            lambda place: FakeWorker(place, "run"),
+            open_store,
+            num_workers=2,
+            on_death=deaths.append,
+        )
         await pool.start(1.0)
         with pytest.raises(PoolDied, match="3 workers in a row died over the same rows"):
             await pool.run(NO_ROWS)
+        assert len(deaths) == 3
 
     asyncio.run(run())
 
@@ -72,7 +82,11 @@ def test_rows_of_which_every_worker_dies_are_told() -> None:
 def test_a_worker_that_dies_while_it_loads_is_told_with_its_model() -> None:
     async def run() -> None:
         pool = RayPool(
-            lambda place: FakeWorker(place, "start"), open_store, num_workers=1, model="judge"
+            lambda place: FakeWorker(place, "start"),
+            open_store,
+            num_workers=1,
+            on_death=lambda _: None,
+            model="judge",
         )
         told = r"^model 'judge' could not be loaded, its process died meanwhile \(reference-0 died"
         with pytest.raises(WorkerDied, match=told):

@@ -51,9 +51,15 @@ class FakeWorker(Worker):
         self.killed = True
 
 
-def pool(workers: Sequence[FakeWorker], *, num_workers: int) -> RayScorer:
+def pool(
+    workers: Sequence[FakeWorker], *, num_workers: int, deaths: list[str] | None = None
+) -> RayScorer:
     """Of the first workers; the others follow in their turn."""
-    return RayScorer(lambda number: workers[number], num_workers=num_workers)
+    return RayScorer(
+        lambda number: workers[number],
+        num_workers=num_workers,
+        on_death=([] if deaths is None else deaths).append,
+    )
 
 
 def tasks(count: int) -> list[ScoreTask]:
@@ -113,13 +119,16 @@ def test_scores_are_told_as_they_come() -> None:
 
 def test_what_a_dead_worker_has_not_told_is_scored_by_its_one_successor() -> None:
     workers = [FakeWorker(0, per_answer=2, dies_at=3), FakeWorker(1)]
-    scorer = pool(workers, num_workers=1)
+    deaths: list[str] = []
+    scorer = pool(workers, num_workers=1, deaths=deaths)
     found = score(scorer, 6, 3)
     assert [*found[0].values(), *found[1].values()] == [ONE] * 9
     assert workers[0].killed
     assert workers[0].num_scored + workers[1].num_scored == 9
     assert workers[0].num_scored > 0
     assert scorer.workers == [workers[1]]
+    (death,) = deaths  # told once, though both batches noticed
+    assert "reward-0 died" in death
 
 
 @pytest.mark.parametrize("dies_at", [0, 1])

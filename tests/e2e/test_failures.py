@@ -112,6 +112,8 @@ def test_a_run_outlives_each_of_its_processes(tmp_path: Path) -> None:
         assert job.wait(timeout_s=280) == 0, job.output
         assert "rollout-0 died" in job.output
         assert "trainer-0 died" in job.output
+        assert "reward-0 died" in job.output
+        assert "of the store died: what it held is sampled again" in job.output
         assert job.left_behind() == {}
     finally:
         job.end()
