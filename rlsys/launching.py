@@ -104,7 +104,7 @@ class HeldOut:
             as_rewards(self.rewards)  # raises for what is no reward function
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RunResult:
     """What a run came to."""
 
@@ -116,6 +116,11 @@ class RunResult:
     metrics.jsonl, such as "reward/mean"."""
     evaluations: tuple[Mapping[str, float], ...] = ()
     """A line per evaluation on held-out prompts, as in evaluations.jsonl: "step", "eval/pass@1"."""
+
+    def __repr__(self) -> str:
+        """One line: a notebook shows it where a cell ends with `launch(...)`."""
+        steps = f"{len(self.metrics)} steps"
+        return f"RunResult({self.outcome}, {steps}, {str(self.directory)!r})"
 
     @property
     def directory(self) -> Path:

@@ -189,6 +189,7 @@ def test_a_dry_run_writes_nothing_and_prints_a_file_that_config_accepts(
     result = launch(tmp_path, rows, seed=3, name="dry")
     assert (result.outcome, result.metrics) == ("dry run", ())
     assert result.directory == tmp_path / "runs" / "dry"
+    assert repr(result) == f"RunResult(dry run, 0 steps, {str(result.directory)!r})"
     assert list(tmp_path.iterdir()) == []
     printed = capsys.readouterr().out
     assert "8 prompts, each with answer beside it; the first one has 7 tokens:" in printed

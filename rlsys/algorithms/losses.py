@@ -47,6 +47,17 @@ class reinforce:
 
 
 @dataclass(frozen=True)
+class cross_entropy:
+    """−log π_θ: supervised learning, of completions that a dataset holds."""
+
+    denominator: ClassVar[str] = "none"
+    uses_advantages: ClassVar[bool] = False
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        return -floored(inputs.trainer_logprobs), {}
+
+
+@dataclass(frozen=True)
 class clipped_surrogate:
     """−min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A): PPO, 1707.06347, equation 7; r is ρ or u.
 

@@ -47,6 +47,7 @@ Kind = Literal[
 _BY_KIND: dict[Kind, tuple[Callable[..., Any], ...]] = {
     "loss": (
         losses.reinforce,
+        losses.cross_entropy,
         losses.clipped_surrogate,
         composed.decoupled_clipped_surrogate,
         losses.gspo,

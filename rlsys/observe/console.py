@@ -209,7 +209,9 @@ class RunConsole:
 
     def _sample(self, record: RolloutRecord) -> None:
         components = ", ".join(f"{name} {value:.3g}" for name, value in record.rewards.items())
-        title = f"sample of step {record.step}: reward {record.reward:.3g}"
+        title = f"sample of step {record.step}"
+        if record.reward is not None:
+            title += f": reward {record.reward:.3g}"
         self._print(f"{title} ({components})" if len(record.rewards) > 1 else title, style="cyan")
         self._print(_indented("prompt", record.prompt))
         self._print(_indented("completion", record.completion))

@@ -253,7 +253,7 @@ def _records(trained: TrainedStep) -> list[RolloutRecord]:
                     token_ids=note.text.token_ids,
                     policy_versions=note.text.policy_versions,
                     staleness=trained.step - 1 - note.min_version,
-                    reward=own.pop(REWARD, 0.0),
+                    reward=own.pop(REWARD, None),
                     rewards=note.components,
                     advantage=own.pop(ADVANTAGES, None),
                     columns=own,

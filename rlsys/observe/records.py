@@ -31,7 +31,7 @@ class RolloutRecord:
     token_ids: Sequence[int]  # [T]
     policy_versions: Sequence[int]  # [T]
     staleness: int  # optimizer steps between its oldest token and the step that trained it
-    reward: float
+    reward: float | None  # None: nothing scored it
     rewards: Mapping[str, float]  # by reward function, before their weights
     advantage: float | None  # None: its tokens have one each
     finish_reason: str

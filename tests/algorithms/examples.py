@@ -48,7 +48,7 @@ PAIR_LOSSES = (
     "orpo",
 )
 
-LOSSES = (*POLICY_LOSSES, *PAIR_LOSSES, "distill(reinforce)", "distill(cispo)")
+LOSSES = ("cross_entropy", *POLICY_LOSSES, *PAIR_LOSSES, "distill(reinforce)", "distill(cispo)")
 
 OTHERS = {
     "value_loss": ("value_loss", "clipped_value_loss(0.5)"),

@@ -32,6 +32,7 @@ from rlsys.algorithms.losses import (
     aipo,
     cispo,
     clipped_surrogate,
+    cross_entropy,
     dppo_mask,
     gmpo,
     gspo,
@@ -99,6 +100,15 @@ def loss_and_gradient(loss: LossFn, inputs: LossInputs) -> tuple[list[float], li
 
 # Two rollouts of two tokens: the first good, the second bad.
 RATIOS, ADVANTAGES, ROWS = [1.5, 0.5, 1.5, 0.5], [1.0, 1.0, -1.0, -1.0], [0, 0, 1, 1]
+
+
+def test_cross_entropy_asks_for_no_advantage() -> None:
+    inputs = make_inputs([2.0, 1.0, 0.0], [-7.0, 0.0, 1.0])
+    values, gradient = loss_and_gradient(cross_entropy(), inputs)
+    assert values[:2] == pytest.approx([math.log(2), math.log(4)])
+    assert gradient[:2] == pytest.approx([-1.0, -1.0])
+    assert math.isfinite(values[2])
+    assert not uses_advantages(cross_entropy())
 
 
 def test_clipped_surrogate_by_hand() -> None:

@@ -27,10 +27,9 @@ def records(step: int, group_id: int, size: int = 2, **changes: object) -> list[
             token_ids=[1],
             policy_versions=[0],
             staleness=0,
-            reward=float(index),
             rewards={},
             advantage=0.0,
-            **settings,  # type: ignore[arg-type]
+            **{"reward": float(index), **settings},  # type: ignore[arg-type]
         )
         for index in range(size)
     ]
@@ -205,3 +204,8 @@ def test_a_thread_that_a_bug_ends_says_so(tmp_path: Path) -> None:
     reading._thread.join(60)
     with pytest.raises(AssertionError, match="a bug"):
         reading.check()
+
+
+def test_a_group_that_nothing_scored_is_not_shared(tmp_path: Path) -> None:
+    written(tmp_path / "peer", records(1, 4), records(1, 5, reward=None), records(1, 6))
+    assert ids(Peer("a", tmp_path / "peer", group_size=2).read()) == [4, 6]

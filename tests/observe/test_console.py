@@ -179,6 +179,12 @@ def test_samples_are_printed_every_ten_steps_and_never_interpreted() -> None:
     ]
 
 
+def test_a_sample_that_nothing_scored_has_no_reward() -> None:
+    screen = Screen()
+    screen.run.step(step_line(1), [replace(RECORD, step=1, reward=None, rewards={})])
+    assert [text for text in screen.lines if "sample of" in text] == ["sample of step 1"]
+
+
 def test_a_sample_cannot_drive_the_terminal_nor_flood_it() -> None:
     screen = Screen()
     record = replace(

@@ -20,6 +20,7 @@ import torch
 from rlsys import metrics
 from rlsys.algorithms.aggregation import Aggregation, token_mean
 from rlsys.algorithms.inputs import whole_groups
+from rlsys.algorithms.losses import cross_entropy
 from rlsys.algorithms.metrics import derived_metrics
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.cpu_memory import keep_freed_memory
@@ -40,7 +41,7 @@ from rlsys.engines.training.roles import HeadKind, Loss, Policy, Role, load_role
 from rlsys.engines.training.sharding import recompute_activations, shard, whole
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.statistics import StepStatistics, StepSums, over_updates
-from rlsys.engines.training.supervised import supervised_loss, supervised_row
+from rlsys.engines.training.supervised import supervised_row
 from rlsys.engines.training.trainer_state import load_state, save_state, state_tensors
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
@@ -165,7 +166,7 @@ class FSDPEngine:
         share = examples[self._ranks.rank :: self._ranks.world_size]
         rows = [supervised_row(tokens, length) for tokens, length in share]
         role = Policy(self._role.network, self._device, temperature=1.0)
-        self._accumulate(role, rows, supervised_loss, token_mean)
+        self._accumulate(role, rows, cross_entropy(), token_mean)
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         return self._apply_gradients(rate, "a supervised step").loss
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
-from rlsys.algorithms.inputs import LossInputs
 from rlsys.types import TrainRow
 
 
@@ -29,8 +27,3 @@ def supervised_row(token_ids: Sequence[int], prompt_length: int) -> TrainRow:
         group_size=1,
         group_num_tokens=len(completion),
     )
-
-
-def supervised_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Cross-entropy, [N]."""
-    return -inputs.trainer_logprobs, {}
