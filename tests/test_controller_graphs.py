@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.algorithms.groups import dynamic_sampling
 from rlsys.config import (
     AsyncConfig,
     DataConfig,
@@ -22,6 +23,7 @@ from rlsys.config import (
 from rlsys.controller import OpenWork
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, Prompts
+from rlsys.rewards import RewardResult, reward
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.simulation.workers import (
     SimulatedLearner,
@@ -392,3 +394,53 @@ def test_control_wants_a_controller_and_one_value_per_row() -> None:
         flow.control(0.05, reward)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has a value per token"):
         flow.control(counting(), rollouts[2])
+
+
+def test_parts_of_a_reward_have_columns_of_their_own() -> None:
+    """Groups are refused by one of them, and trained on the other."""
+    rng = random.Random(0)
+    w = world(num_replicas=1)
+    w.scorer.outcome = lambda task: RewardResult(
+        total=-1.0,
+        components={"right": float(rng.random() < 0.5), "shape/form": float(task.index)},
+    )
+    refusing = dynamic_sampling(center, by_last_column=True)
+    w.dataflow = flow = Dataflow()
+    rollouts = flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
+    total, right, form = flow.score(
+        rollouts,
+        [reward(name="right")(lambda _: 0.0), reward(name="shape")(lambda _: {"form": 0.0})],
+        parts=["right", "shape/form"],
+    )
+    advantages = flow.per_group(refusing, form, right)
+    flow.train(
+        flow.models["policy"],
+        rollouts,
+        advantages,
+        loss=no_loss,
+        aggregation=no_loss,
+        watch=[total, right],
+    )
+    run_in_virtual_time(w.run())
+    assert len(w.observer.steps) == 4
+    for step in w.observer.steps:
+        for group in step.groups:
+            columns = step.columns[group.group_id]
+            assert sorted(columns["right"]) == [0, 1]  # the others are refused
+            assert list(columns["reward"]) == [-1, -1]
+            assert list(columns["advantages"]) == [-0.5, 0.5]
+    assert w.ledger.num_dropped > 0
+
+
+def test_a_part_that_a_rollout_lacks_ends_the_run() -> None:
+    w = world(num_replicas=1)
+    w.scorer.outcome = lambda task: RewardResult(total=0.0, components={"shape": 1.0})
+    w.dataflow = flow = Dataflow()
+    rollouts = flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
+    _, form = flow.score(
+        rollouts, [reward(name="shape")(lambda _: {"form": 0.0})], parts=["shape/form"]
+    )
+    advantages = flow.per_group(center, form)
+    flow.train(flow.models["policy"], rollouts, advantages, loss=no_loss, aggregation=no_loss)
+    with pytest.raises(ValueError, match=r"a rollout has \['shape'\] alone"):
+        run_in_virtual_time(w.run())

@@ -87,7 +87,7 @@ class ScoringSide:
             else:
                 results[place] = score.outcome, score.text
         live_rows: list[int] = []
-        rewards: list[float] = []
+        scalars: dict[str, list[float]] = {column.name: [] for column in stage.writes}
         for place, (result, text) in results.items():
             row, task = rows[place], tasks[place]
             group = groups.get(task.group_id)
@@ -99,10 +99,11 @@ class ScoringSide:
                 note.reward = result.total
                 self._look_at_whole(group)
                 live_rows.append(row)
-                rewards.append(result.total)
+                for name, value in _values(stage, result).items():
+                    scalars[name].append(value)
         if live_rows:
             self._num_failed_in_a_row = 0
-            store.write(stage.name, live_rows, scalars={stage.writes[0].name: rewards})
+            store.write(stage.name, live_rows, scalars=scalars)
         store.release(stage.name, [rows[place] for place in scores])
         self._state.progress.notify()
 
@@ -177,3 +178,15 @@ class ScoringSide:
                 state.store.write(stage.name, rows, scalars={stage.writes[0].name: results})
             state.store.release(stage.name, batch.rows)
             state.progress.notify()
+
+
+def _values(stage: ScoreStage, result: RewardResult) -> dict[str, float]:
+    """Of one rollout, by column."""
+    for part in stage.parts:
+        if part not in result.components:
+            raise ValueError(
+                f"flow.score(parts=[{part!r}]): a rollout has {sorted(result.components)} alone; "
+                "let the reward function return this part for every rollout."
+            )
+    total, *parts = (column.name for column in stage.writes)
+    return {total: result.total, **{name: result.components[name] for name in parts}}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rlsys.config import require
 from rlsys.dataflow.memory import FreedRows
@@ -152,11 +152,39 @@ class Dataflow:
             )
         )
 
+    @overload
     def score(
         self, rollouts: Sequence[Column], rewards: Sequence[RewardFn], *, writes: str = "reward"
-    ) -> Column:
-        """Reward of each rollout, as soon as it has ended."""
+    ) -> Column: ...
+
+    @overload
+    def score(
+        self,
+        rollouts: Sequence[Column],
+        rewards: Sequence[RewardFn],
+        *,
+        writes: str = "reward",
+        parts: Sequence[str],
+    ) -> tuple[Column, ...]: ...
+
+    def score(
+        self,
+        rollouts: Sequence[Column],
+        rewards: Sequence[RewardFn],
+        *,
+        writes: str = "reward",
+        parts: Sequence[str] = (),
+    ) -> Column | tuple[Column, ...]:
+        """Reward of each rollout, as soon as it has ended: the weighted sum of all functions.
+        `parts`: what should have a column of its own beside it, before weights, by the function's
+        name, or "name/key" of one that returns a dictionary; a tuple of the sum and these comes
+        back then."""
         _check_columns("score", rollouts)
+        require(
+            not self.all(ScoreStage),
+            "flow.score stands twice in the dataflow; give one all the functions, and name in "
+            "parts=[...] those that should have a column of their own.",
+        )
         require(
             isinstance(rewards, Sequence) and not isinstance(rewards, str),
             f"flow.score is given {rewards!r} for its rewards; give a list, such as [correct].",
@@ -165,14 +193,29 @@ class Dataflow:
             len(rewards) > 0,
             "rewards=() scores nothing; give flow.score at least one reward function.",
         )
-        return self._add(
+        functions = as_rewards(rewards)
+        names = [one.name for one in functions]
+        require(
+            not isinstance(parts, str) and len(set(parts)) == len(parts),
+            f"flow.score(parts={parts!r}) is no list of different names; give one such as "
+            f"{names[:1]}.",
+        )
+        for part in parts:
+            require(
+                part.partition("/")[0] in names,
+                f"flow.score(parts=[{part!r}]) is none of the rewards {names}; name one of them, "
+                "or its part as 'name/key'.",
+            )
+        columns = self._add_all(
             ScoreStage(
                 name="score",
                 reads=tuple(rollouts),
-                writes=(Column(writes),),
-                rewards=as_rewards(rewards),
+                writes=(Column(writes), *map(Column, parts)),
+                rewards=functions,
+                parts=tuple(parts),
             )
         )
+        return columns if parts else columns[0]
 
     def per_group(self, function: GroupFn, *columns: Column, name: str = "advantages") -> Column:
         """`function(*[G] tensors) -> [G]` over each group, as soon as it is complete; None refuses

@@ -151,7 +151,10 @@ class InferStage(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreStage(Stage):
+    """It writes the sum of the rewards, and then a column for each of `parts`."""
+
     rewards: tuple[Reward, ...]
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

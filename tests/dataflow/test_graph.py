@@ -63,10 +63,31 @@ def test_two_writers_of_one_column_are_refused() -> None:
     flow = Dataflow()
     rollouts = generated(flow)
     flow.score(rollouts, [lambda rollout: 1.0])
-    with pytest.raises(ValueError, match=r"'score' stands twice"):
+    with pytest.raises(ValueError, match=r"flow.score stands twice .* name in parts="):
         flow.score(rollouts, [lambda rollout: 1.0])
     with pytest.raises(ValueError, match=r"writes column 'reward', as stage 'score' does"):
         flow.per_group(center, Column("reward"), name="reward")
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (["lenght"], r"parts=\['lenght'\].* is none of the rewards \['length'\]"),
+        (["length", "length"], "is no list of different names; give one such as"),
+        ("length", "is no list of different names; give one such as"),
+        (["reward"], r"is none of the rewards"),
+    ],
+)
+def test_parts_of_rewards_are_named_as_they_are(parts: Any, message: str) -> None:
+    def length(rollout: Any) -> float:
+        return 1.0
+
+    flow = Dataflow()
+    rollouts = generated(flow)
+    with pytest.raises(ValueError, match=message):
+        flow.score(rollouts, [length], parts=parts)
+    total, part = flow.score(rollouts, [length], parts=["length"])
+    assert (total, part) == (Column("reward"), Column("length"))
 
 
 def test_no_reward_is_refused() -> None:
