@@ -148,6 +148,7 @@ class InferenceFactory:
             num_threads=compute_threads(role.num_cpus),
             max_tokens=role.pass_tokens,
             temperature=self.config.sampling.temperature,
+            shares_device=0 < role.num_gpus < 1,
         )
 
 

@@ -345,7 +345,8 @@ class RoleConfig:
     num_cpus: float = 1
     """CPU cores that Ray reserves for one of them; also its compute threads."""
     num_gpus: float = 0
-    """GPUs that Ray reserves for one of them; shares of one let several roles use it."""
+    """GPUs that Ray reserves for one of them. Shares of one let several roles use it: they work
+    there one at a time, and are in host memory while they do not."""
     pass_tokens: int = 16384
     """Tokens of one forward pass, at most; a single longer rollout still gets a pass of its own."""
 

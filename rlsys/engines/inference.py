@@ -9,6 +9,7 @@ masters. `infer` is also how the training engine answers for a model that it tra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 from rlsys.engines.context import context_length
 from rlsys.engines.cpu_memory import keep_freed_memory
+from rlsys.engines.device_turn import DeviceTurn
 from rlsys.engines.training.collate import split_passes
 from rlsys.engines.training.ranks import Ranks
 from rlsys.engines.training.roles import HeadKind, Role, load_role
@@ -53,9 +55,11 @@ class InferenceEngine:
         num_threads: int | None = None,
         max_tokens: int = 16384,
         temperature: float = 1.0,
+        shares_device: bool = False,
     ) -> None:
         """`max_tokens`: of one pass. `temperature`: of the log-probabilities. `num_threads`: of
-        this process; by default as it is.
+        this process; by default as it is. `shares_device`: the weights are there only while this
+        engine works, and no other that shares it does meanwhile.
 
         Raises ValueError for a directory that holds no model with this head.
         """
@@ -74,7 +78,11 @@ class InferenceEngine:
             device=self._device,
         )
         self._role.network.requires_grad_(False).to(self._device)
-        config = self._role.network.model.config
+        network = self._role.network
+        self._turn: AbstractContextManager[None] = nullcontext()
+        if shares_device:
+            self._turn = DeviceTurn(network, self._device)
+        config = network.model.config
         self._vocab_size: int = config.get_text_config().vocab_size
         self._context = context_length(config)
 
@@ -98,4 +106,5 @@ class InferenceEngine:
                         f"a row of group {row.group_id} has token {tokens.max()}, but this model "
                         f"has {self._vocab_size} tokens; give one with the policy's tokenizer."
                     )
-        return infer(self._role, rows, max_tokens=self._max_tokens, ranks=Ranks(0, 1))
+        with self._turn:
+            return infer(self._role, rows, max_tokens=self._max_tokens, ranks=Ranks(0, 1))

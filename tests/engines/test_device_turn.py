@@ -1,0 +1,88 @@
+"""Models that share a device: there only while they work, one at a time, with the same numbers."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.engines import device_turn
+from rlsys.engines.device_turn import DeviceTurn
+from rlsys.engines.inference import InferenceEngine
+from tests.engines.training_harness import make_rows, tiny_model
+
+CPU = torch.device("cpu")  # here a device like any other: weights go there as copies
+TIMEOUT_S = 120
+
+
+def test_weights_are_on_the_device_only_within_the_turn(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    values = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    turn = DeviceTurn(module, CPU, lock=tmp_path / "lock")
+    homes = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+    for _ in range(2):
+        with turn:
+            there = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+            assert not set(there.values()) & set(homes.values())
+        assert {n: t.data_ptr() for n, t in module.state_dict().items()} == homes
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, values[name])
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    other.weight = one.weight
+    with DeviceTurn(torch.nn.ModuleList([one, other]), CPU, lock=tmp_path / "lock"):
+        assert other.weight.data_ptr() == one.weight.data_ptr()
+    assert other.weight.data_ptr() == one.weight.data_ptr()
+
+
+def test_an_engine_that_shares_its_device_says_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_turn, "lock_of", lambda device: tmp_path / "lock")
+    path, rows = tiny_model(tmp_path / "model"), make_rows(5)
+    alone = InferenceEngine(path, head="logits").infer(rows)
+    shared = InferenceEngine(path, head="logits", shares_device=True)
+    for _ in range(2):
+        for one, other in zip(alone, shared.infer(rows), strict=True):
+            assert np.array_equal(one, other)
+
+
+def hold(lock: Path, connection: Any) -> None:
+    """Takes a turn; says when it has it; keeps it until it is told, or dies."""
+    with DeviceTurn(torch.nn.Linear(2, 2), CPU, lock=lock):
+        connection.send("has it")
+        connection.recv()
+    connection.send("left")
+
+
+@pytest.mark.parametrize("ends", ["well", "killed"])
+def test_one_works_at_a_time_and_a_death_frees_the_device(ends: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    lock = tmp_path / "lock"
+    process = context.Process(target=hold, args=(lock, theirs))
+    process.start()
+    try:
+        assert ours.poll(TIMEOUT_S)
+        assert ours.recv() == "has it"
+        with lock.open("ab") as other:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if ends == "well":
+                ours.send("leave")
+                assert ours.poll(TIMEOUT_S)
+                assert ours.recv() == "left"
+            else:
+                process.kill()
+                process.join()
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        process.kill()
+        process.join()
