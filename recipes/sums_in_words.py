@@ -1,6 +1,6 @@
 """A real model on a laptop: SmolLM2-135M-Instruct learns sums that are asked for in words.
 
-    What is forty-seven plus eight? Answer with the number alone.
+    What is 17 plus 8? Answer with the number alone.
 
 GRPO on the model's own chat template; it is evaluated on sums that are never trained on, before
 the first step, on the way and after the last one, and the best model is kept (best/).
@@ -29,14 +29,7 @@ from rlsys import (
     TrainerConfig,
 )
 
-# fmt: off
-ONES = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
-    "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-)
-TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
-# fmt: on
-
+LARGEST = 20
 HELD_OUT_EVERY = 10  # of the sums, one
 
 
@@ -46,48 +39,40 @@ class Config(GRPOConfig):
 
     name: str = "sums_in_words"
     """Name of the run's directory below runs_dir; two runs never share one."""
-    num_steps: int = 60
+    num_steps: int = 40
     """Optimizer steps of the whole run, resumed parts included."""
-    prompts_per_step: int = 8
+    prompts_per_step: int = 16
     """Groups in one optimizer step."""
+    checkpoint_every: int = 10
+    """Optimizer steps between checkpoints; 0: at the end only."""
     data: DataConfig = field(
         default_factory=lambda: DataConfig(chat_template=True, max_prompt_tokens=64)
     )
-    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=12))
-    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=64))
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=24))
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=128))
     trainer: TrainerConfig = field(
         default_factory=lambda: TrainerConfig(
-            learning_rate=1e-5, warmup_steps=5, micro_batch_tokens=2048
+            learning_rate=2e-5, warmup_steps=5, micro_batch_tokens=2048
         )
     )
-    evaluation: HeldOutConfig = field(
-        default_factory=lambda: HeldOutConfig(every=20, num_prompts=100, greedy=True)
-    )
-
-
-def words(number: int) -> str:
-    """0 to 99."""
-    if number < len(ONES):
-        return ONES[number]
-    tens, ones = divmod(number, 10)
-    return TENS[tens - 2] + (f"-{ONES[ones]}" if ones else "")
+    evaluation: HeldOutConfig = field(default_factory=lambda: HeldOutConfig(every=10, greedy=True))
 
 
 def sums(*, held_out: bool) -> list[dict[str, Any]]:
-    """All sums of two numbers below 50, in an order of chance that is always the same; one in ten
-    is held out."""
+    """All sums of two numbers from 1 to LARGEST, in an order of chance that is always the same; one
+    in ten is held out."""
     rows = [
         {
             "prompt": [
                 {
                     "role": "user",
-                    "content": f"What is {words(a)} plus {words(b)}? Answer with the number alone.",
+                    "content": f"What is {a} plus {b}? Answer with the number alone.",
                 }
             ],
             "answer": a + b,
         }
-        for a in range(50)
-        for b in range(50)
+        for a in range(1, LARGEST + 1)
+        for b in range(1, LARGEST + 1)
         if ((7 * a + 3 * b) % HELD_OUT_EVERY == 0) == held_out
     ]
     random.Random(0).shuffle(rows)
@@ -96,9 +81,15 @@ def sums(*, held_out: bool) -> list[dict[str, Any]]:
 
 @rlsys.reward(required_columns=("answer",))
 def right(rollout: rlsys.Rollout) -> float:
-    """1 if the only number in the answer is the sum, else 0."""
-    numbers = re.findall(r"\d+", rollout.completion_text)
-    return float(numbers == [str(rollout.metadata["answer"])])
+    """1 if the last number in the answer is the sum, else 0."""
+    numbers = re.findall(r"-?\d+", rollout.completion_text)
+    return float(numbers[-1:] == [str(rollout.metadata["answer"])])
+
+
+@rlsys.reward(weight=0.2)
+def alone(rollout: rlsys.Rollout) -> float:
+    """1 if the answer is a number and nothing else, else 0."""
+    return float(re.fullmatch(r"\s*-?\d+\.?\s*", rollout.completion_text) is not None)
 
 
 @rlsys.main
@@ -110,8 +101,8 @@ def main() -> None:
         cfg = replace(cfg, model=replace(cfg.model, path=str(path)))
     rlsys.launch(
         cfg,
-        grpo(cfg, [right], rows=sums(held_out=False)),
-        held_out=HeldOut(rows=sums(held_out=True)),
+        grpo(cfg, [right, alone], rows=sums(held_out=False)),
+        held_out=HeldOut(rows=sums(held_out=True), rewards=[right]),
         dry_run=parsed.dry_run,
     )
 

@@ -101,29 +101,31 @@ def test_the_task_wins_over_the_algorithms_sizes() -> None:
     assert to_dict(config_of("reinforce_pp")())["group_size"] == 1
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(0, "zero"), (13, "thirteen"), (20, "twenty"), (47, "forty-seven"), (99, "ninety-nine")],
-)
-def test_numbers_in_words(number: int, said: str) -> None:
-    assert sums_in_words.words(number) == said
-
-
 def test_no_sum_that_is_held_out_is_trained_on() -> None:
     trained, held_out = (
         {row["prompt"][0]["content"] for row in sums_in_words.sums(held_out=which)}
         for which in (False, True)
     )
-    assert (len(trained), len(held_out), len(trained | held_out)) == (2250, 250, 2500)
+    assert (len(trained), len(held_out), len(trained | held_out)) == (360, 40, 400)
 
 
 @pytest.mark.parametrize(
-    ("completion", "reward"),
-    [("55", 1.0), ("The sum is 55.", 1.0), ("47 + 8 = 55", 0.0), ("fifty-five", 0.0), ("", 0.0)],
+    ("completion", "is_right", "is_alone"),
+    [
+        ("55", 1, 1),
+        (" 55.", 1, 1),
+        ("The sum is 55.", 1, 0),
+        ("47 + 8 = 55", 1, 0),
+        ("55 is 47 + 8", 0, 0),
+        ("54", 0, 1),
+        ("fifty-five", 0, 0),
+        ("", 0, 0),
+    ],
 )
-def test_only_the_number_alone_is_right(completion: str, reward: float) -> None:
+def test_a_sum_is_right_and_best_alone(completion: str, is_right: float, is_alone: float) -> None:
     rollout = rlsys.example_rollout(completion, metadata={"answer": 55})
-    assert sums_in_words.right(rollout) == reward
+    assert sums_in_words.right(rollout) == is_right
+    assert sums_in_words.alone(rollout) == is_alone
 
 
 def commands() -> list[str]:
