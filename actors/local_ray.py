@@ -32,6 +32,10 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from .janitor import janitor, users_of
 
+# Of one machine: a node that does not answer is busy or was put to sleep with all the others. Ray's
+# own limit takes it for dead after half a minute, and the run with it; this one is ten.
+PATIENCE = {"health_check_period_ms": 5_000, "health_check_failure_threshold": 40}
+
 # Ray's own objects are metadata here; rollouts and weights have shared memory of their own.
 OBJECT_STORE_BYTES = 128 * 2**20
 
@@ -191,6 +195,7 @@ def _init(directory: Path) -> None:
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             logging_level="CRITICAL",
+            _system_config=PATIENCE,
             _temp_dir=str(directory / FILES),  # which Ray opens to everybody
         )
     finally:

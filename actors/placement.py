@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -24,7 +25,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .local_ray import is_intact, within
+from .local_ray import RayFailed, is_intact, last_line, within
 
 # Ray's smallest share of a core or GPU is a ten-thousandth.
 RAY_UNITS = 10_000
@@ -71,8 +72,16 @@ class Place:
         }
 
     async def node_id(self) -> str:
-        """Of the node that has it; waits until one has."""
-        await self.group.ready()
+        """Of the node that has it; waits until one has. Raises RayFailed if Ray takes this run for
+        dead, and its places with it."""
+        try:
+            await self.group.ready()
+        except RayError as error:
+            raise RayFailed(
+                f"Ray has taken the place of {self.need.name} from the run ({last_line(error)}): the "
+                "recipe's node counts as dead, because it was stopped, or has too much to do. "
+                "Continue with --resume."
+            ) from error
         node_id: str = placement_group_table(self.group)["bundles_to_node_id"][self.index]
         return node_id
 

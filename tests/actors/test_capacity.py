@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
 
-from actors.placement import ClusterTooSmall, Need, check_capacity
+import pytest
+from ray.exceptions import TaskPlacementGroupRemoved
+
+from actors.local_ray import RayFailed
+from actors.placement import ClusterTooSmall, Need, Place, check_capacity
 
 
 def needs(*cpus: float) -> list[Need]:
@@ -20,3 +24,13 @@ def test_shares_that_add_up_to_a_whole_find_room() -> None:
 def test_a_share_too_many_finds_none() -> None:
     with pytest.raises(ClusterTooSmall, match="a-1 finds no place"):
         check_capacity(needs(0.8, 0.4001, 0.8), [{"CPU": 2.0}])
+
+
+def test_a_place_that_ray_takes_away_is_told_in_a_sentence() -> None:
+    class Group:
+        async def ready(self) -> None:
+            raise TaskPlacementGroupRemoved
+
+    place = Place(need=needs(1.0)[0], group=Group(), index=0)
+    with pytest.raises(RayFailed, match=r"has taken the place of a-0 .* --resume"):
+        asyncio.run(place.node_id())
