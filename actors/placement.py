@@ -78,8 +78,8 @@ class Place:
             await self.group.ready()
         except RayError as error:
             raise RayFailed(
-                f"Ray has taken the place of {self.need.name} from the run ({last_line(error)}): the "
-                "recipe's node counts as dead, because it was stopped, or has too much to do. "
+                f"Ray has taken the place of {self.need.name} from the run ({last_line(error)}): "
+                "the recipe's node counts as dead, because it was stopped, or has too much to do. "
                 "Continue with --resume."
             ) from error
         node_id: str = placement_group_table(self.group)["bundles_to_node_id"][self.index]
