@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import signal
 import threading
@@ -21,22 +22,16 @@ from rlsys.data.external import external_prompts
 from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.ledger import Ledger, LedgerFile
 from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.stages import GenerateStage, ScoreStage
 from rlsys.errors import first_error
 from rlsys.exported import seal_export
-from rlsys.fields import to_dict
-from rlsys.growing_file import Tally
 from rlsys.held_out import Scoreboard, rewards_of
 from rlsys.history import State
 from rlsys.launching import HeldOut, WarmStart
 from rlsys.manifest import write_manifest
 from rlsys.observe.console import RunConsole
-from rlsys.observe.metrics import MetricsWriter
 from rlsys.observe.recorder import Recorder
-from rlsys.observe.records import RolloutWriter
-from rlsys.observe.wandb_sink import WandbSink
 from rlsys.resuming import History
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.run_directory import RunDirectory
@@ -44,6 +39,7 @@ from rlsys.types import WeightManifest
 from rlsys.workers import Fleet, LearnerDied, Replica, ReplicaDied
 
 from . import carry_over
+from .books import Books, open_books
 from .cluster import connected
 from .evaluating import EvaluationFactory, Evaluator
 from .factories import needs, role_needs
@@ -93,10 +89,8 @@ class Job:
             records=(*directory.records, directory.external),
         )
         self._history = history
-        self._events = history.events if history else ()
         self._resume_from = history.checkpoint if history else None
         self._first_step = history.checkpoint.step if history else 0
-        self._kept: Mapping[str, Tally] = history.state.records if history else {}
         self._samples = bool(flow.all(GenerateStage))
         self._alphabet = Alphabet(tokenizer)
 
@@ -153,6 +147,7 @@ class Job:
         if source.shared is None or not source.may_be_external:
             return contextlib.nullcontext(self._prompts)
         rewards = [one for stage in self._flow.all(ScoreStage) for one in as_rewards(stage.rewards)]
+        events = self._history.events if self._history else ()
         return external_prompts(
             self._prompts,
             source.shared,
@@ -160,7 +155,7 @@ class Job:
             tokenizer=self._tokenizer,
             rewards=rewards,
             path=self._directory.external,
-            issued=[e["prompt"] for e in self._events if e["event"] == "issued"],
+            issued=[e["prompt"] for e in events if e["event"] == "issued"],
         )
 
     async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
@@ -248,142 +243,113 @@ class Job:
         *,
         began_warm: bool,
     ) -> None:
-        config, directory = self._config, self._directory
-        client = StoreClient(team.shards.address)
-        longest_prompt, longest = config.data.max_prompt_tokens, config.sampling.max_tokens
+        config = self._config
         store = self._flow.open_store(
             max_bytes=int(config.cluster.store_gib * 2**30 * STORE_FILL),
             max_row_bytes=self._flow.row_bytes(
-                max_prompt_tokens=longest_prompt, max_tokens=longest
+                max_prompt_tokens=config.data.max_prompt_tokens,
+                max_tokens=config.sampling.max_tokens,
             ),
             on_free=team.shards.free,
         )
-        ledger_file = LedgerFile(directory.ledger)
-        ledger = Ledger.replay(
-            self._events,
-            ledger_file,
-            groups_per_step=config.prompts_per_step,
-        )
-        if self._resume_from:
-            ledger.resume(step=self._first_step)
         stepped = Signal()
-        metrics = MetricsWriter(
-            directory.metrics,
-            after_step=self._first_step,
-            kept=self._kept.get(directory.metrics.name),
-        )
-        rollouts = RolloutWriter(
-            directory.rollouts,
-            after_step=self._first_step,
-            kept=self._kept.get(directory.rollouts.name),
-        )
-        recorder = Recorder(
-            metrics_writer=metrics,
-            rollout_writer=rollouts,
-            wandb=WandbSink(
-                config.observe.wandb,
-                project=config.observe.wandb_project,
-                name=config.name,
-                directory=directory.path,
-                config=to_dict(config),
-            ),
-            console=self._console,
-            ledger=ledger,
-            group_size=config.group_size,
-            queue_depths=store.queue_depths,
-            tracer=team.tracer,
-            stepped=stepped,
-        )
-
         curriculum = Curriculum(
             self._flow.source.prompts.config.retire_at,
             num_rows=len(self._prompts),
             retired=self._history.state.retired if self._history else (),
         )
-
-        async def checkpoint(step: int, work: OpenWork) -> None:
-            # Of the moment to which the open work belongs: groups are issued meanwhile.
-            records = (
-                (directory.ledger, ledger_file.tally),
-                (directory.metrics, metrics.tally),
-                (directory.rollouts, rollouts.tally),
+        carried = await self._carried(team, replicas)
+        weights = await self._first_weights(team, changed=began_warm or bool(self._history))
+        with contextlib.ExitStack() as ending:
+            books = ending.enter_context(
+                open_books(
+                    config,
+                    self._directory,
+                    self._history,
+                    self._console,
+                    tracer=team.tracer,
+                    queue_depths=store.queue_depths,
+                    stepped=stepped,
+                )
             )
-            state = State(
-                step=step,
-                prompts=self._prompts.order,
-                records={path.name: tally for path, tally in records},
-                retired=curriculum.retired,
-                coefficients=work.coefficients,
+            evaluator: Evaluator | None = None
+            if config.evaluation.every:
+                evaluator = self._evaluator(team, books.recorder, lambda: controller.is_alive())
+                ending.callback(evaluator.close)
+            controller = Controller(
+                flow=self._flow,
+                config=config,
+                prompts=prompts,
+                store=store,
+                ledger=books.ledger,
+                fleet=team.fleet,
+                replicas=replicas,
+                scorer=team.scorer,
+                learners=team.learners,
+                pools=team.pools,
+                observer=books.recorder,
+                checkpoint=functools.partial(self._checkpoint, team, books, curriculum),
+                between=[evaluator.between_steps] if evaluator else [],
+                weights=weights,
+                carried=carried,
+                curriculum=curriculum,
+                first_step=self._first_step,
             )
-            async with self._checkpoints.writing(step) as unfinished:
-                for model, learner in team.learners.items():
-                    await learner.save(unfinished.role_dir(model))
-                await carry_over.save(work, client, unfinished.path)
-                unfinished.controller_file.write_text(json.dumps(state.to_dict()))
 
-        carried, weights = OpenWork(), None
-        if self._resume_from:
-            carried = await carry_over.load(
-                self._resume_from.path,
-                team.shards.address,
-                homes=sorted({replica.home for replica in replicas.values()}),
-            )
-        if self._history:
-            carried = replace(carried, coefficients=self._history.state.coefficients)
+            async def work() -> None:
+                await controller.run()
+                if evaluator is not None:
+                    with self._console.phase("Evaluating"):
+                        await evaluator.finish()
 
-        if not self._samples:
-            weights = WeightManifest.of_nothing(self._first_step)
-        elif began_warm or self._resume_from:
-            try:
-                weights = await team.learner.publish()
-            except LearnerDied as death:
-                self._console.warn(f"{death}; the trainer starts again")
-                await team.learner.restart(self._first_step)
-                weights = await team.learner.publish()
-        evaluator: Evaluator | None = None
-        if config.evaluation.every:
-            evaluator = self._evaluator(team, recorder, lambda: controller.is_alive())
-        controller = Controller(
-            flow=self._flow,
-            config=config,
-            prompts=prompts,
-            store=store,
-            ledger=ledger,
-            fleet=team.fleet,
-            replicas=replicas,
-            scorer=team.scorer,
-            learners=team.learners,
-            pools=team.pools,
-            observer=recorder,
-            checkpoint=checkpoint,
-            between=[evaluator.between_steps] if evaluator else [],
-            weights=weights,
-            carried=carried,
-            curriculum=curriculum,
-            first_step=self._first_step,
-        )
-
-        async def work() -> None:
-            await controller.run()
-            if evaluator is not None:
-                with self._console.phase("Evaluating"):
-                    await evaluator.finish()
-
-        failed = True
-        try:
             await team.serve_while(
                 work(),
                 stepped,
                 *([evaluator.run()] if evaluator else []),
-                on_report=recorder.actor_reported,
+                on_report=books.recorder.actor_reported,
                 on_shard_lost=controller.shard_lost,
             )
-            failed = False
-        finally:
-            recorder.close(failed=failed)
-            if evaluator is not None:
-                evaluator.close()
-            ledger_file.close()
+
+    async def _carried(self, team: Team, replicas: Mapping[int, Replica]) -> OpenWork:
+        """What had been sampled and not trained when the checkpoint was written."""
+        if self._history is None:
+            return OpenWork()
+        carried = await carry_over.load(
+            self._history.checkpoint.path,
+            team.shards.address,
+            homes=sorted({replica.home for replica in replicas.values()}),
+        )
+        return replace(carried, coefficients=self._history.state.coefficients)
+
+    async def _first_weights(self, team: Team, *, changed: bool) -> WeightManifest | None:
+        """What replicas begin with; None: those of model.path, which they have."""
+        if not self._samples:
+            return WeightManifest.of_nothing(self._first_step)
+        if not changed:
+            return None
+        try:
+            return await team.learner.publish()
+        except LearnerDied as death:
+            self._console.warn(f"{death}; the trainer starts again")
+            await team.learner.restart(self._first_step)
+            return await team.learner.publish()
+
+    async def _checkpoint(
+        self, team: Team, books: Books, curriculum: Curriculum, step: int, work: OpenWork
+    ) -> None:
+        # Of the moment to which the open work belongs: groups are issued meanwhile.
+        state = State(
+            step=step,
+            prompts=self._prompts.order,
+            records=books.tallies(),
+            retired=curriculum.retired,
+            coefficients=work.coefficients,
+        )
+        async with self._checkpoints.writing(step) as unfinished:
+            for model, learner in team.learners.items():
+                await learner.save(unfinished.role_dir(model))
+            await carry_over.save(work, StoreClient(team.shards.address), unfinished.path)
+            unfinished.controller_file.write_text(json.dumps(state.to_dict()))
 
     def _evaluator(
         self, team: Team, recorder: Recorder, on_progress: Callable[[], None]

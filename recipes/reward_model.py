@@ -50,17 +50,16 @@ def reward_model(
 
 
 def pair(rng: random.Random) -> dict[str, Any]:
-    """A sum, its right answer, and a wrong one such as a model may give."""
+    """A sum, its right answer, and a wrong one such as a model may give: most are close."""
     row = problem(rng)
     right = wrong = row["answer"]
     while wrong == right:
         wrong = rng.choice(
             (
                 str(abs(int(right) + rng.choice((-10, -1, 1, 10)))),
-                str(rng.randint(0, 99)),
+                str(abs(int(right) + rng.randint(-12, 12))),
                 right[:-1] + rng.choice(CHARACTERS),
-                right + rng.choice(CHARACTERS),
-                right[:-1],
+                rng.choice((right[:-1], right + rng.choice(CHARACTERS), str(rng.randint(0, 99)))),
             )
         )
     return {"prompt": row["prompt"], "completions": [right, wrong]}

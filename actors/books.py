@@ -1,0 +1,94 @@
+"""The books of a run: what it writes while it trains, beside checkpoints and models.
+
+ledger.jsonl, metrics.jsonl, rollouts.jsonl grow from where the history that is resumed left them. A
+checkpoint remembers how each began, so that a resume knows them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from rlsys.config import RunConfig
+from rlsys.dataflow.ledger import Ledger, LedgerFile
+from rlsys.dataflow.signal import Signal
+from rlsys.fields import to_dict
+from rlsys.growing_file import Tally
+from rlsys.observe.console import RunConsole
+from rlsys.observe.metrics import MetricsWriter
+from rlsys.observe.recorder import Recorder
+from rlsys.observe.records import RolloutWriter
+from rlsys.observe.trace import Tracer
+from rlsys.observe.wandb_sink import WandbSink
+from rlsys.resuming import History
+from rlsys.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Books:
+    ledger: Ledger
+    recorder: Recorder
+    tallies: Callable[[], Mapping[str, Tally]]
+    """How the files begin that there are now, by their names."""
+
+
+@contextlib.contextmanager
+def open_books(
+    config: RunConfig,
+    directory: RunDirectory,
+    history: History | None,
+    console: RunConsole,
+    *,
+    tracer: Tracer,
+    queue_depths: Callable[[], Mapping[str, int]],
+    stepped: Signal,
+) -> Iterator[Books]:
+    """`stepped` is notified after each optimizer step. Closed with the block; one that ends with an
+    exception is a failed run for those who look on."""
+    first_step = history.checkpoint.step if history else 0
+    kept: Mapping[str, Tally] = history.state.records if history else {}
+    ledger_file = LedgerFile(directory.ledger)
+    ledger = Ledger.replay(
+        history.events if history else (), ledger_file, groups_per_step=config.prompts_per_step
+    )
+    if history:
+        ledger.resume(step=first_step)
+    metrics = MetricsWriter(
+        directory.metrics, after_step=first_step, kept=kept.get(directory.metrics.name)
+    )
+    rollouts = RolloutWriter(
+        directory.rollouts, after_step=first_step, kept=kept.get(directory.rollouts.name)
+    )
+    recorder = Recorder(
+        metrics_writer=metrics,
+        rollout_writer=rollouts,
+        wandb=WandbSink(
+            config.observe.wandb,
+            project=config.observe.wandb_project,
+            name=config.name,
+            directory=directory.path,
+            config=to_dict(config),
+        ),
+        console=console,
+        ledger=ledger,
+        group_size=config.group_size,
+        queue_depths=queue_depths,
+        tracer=tracer,
+        stepped=stepped,
+    )
+
+    def tallies() -> Mapping[str, Tally]:
+        return {
+            directory.ledger.name: ledger_file.tally,
+            directory.metrics.name: metrics.tally,
+            directory.rollouts.name: rollouts.tally,
+        }
+
+    failed = True
+    try:
+        yield Books(ledger=ledger, recorder=recorder, tallies=tallies)
+        failed = False
+    finally:
+        recorder.close(failed=failed)
+        ledger_file.close()
