@@ -29,6 +29,7 @@ from rlsys.config import ModelConfig, RoleConfig, TrainedRoleConfig, TrainerConf
 
 SHARE = 0.4  # of the two cores that five processes have
 TRAINER = arithmetic.small_trainer(num_cpus=SHARE)
+CRITIC = TrainedRoleConfig(trainer=replace(TRAINER, learning_rate=6e-4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class Config(arithmetic.ArithmeticConfig, PPOConfig):
     """Name of the run's directory below runs_dir; two runs never share one."""
     rollout: RolloutConfig = field(default_factory=partial(RolloutConfig, num_cpus=SHARE))
     trainer: TrainerConfig = field(default_factory=lambda: TRAINER)
-    critic: TrainedRoleConfig = field(default_factory=lambda: TrainedRoleConfig(trainer=TRAINER))
+    critic: TrainedRoleConfig = field(default_factory=lambda: CRITIC)
 
 
 def judged(cfg: Config) -> Config:

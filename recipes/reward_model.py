@@ -78,7 +78,7 @@ class Config(RewardModelConfig):
     """Name of the run's directory below runs_dir; two runs never share one."""
     num_steps: int = 300
     """Optimizer steps of the whole run, resumed parts included."""
-    prompts_per_step: int = 128
+    prompts_per_step: int = 256
     """Pairs in one optimizer step."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=6))
     trainer: TrainerConfig = field(
