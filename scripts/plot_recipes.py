@@ -13,11 +13,13 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from recipes.swarm_nodes import node_names
 from rlsys import metrics
 from rlsys.observe.metrics import read_metrics
-from scripts.bench.recipes import RECIPES, ends, series
+from scripts.bench.recipes import NUM_NODES, RECIPES, ends, series
 from scripts.plot_run import FAINT, INK, REWARD, smoothed
 
 COLUMNS = 4
@@ -27,19 +29,28 @@ Curve = tuple[list[float], list[float], str]  # steps, rewards, and how they ros
 
 
 def curves(runs_dir: Path) -> dict[str, Curve]:
-    """Of the runs there that are a recipe's, in the order of RECIPES."""
+    """Of the runs there that are a recipe's, in the order of RECIPES; of a swarm the mean over its
+    nodes, if all are there."""
     found = {}
     for name, recipe in RECIPES.items():
-        path = runs_dir / name / "metrics.jsonl"
-        if path.is_file() and (lines := read_metrics(path)):
-            values = series(lines, recipe.reward)
-            first, last = ends(values)
-            found[name] = (
-                [line[metrics.STEP] for line in lines],
-                smoothed(values, max(1, len(values) // 25)),
-                f"{first:.2f} to {last:.2f}",
-            )
+        for run in recipe.swarms or [name]:
+            nodes = node_names(run, NUM_NODES) if recipe.swarms else [run]
+            if curve := _curve([runs_dir / node for node in nodes], recipe.reward):
+                found[run] = curve
     return found
+
+
+def _curve(runs: Sequence[Path], reward: str) -> Curve | None:
+    paths = [run / "metrics.jsonl" for run in runs]
+    if not all(path.is_file() for path in paths):
+        return None
+    lines = [read_metrics(path) for path in paths]
+    values = [fmean(step) for step in zip(*(series(own, reward) for own in lines), strict=False)]
+    if not values:
+        return None
+    first, last = ends(values)
+    steps = [line[metrics.STEP] for line in lines[0][: len(values)]]
+    return steps, smoothed(values, max(1, len(values) // 25)), f"{first:.2f} to {last:.2f}"
 
 
 def draw(found: Mapping[str, Curve]) -> Any:

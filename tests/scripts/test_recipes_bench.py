@@ -70,8 +70,12 @@ def test_a_swarm_is_told_by_what_its_nodes_sampled(tmp_path: Path) -> None:
     assert found["cumulative_reward"] == pytest.approx(4 * sum(range(11, 21)) / 20)
     assert found["alone_cumulative_reward"] == 4.0
     assert (found["reward_first"], found["reward_last"], found["minutes"]) == (0.0, 0.975, 9.0)
+    drawn = plot_recipes.curves(tmp_path)
+    assert list(drawn) == ["swarm", "alone"]
+    assert drawn["swarm"][1][-1] == pytest.approx(1.0)
     (tmp_path / "alone-3" / "metrics.jsonl").unlink()
     assert not recipes.is_there("swarm", tmp_path)
+    assert list(plot_recipes.curves(tmp_path)) == ["swarm"]
 
 
 def test_one_line_of_json_comes_last(
