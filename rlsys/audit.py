@@ -76,9 +76,10 @@ def audit(evidence: Evidence) -> Verdict:
     ]
     staleness = max((past.staleness(step) for step in past.steps), default=0)
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(past.reasons.items()))
+    why = f" ({reasons})" if reasons else ""
     summary = (
         f"{past.step} of {evidence.num_steps} steps, {len(past.prompts)} groups issued, "
-        f"{len(past.trained)} trained, {len(past.dropped)} dropped ({reasons or 'for no reason'}), "
+        f"{len(past.trained)} trained, {len(past.dropped)} dropped{why}, "
         f"{len(past.open)} open, {past.num_reissued} times one sampled anew, {past.num_resumes} "
         f"resumes, staleness at most {staleness} of {evidence.max_staleness}, "
         f"{len(evidence.checkpoints)} checkpoints whole"
