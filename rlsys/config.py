@@ -487,8 +487,8 @@ class AsyncConfig:
     """How far generation may run ahead of training."""
 
     max_staleness: int = 1
-    """Bound η in optimizer steps on the age of any token that enters a gradient; 0 is exact
-    on-policy training."""
+    """Bound η on the age of any token that enters a gradient, in updates of the weights, of which a
+    step makes trainer.num_minibatches x trainer.num_epochs; 0 is exact on-policy training."""
     stream: bool = True
     """Train on micro-batches as their groups complete; off: wait for the whole batch."""
     order: Literal["issued", "complete"] = "issued"

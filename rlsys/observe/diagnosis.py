@@ -50,10 +50,11 @@ def foresee(config: RunConfig) -> list[str]:
 def _long_warmup(name: str, trainer: TrainerConfig, num_steps: int) -> str:
     if trainer.warmup_steps <= num_steps:
         return ""
+    highest = num_steps / (trainer.warmup_steps + 1)
     return (
         f"{name}.warmup_steps={trainer.warmup_steps} is more than num_steps={num_steps}: the "
-        f"learning rate rises to {num_steps / trainer.warmup_steps:.0%} of {name}.learning_rate "
-        "and no higher; use fewer warm-up steps, such as a tenth of num_steps."
+        f"learning rate rises to {highest:.0%} of {name}.learning_rate and no higher; use "
+        "fewer warm-up steps, such as a tenth of num_steps."
     )
 
 

@@ -81,7 +81,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
             (
                 "staleness",
                 f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max:.0f} "
-                "optimizer steps",
+                "updates of the weights",
             )
         )
     rows.append(("rollouts", _rollouts(summary)))

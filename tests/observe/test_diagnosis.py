@@ -6,6 +6,7 @@ import pytest
 
 from recipes.ppo import PPOConfig
 from rlsys.config import RunConfig, SamplingConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.engines.training.optimizer import learning_rate
 from rlsys.observe.diagnosis import diagnose, foresee
 
 HEALTHY: Mapping[str, float] = {
@@ -153,10 +154,11 @@ def test_the_whole_distribution_needs_no_warning() -> None:
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:
-    trainer = TrainerConfig(warmup_steps=200)
+    trainer = TrainerConfig(warmup_steps=199)
     (warning,) = foresee(RunConfig(num_steps=50, trainer=trainer))
-    assert "trainer.warmup_steps=200 is more than num_steps=50" in warning
+    assert "trainer.warmup_steps=199 is more than num_steps=50" in warning
     assert "rises to 25% of trainer.learning_rate" in warning
+    assert learning_rate(trainer, 49, 50) == pytest.approx(trainer.learning_rate / 4)
     assert foresee(RunConfig(num_steps=200, trainer=trainer)) == []
     (warning,) = foresee(PPOConfig(num_steps=50, critic=TrainedRoleConfig(trainer=trainer)))
-    assert warning.startswith("critic.trainer.warmup_steps=200")
+    assert warning.startswith("critic.trainer.warmup_steps=199")
