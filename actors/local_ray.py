@@ -209,7 +209,7 @@ def _said(directory: Path) -> str:
             # An assertion stands within a longer text; other errors are lines such as
             # "[2026-11-22 02:41:33,383 E 23351 23351] file.cc:1: message".
             text = log.read_text(errors="replace")
-            errors = re.findall(r"Check failed: (.*)", text) or re.findall(
+            errors = re.findall(r"Check failed: (?:\w+\.has_value\(\) *)?(.*)", text) or re.findall(
                 r"^\[[\d\-: ,]+ [EF] [^\]]*\] *(.*)", text, re.MULTILINE
             )
             if errors:

@@ -144,3 +144,23 @@ def test_only_directories_of_the_dead_are_removed(tmp_path: Path) -> None:
         assert set(tmp_path.iterdir()) == {living, strange}
         assert (living / OWNER).exists()
     assert list(tmp_path.iterdir()) == [strange]
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (
+            "[2026-11-22 12:31:36,072 C 1 1] node.cc:9: Check failed: statussetor3576.has_value() "
+            "Timed out waiting for file /tmp/port.",
+            "raylet: Timed out waiting for file /tmp/port",
+        ),
+        ("x\nCheck failed: port > 0 it is 0", "raylet: port > 0 it is 0"),
+        ("[2026-11-22 02:41:33,383 E 1 1] server.cc:1: no room", "raylet: server.cc:1: no room"),
+        ("[2026-11-22 02:41:33,383 I 1 1] server.cc:1: well", ""),
+    ],
+)
+def test_rays_own_complaint_is_the_cause(log: str, said: str, tmp_path: Path) -> None:
+    logs = tmp_path / local_ray.FILES / "session_2026" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text(log + "\n")
+    assert local_ray._said(tmp_path) == said
