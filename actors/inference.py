@@ -72,7 +72,7 @@ class InferenceActor(Heartbeat):
 
 class RayPool:
     """`start_worker` starts the actor of a place, by number; `open_store` makes sure that the store
-    has a shard on a node; `on_death` is told why a worker has a successor."""
+    has a shard on a node; `on_death` is told of a worker that has a successor, and why."""
 
     def __init__(
         self,
@@ -145,4 +145,4 @@ class RayPool:
         worker.kill()
         if self._workers.get(place) is worker:
             del self._workers[place], self._starts[worker]
-            self._on_death(reason)
+            self._on_death(f"{reason}; another takes its place")

@@ -128,7 +128,7 @@ class Job:
                     self._directory.trace,
                     places,
                     self._checkpoints,
-                    on_death=self._tell_of_successor,
+                    on_death=self._console.warn,
                 )
             )
             # The store is empty: a shard that dies by now is replaced, and nothing is lost.
@@ -137,9 +137,6 @@ class Job:
             with self._console.phase("Exporting the model"):
                 await team.learner.export_the_end(self._directory.hf)
                 await asyncio.to_thread(seal_export, self._directory.hf, config.num_steps)
-
-    def _tell_of_successor(self, death: str) -> None:
-        self._console.warn(f"{death}; another takes its place")
 
     def _prompts_of_all(self) -> contextlib.AbstractContextManager[Prompts]:
         """The run's own, and groups of other runs where the graph takes them."""

@@ -167,7 +167,7 @@ class RewardActor(Heartbeat):
 
 class RayScorer:
     """The pool: a batch is shared out in pieces, each to the actor with the fewest rollouts under
-    way. `on_death` is told why an actor has a successor."""
+    way. `on_death` is told of an actor that has a successor, and why."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class RayScorer:
             self._starts.pop(worker, None)
             worker.kill()
             self._add()
-            self._on_death(reason)
+            self._on_death(f"{reason}; another takes its place")
 
 
 async def _part(worker: Worker, method: str, *args: Any) -> Part:

@@ -67,9 +67,9 @@ async def hired(
     on_death: Callable[[str], None],
 ) -> AsyncIterator[Team]:
     """The actors of a run; those with engines are created when they are started. Replicas are
-    hired by whoever needs them. `on_death` is told why a reward worker, a frozen model or a shard
-    has a successor. At the end of the block all are ended, also those that hang, and what they
-    share is removed."""
+    hired by whoever needs them. `on_death` is told which reward worker, frozen model or shard has
+    died, and what is done about it. At the end of the block all are ended, also those that hang,
+    and what they share is removed."""
     config = _for_other_directories(config)
     lost_shards: asyncio.Queue[ShardAddress] = asyncio.Queue()
     async with contextlib.AsyncExitStack() as ending:

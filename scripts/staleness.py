@@ -212,9 +212,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except rlsys.RunFailed as error:
             sys.exit(f"error: {trial.name}: {error}")
     table = found(done, runs_dir)
-    if given.out:
-        draw(table, done, runs_dir).savefig(given.out, facecolor="white")
     print(as_markdown(table))
+    if given.out:
+        try:
+            draw(table, done, runs_dir).savefig(given.out, facecolor="white")
+        except ImportError as error:
+            sys.exit(f"error: drawing needs matplotlib ({error}); pip install 'rlsys[plot]'.")
     print(json.dumps(table))
 
 

@@ -8,7 +8,7 @@ masters. `infer` is also how the training engine answers for a model that it tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -79,9 +79,9 @@ class InferenceEngine:
         )
         self._role.network.requires_grad_(False).to(self._device)
         network = self._role.network
-        self._turn: AbstractContextManager[None] = nullcontext()
+        self._turn: Callable[[], AbstractContextManager[None]] = nullcontext
         if shares_device:
-            self._turn = DeviceTurn(network, self._device)
+            self._turn = DeviceTurn(network, self._device).taken
         config = network.model.config
         self._vocab_size: int = config.get_text_config().vocab_size
         self._context = context_length(config)
@@ -106,5 +106,5 @@ class InferenceEngine:
                         f"a row of group {row.group_id} has token {tokens.max()}, but this model "
                         f"has {self._vocab_size} tokens; give one with the policy's tokenizer."
                     )
-        with self._turn:
+        with self._turn():
             return infer(self._role, rows, max_tokens=self._max_tokens, ranks=Ranks(0, 1))

@@ -26,7 +26,7 @@ def test_weights_are_on_the_device_only_within_the_turn(tmp_path: Path) -> None:
     turn = DeviceTurn(module, CPU, lock=tmp_path / "lock")
     homes = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
     for _ in range(2):
-        with turn:
+        with turn.taken():
             there = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
             assert not set(there.values()) & set(homes.values())
         assert {n: t.data_ptr() for n, t in module.state_dict().items()} == homes
@@ -37,7 +37,7 @@ def test_weights_are_on_the_device_only_within_the_turn(tmp_path: Path) -> None:
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     other.weight = one.weight
-    with DeviceTurn(torch.nn.ModuleList([one, other]), CPU, lock=tmp_path / "lock"):
+    with DeviceTurn(torch.nn.ModuleList([one, other]), CPU, lock=tmp_path / "lock").taken():
         assert other.weight.data_ptr() == one.weight.data_ptr()
     assert other.weight.data_ptr() == one.weight.data_ptr()
 
@@ -56,7 +56,7 @@ def test_an_engine_that_shares_its_device_says_the_same(
 
 def hold(lock: Path, connection: Any) -> None:
     """Takes a turn; says when it has it; keeps it until it is told, or dies."""
-    with DeviceTurn(torch.nn.Linear(2, 2), CPU, lock=lock):
+    with DeviceTurn(torch.nn.Linear(2, 2), CPU, lock=lock).taken():
         connection.send("has it")
         connection.recv()
     connection.send("left")
@@ -86,3 +86,12 @@ def test_one_works_at_a_time_and_a_death_frees_the_device(ends: str, tmp_path: P
     finally:
         process.kill()
         process.join()
+
+
+def test_a_device_that_takes_no_weights_is_free_for_others(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    turn = DeviceTurn(torch.nn.Linear(2, 2), torch.device("xpu"), lock=lock)
+    with pytest.raises((RuntimeError, AssertionError)), turn.taken():
+        pytest.fail("there is no such device here")
+    with lock.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
