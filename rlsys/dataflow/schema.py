@@ -121,9 +121,12 @@ class Schema:
                 )
                 readers[column] = stage.name
         for column in (*sorted(self.tensors), *self.scalars):
+            writer = self.writer.get(column)
+            # What a stage writes beside a column that is read is written before the row can end.
+            siblings = self.stages[writer].writes if writer and column in self.scalars else (column,)
             require(
-                column in readers,
-                f"column {column!r} (written by {self.writer.get(column)!r}) is read by no stage: "
+                any(sibling in readers for sibling in siblings),
+                f"column {column!r} (written by {writer!r}) is read by no stage: "
                 "a row ends with its last reader, so it may be gone before this column is "
                 "written. Drop the column, or let a stage read it.",
             )
