@@ -16,6 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MARK = "RLSYS_TEST_MARK"  # in the environment of every process that a job starts
 
+# As a terminal starts a command, whatever this process itself was told to ignore (nohup, `&`).
+WITH_DEFAULT_SIGNALS = ["env", "--default-signal=HUP,INT,QUIT,TERM"]
+
 # For the operating system to take processes away that were told to end.
 REAP_S = 20.0
 
@@ -109,7 +112,7 @@ def start_command(
     log = log_directory / f"{mark}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
+            [*WITH_DEFAULT_SIGNALS, *command],
             cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=output,
