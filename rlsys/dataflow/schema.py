@@ -123,9 +123,9 @@ class Schema:
         for column in (*sorted(self.tensors), *self.scalars):
             writer = self.writer.get(column)
             # What a stage writes beside a column that is read is written before the row can end.
-            siblings = self.stages[writer].writes if writer and column in self.scalars else (column,)
+            beside = self.stages[writer].writes if writer and column in self.scalars else (column,)
             require(
-                any(sibling in readers for sibling in siblings),
+                not readers.keys().isdisjoint(beside),
                 f"column {column!r} (written by {writer!r}) is read by no stage: "
                 "a row ends with its last reader, so it may be gone before this column is "
                 "written. Drop the column, or let a stage read it.",

@@ -8,6 +8,7 @@ import random
 import re
 import shlex
 import signal
+import statistics
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,8 @@ def test_a_reward_model_is_trained_alone_and_resumes(tmp_path: Path) -> None:
 
 
 def test_dpo_trains_a_policy_beside_its_reference(tmp_path: Path) -> None:
-    options = [*SMALL_PAIRS, *SMALL_WARM_START, "--runs-dir", str(tmp_path / "runs")]
+    options = shlex.split("--prompts-per-step 64 --num-steps 10 --trainer.learning-rate 1e-3")
+    options += [*SMALL_WARM_START, "--runs-dir", str(tmp_path / "runs")]
     job = run("recipes/dpo.py", options, tmp_path, timeout_s=600)
     assert job.returncode == 0, job.output
     directory = tmp_path / "runs" / "dpo"
@@ -65,7 +67,7 @@ def test_dpo_trains_a_policy_beside_its_reference(tmp_path: Path) -> None:
     # At the first step policy and reference are one: the margin is 0 up to rounding.
     assert abs(lines[0]["preference/margin"]) < 1e-3
     assert abs(lines[0]["loss"] - 0.6931) < 1e-3
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert statistics.mean(line["loss"] for line in lines[-3:]) < 0.69
     assert "kl/sampler_trainer" not in lines[-1]
     assert audited(directory).finished
     AutoModelForCausalLM.from_pretrained(directory / "hf")
