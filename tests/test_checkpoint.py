@@ -223,7 +223,7 @@ def test_the_loop_goes_on_while_the_disk_is_waited_for(
     answered = threading.Event()
 
     def slow(descriptor: int) -> None:
-        assert answered.wait(60)
+        assert answered.wait(300)
 
     async def run() -> None:
         monkeypatch.setattr(os, "fsync", slow)
@@ -242,7 +242,7 @@ def test_a_cancelled_save_leaves_no_thread_at_work(
 
     def slow(descriptor: int) -> None:
         syncing.set()
-        assert go_on.wait(60)
+        assert go_on.wait(300)
 
     async def write() -> None:
         async with Checkpoints(tmp_path, keep=1).writing(1) as checkpoint:

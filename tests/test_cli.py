@@ -301,7 +301,7 @@ def test_a_recipe_script_as_users_run_it(tmp_path: Path) -> None:
         root = str(Path(__file__).parents[1])
         command = [sys.executable, str(script), *argv]
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": root}
+            command, capture_output=True, text=True, timeout=300, env={"PYTHONPATH": root}
         )
 
     assert run("--sheep", "3").stdout == "3\n"
@@ -314,7 +314,7 @@ def test_a_recipe_script_as_users_run_it(tmp_path: Path) -> None:
         shell=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )
     assert (headless.stdout, headless.stderr) == ("C", "")

@@ -143,7 +143,7 @@ OwnModel(name="own").ensure(sys.argv[1], seed=0)
 
 def test_a_full_disk_is_told_with_the_field(tmp_path: Path) -> None:
     process = started(FULL_DISK, str(tmp_path))
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     last = err.strip().splitlines()[-1]
     assert last.startswith(f"ValueError: runs_dir='{tmp_path}': the recipe's model cannot be writ")
     assert list((tmp_path / ".models").iterdir()) == []
@@ -565,7 +565,7 @@ def test_a_reader_that_goes_away_ends_the_recipe_quietly() -> None:
     assert process.stdout.readline() == "line 0\n"
     process.stdout.close()
     assert process.stderr.read() == ""
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=300) == 141
 
 
 # A hub that cannot be reached.

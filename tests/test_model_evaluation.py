@@ -16,7 +16,7 @@ from rlsys.rewards import Reward, RewardFailure
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import FinishReason
 
-PATIENCE_S = 240.0
+PATIENCE_S = 300.0
 
 
 @pytest.fixture(scope="module")

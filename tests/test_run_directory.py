@@ -233,7 +233,7 @@ def test_a_disk_that_fails_to_write_is_found_by_writing(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert refused.returncode == 1
     assert "ValueError: runs_dir=" in refused.stderr
@@ -267,7 +267,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
 
 
 def test_two_processes_never_share_one_and_death_frees_it(
@@ -276,7 +276,7 @@ def test_two_processes_never_share_one_and_death_frees_it(
     with pytest.raises(ValueError, match=rf"demo is in use by process {holder.pid} on "):
         RunDirectory.resume(tmp_path, "demo", CONFIG)
     holder.send_signal(signal.SIGKILL)
-    holder.wait(timeout=30)
+    holder.wait(timeout=300)
     RunDirectory.resume(tmp_path, "demo", CONFIG).close()
 
 

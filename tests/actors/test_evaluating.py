@@ -13,7 +13,7 @@ from rlsys.model_evaluation import Evaluation
 from rlsys.run_directory import RunFiles
 from tests.test_held_out import exported, found
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 CONFIG = RunConfig(num_steps=40, evaluation=HeldOutConfig(every=10))
 
 Answer = Callable[[str], Evaluation | Exception]

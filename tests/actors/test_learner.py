@@ -33,7 +33,7 @@ from tests.actors.no_rows import NO_ROWS
 from tests.clusters import cluster_of_one
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 class CountingEngine:

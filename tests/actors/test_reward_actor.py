@@ -19,7 +19,7 @@ from rlsys.rewards import RewardResult, RewardRunner, pack_rewards
 from rlsys.types import FinishReason, Rollout
 from rlsys.workers import RowsLost, Score, Scored, ScoreTask, Unreadable
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 class Store:

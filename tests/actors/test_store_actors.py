@@ -25,7 +25,7 @@ from rlsys.workers import FinishedRollout, Part
 from tests.clusters import NODE_OPTIONS, cluster_of_one
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 CAPACITY_BYTES = 16 * PAGE_BYTES
 
 

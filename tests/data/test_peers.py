@@ -185,7 +185,7 @@ def test_a_thread_tells_what_is_new_until_it_is_closed(tmp_path: Path) -> None:
     shared = Shared(peers=["a"], groups_per_step=1)
     reading = Reading(Peers(tmp_path, shared, own="b", group_size=2), tell)
     written(tmp_path / "a", records(1, 7)).close()
-    assert arrived.wait(60)
+    assert arrived.wait(300)
     reading.close()
     reading.check()
     assert ids(told) == [7]
@@ -200,7 +200,7 @@ def test_a_thread_that_a_bug_ends_says_so(tmp_path: Path) -> None:
 
     shared = Shared(peers=["a"], groups_per_step=1)
     reading = Reading(Peers(tmp_path, shared, own="b", group_size=2), tell)
-    assert asked.wait(60)
+    assert asked.wait(300)
     reading._thread.join(60)
     with pytest.raises(AssertionError, match="a bug"):
         reading.check()

@@ -27,7 +27,7 @@ from rlsys.dataflow.blocks import (
 )
 from rlsys.layout.transport.shared_memory import MemoryGone
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def test_a_run_outlives_each_of_its_processes(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "quickstart"
     job = start("recipes/quickstart.py", arguments, tmp_path)
     try:
-        job.wait_for_output("stale avg/max", timeout_s=280)
+        job.wait_for_output("stale avg/max")
         for actor in (
             "RewardActor",
             "RolloutActor",
@@ -105,11 +105,11 @@ def test_a_run_outlives_each_of_its_processes(tmp_path: Path) -> None:
             "SnapshotKeeper",
             "StoreShard",
         ):
-            step = job.wait_for_step(directory, 2, timeout_s=280)
+            step = job.wait_for_step(directory, 2)
             (pid,) = (p for p, name in job.processes().items() if name.startswith(f"ray::{actor}"))
             os.kill(pid, signal.SIGKILL)
-            job.wait_for_step(directory, step + 2, timeout_s=280)
-        assert job.wait(timeout_s=280) == 0, job.output
+            job.wait_for_step(directory, step + 2)
+        assert job.wait() == 0, job.output
         assert "rollout-0 died" in job.output
         assert "trainer-0 died" in job.output
         assert "reward-0 died" in job.output
@@ -127,13 +127,13 @@ def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, *options.split(), "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path)
     try:
-        job.wait_for_output("stale avg/max", timeout_s=120)
+        job.wait_for_output("stale avg/max")
         replicas = [
             p for p, name in job.processes().items() if name.startswith("ray::RolloutActor")
         ]
         assert len(replicas) == 2
         os.kill(replicas[0], signal.SIGKILL)
-        assert job.wait(timeout_s=120) == 0, job.output
+        assert job.wait() == 0, job.output
         assert re.search(r"warning: rollout-[01] died", job.output)
         assert job.left_behind() == {}
     finally:
@@ -148,14 +148,14 @@ def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
     assert (ledger.num_trained, ledger.open_groups) == (60 * 4, [])
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_run_whose_directory_is_deleted_fails(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path)
     try:
-        job.wait_for_output("stale avg/max", timeout_s=500)
+        job.wait_for_output("stale avg/max")
         shutil.rmtree(tmp_path / "runs" / "quickstart", ignore_errors=True)
-        assert job.wait(timeout_s=120) == 1
+        assert job.wait() == 1
         assert "was deleted or moved while the run was writing to it" in job.output
         assert "Traceback" not in job.output
         assert job.left_behind() == {}
@@ -163,13 +163,13 @@ def test_a_run_whose_directory_is_deleted_fails(tmp_path: Path) -> None:
         job.end()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_run_that_nobody_reads_ends_quietly_with_its_processes(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
     command = shlex.join([sys.executable, "recipes/quickstart.py", *arguments])
     job = start_command(["bash", "-c", f"{command} | head -n 12"], tmp_path)
     try:
-        assert job.wait(timeout_s=600) == 0
+        assert job.wait() == 0
         assert job.left_behind() == {}
         assert "Traceback" not in job.output
         assert "rror" not in job.output
@@ -181,9 +181,9 @@ def test_interrupt_ends_every_process(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path)
     try:
-        job.wait_for_output("stale avg/max", timeout_s=120)
+        job.wait_for_output("stale avg/max")
         job.process.send_signal(signal.SIGINT)
-        assert job.wait(timeout_s=60) == 130
+        assert job.wait() == 130
         assert "Interrupted: " in job.output
         assert "Traceback" not in job.output
         assert job.left_behind() == {}

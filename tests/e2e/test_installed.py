@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.job import ROOT, Job, start_command
 from tests.e2e.own_recipe import SMALL_COUNTING, own_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # What a build reads.
 SOURCES = ("actors", "rlsys", "pyproject.toml", "setup.py", "README.md", "LICENSE")
@@ -60,7 +60,7 @@ def run(python: Path, script: str, directory: Path, *arguments: str) -> Job:
     command = [str(python), "mine.py", *arguments]
     job = start_command(command, directory, directory, **environment)
     try:
-        job.wait(600)
+        job.wait()
         assert job.left_behind() == {}, job.output
     finally:
         job.end()

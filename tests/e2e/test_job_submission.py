@@ -20,7 +20,7 @@ import scripts.submit
 from actors.cluster import SUBMITTED, check_runs_dir
 from rlsys.observe.metrics import read_metrics
 from scripts.submit import submit, upload
-from tests.e2e.job import ROOT, SMALL_QUICKSTART, Job, start, start_command
+from tests.e2e.job import PATIENCE_S, ROOT, SMALL_QUICKSTART, Job, start, start_command
 from tests.e2e.own_recipe import SMALL_COUNTING, own_recipe
 
 BIN = Path(sys.executable).parent  # where `ray` lies beside `python`
@@ -77,7 +77,7 @@ class Head:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=280,
+            timeout=PATIENCE_S,
             check=False,
         )
 
@@ -102,7 +102,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
         [BIN / "ray", "get-auth-token", "--generate"],
         env=environment,
         stdout=subprocess.DEVNULL,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     port = free_port()
@@ -126,10 +126,10 @@ def head(tmp_path: Path) -> Iterator[Head]:
             str(BIN / "ray"), ["start", "--head", "--block", *arguments], tmp_path, **environment
         )
         try:
-            job.wait_for_output("will now block forever", timeout_s=60)
+            job.wait_for_output("will now block forever")
             yield Head(job=job, address=f"http://127.0.0.1:{port}", environment=environment)
             job.process.terminate()
-            job.wait(timeout_s=60)
+            job.wait()
             assert job.left_behind() == {}
         finally:
             job.end()
@@ -205,17 +205,17 @@ def test_ray_job_stop_ends_a_run_in_good_order(head: Head, checkout: Path, tmp_p
         RAY_API_SERVER_ADDRESS=head.address,
     )
     try:
-        job.wait_for_output("stale avg/max", timeout_s=120)
+        job.wait_for_output("stale avg/max")
         submission = re.search(r"raysubmit_\w+", job.output)
         assert submission is not None
         subprocess.run(
             [BIN / "ray", "job", "stop", "--address", head.address, submission[0]],
             env=head.environment,
             stdout=subprocess.DEVNULL,
-            timeout=90,
+            timeout=PATIENCE_S,
             check=True,
         )
-        job.wait(timeout_s=60)
+        job.wait()
         assert "Interrupted: " in job.output
         assert "Traceback" not in job.output
     finally:
@@ -236,7 +236,7 @@ def test_submit_refuses_what_is_no_file(arguments: list[str], message: str) -> N
         ["bash", str(ROOT / "scripts" / "submit.sh"), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert process.returncode == 2

@@ -116,7 +116,6 @@ def test_gsm8k_runs_with_either_engine(engine: str, tmp_path: Path) -> None:
         "recipes/grpo_gsm8k.py",
         [*options.split(), "--runs-dir", str(tmp_path / "runs")],
         tmp_path,
-        timeout_s=240,
     )
     assert job.returncode == 0, job.output
     directory = tmp_path / "runs" / engine

@@ -36,10 +36,10 @@ def audited(directory: Path) -> Verdict:
 def test_a_reward_model_is_trained_alone_and_resumes(tmp_path: Path) -> None:
     options = [*SMALL_PAIRS, "--runs-dir", str(tmp_path / "runs")]
     directory = tmp_path / "runs" / "reward_model"
-    job = run("recipes/reward_model.py", options, tmp_path, timeout_s=600)
+    job = run("recipes/reward_model.py", options, tmp_path)
     assert job.returncode == 0, job.output
     assert "(dataset)" in job.output
-    job = run("recipes/reward_model.py", [*options, "--num-steps", "5"], tmp_path, timeout_s=600)
+    job = run("recipes/reward_model.py", [*options, "--num-steps", "5"], tmp_path)
     assert job.returncode == 0, job.output
 
     lines = read_metrics(directory / "metrics.jsonl")
@@ -60,7 +60,7 @@ def test_a_reward_model_is_trained_alone_and_resumes(tmp_path: Path) -> None:
 def test_dpo_trains_a_policy_beside_its_reference(tmp_path: Path) -> None:
     options = shlex.split("--prompts-per-step 64 --num-steps 10 --trainer.learning-rate 1e-3")
     options += [*SMALL_WARM_START, "--runs-dir", str(tmp_path / "runs")]
-    job = run("recipes/dpo.py", options, tmp_path, timeout_s=600)
+    job = run("recipes/dpo.py", options, tmp_path)
     assert job.returncode == 0, job.output
     directory = tmp_path / "runs" / "dpo"
     lines = read_metrics(directory / "metrics.jsonl")
@@ -76,7 +76,7 @@ def test_dpo_trains_a_policy_beside_its_reference(tmp_path: Path) -> None:
 def test_ppo_outlives_its_trainers_and_resumes(tmp_path: Path) -> None:
     """Ranks of policy and critic are killed, each after two more steps, until both have been."""
     where = ["--runs-dir", str(tmp_path / "runs")]
-    job = run("recipes/reward_model.py", [*SMALL_PAIRS, *where], tmp_path, timeout_s=600)
+    job = run("recipes/reward_model.py", [*SMALL_PAIRS, *where], tmp_path)
     assert job.returncode == 0, job.output
     judge = str(tmp_path / "runs" / "reward_model" / "hf")
     options = shlex.split(
@@ -86,20 +86,20 @@ def test_ppo_outlives_its_trainers_and_resumes(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "ppo"
     job = start("recipes/ppo.py", [*options, "--num-steps", "60"], tmp_path)
     try:
-        step = job.wait_for_step(directory, 2, timeout_s=600)
+        step = job.wait_for_step(directory, 2)
         chance = random.Random(0)
         while not {"trainer-0", "critic-0"} <= dead_ranks(job.output):
             # Their processes have the same name, and both start anew when one of them dies.
             pids = [p for p, name in job.processes().items() if name.startswith(TRAINER)]
             assert len(pids) == 2, job.processes()
             os.kill(chance.choice(pids), signal.SIGKILL)
-            step = job.wait_for_step(directory, step + 2, timeout_s=600)
-        assert job.wait(timeout_s=600) == 0, job.output
+            step = job.wait_for_step(directory, step + 2)
+        assert job.wait() == 0, job.output
         assert job.left_behind() == {}
     finally:
         job.end()
 
-    job = run("recipes/ppo.py", [*options, "--num-steps", "62"], tmp_path, timeout_s=600)
+    job = run("recipes/ppo.py", [*options, "--num-steps", "62"], tmp_path)
     assert job.returncode == 0, job.output
     lines = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in lines] == [*range(1, 63)]

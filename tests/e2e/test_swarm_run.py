@@ -80,7 +80,7 @@ def test_a_killed_node_finds_its_external_groups_again(tmp_path: Path) -> None:
                 peer.write(offered)
             job.wait_for_step(directory, step, 600)
         os.kill(job.process.pid, signal.SIGKILL)
-        job.process.wait(60)
+        job.process.wait(300)
         assert job.left_behind() == {}
     finally:
         job.end()

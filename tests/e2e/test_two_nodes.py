@@ -80,7 +80,7 @@ def test_trainer_and_replica_on_different_nodes(two_nodes: TwoNodes, tmp_path: P
         nodes = two_nodes.actors()
         assert nodes["RolloutActor"] == two_nodes.second_raylet
         assert nodes["TrainerActor"] not in (two_nodes.second_raylet, -1)
-        assert job.wait(120) == 0, job.output
+        assert job.wait() == 0, job.output
         wait_until(lambda: not two_nodes.actors(), 20, job)
     finally:
         job.end()
@@ -106,7 +106,7 @@ def test_a_cluster_that_is_too_small_says_what_it_lacks(
 ) -> None:
     job = two_nodes.start_job(tmp_path, "--trainer.num-ranks", "2")
     try:
-        assert job.wait(60) == 1
+        assert job.wait() == 1
     finally:
         job.end()
     assert "needs 4 CPUs (trainer-0 (1 CPU), trainer-1 (1 CPU), rollout-0 (2 CPU))" in job.output
@@ -123,23 +123,23 @@ def test_room_held_by_another_run_and_a_node_that_is_replaced(
     first = two_nodes.start_job(tmp_path, "--num-steps", "100000", "--name", "first")
     directory = tmp_path / "runs" / "first"
     try:
-        first.wait_for_output("Starting rollout-0", timeout_s=60)
+        first.wait_for_output("Starting rollout-0")
         second = two_nodes.start_job(tmp_path, "--cluster.start-timeout-s", "2", "--name", "second")
         try:
-            assert second.wait(60) == 1
+            assert second.wait() == 1
         finally:
             second.end()
         assert "others have held it for 2 s (cluster.start_timeout_s)" in second.output
 
-        first.wait_for_step(directory, 2, timeout_s=120)
+        first.wait_for_step(directory, 2)
         two_nodes.cluster.remove_node(two_nodes.second, allow_graceful=False)
-        first.wait_for_output("warning: rollout-0 died", timeout_s=60)
+        first.wait_for_output("warning: rollout-0 died")
         done = first.wait_for_step(directory, 2, timeout_s=1)
         two_nodes.cluster.add_node(num_cpus=2, **NODE_OPTIONS)
         # Not the last few of the old replica's: those that a new one samples.
-        first.wait_for_step(directory, done + 5, timeout_s=280)
+        first.wait_for_step(directory, done + 5)
         first.process.send_signal(signal.SIGINT)
-        assert first.wait(60) == 130, first.output
+        assert first.wait() == 130, first.output
         assert "Traceback" not in first.output
         wait_until(lambda: not two_nodes.actors(), 20, first)
     finally:

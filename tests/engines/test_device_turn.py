@@ -17,7 +17,7 @@ from rlsys.engines.inference import InferenceEngine
 from tests.engines.training_harness import make_rows, tiny_model
 
 CPU = torch.device("cpu")  # here a device like any other: weights go there as copies
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def test_weights_are_on_the_device_only_within_the_turn(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tests.engines.torch_engine_harness import (
     trainer_logprobs,
 )
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 
 @pytest.fixture(scope="module")

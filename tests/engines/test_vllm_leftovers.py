@@ -21,7 +21,7 @@ from rlsys.engines.generation.vllm_leftovers import (
 )
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 # Without a resource tracker, which would die with its group.
 SHARING = """

@@ -140,7 +140,7 @@ def test_another_process_keeps_the_version_that_it_holds() -> None:
         reader.stdin.flush()
         assert reader.stdout.readline() == "held\n"
         file.close()
-        output, _ = reader.communicate("\n", timeout=60)
+        output, _ = reader.communicate("\n", timeout=300)
     assert output == "2.5\n"
 
 

@@ -247,7 +247,7 @@ def child() -> Iterator[Connection]:
     process = context.Process(target=_answer_with_a_span, args=(there,))
     process.start()
     yield here
-    process.join(timeout=30)
+    process.join(timeout=300)
     assert process.exitcode == 0
 
 

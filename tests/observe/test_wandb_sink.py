@@ -40,7 +40,9 @@ def test_off_imports_nothing(tmp_path: Path) -> None:
         "assert 'wandb' not in sys.modules\n"
     )
     root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=root, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=root, check=True, timeout=300
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,7 +20,7 @@ from rlsys.types import Rollout
 T = TypeVar("T")
 
 # Far more than anything here takes, so that a test that would hang fails instead.
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 Result = RewardResult | RewardFailure
 

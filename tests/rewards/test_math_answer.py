@@ -71,7 +71,7 @@ def test_a_child_that_was_killed_is_replaced() -> None:
     assert children.ask("2", "$2$", cpu_limit_s=5) is True
     (child,) = children._idle
     os.kill(child.pid, signal.SIGKILL)
-    child.wait(timeout=10)
+    child.wait(timeout=300)
     assert children.ask("2", "$3$", cpu_limit_s=5) is False
     (successor,) = children._idle
     assert successor.pid != child.pid
@@ -83,7 +83,7 @@ def test_the_child_ends_with_its_input() -> None:
     (child,) = children._idle
     assert child.stdin is not None
     child.stdin.close()
-    assert child.wait(timeout=10) == 0
+    assert child.wait(timeout=300) == 0
 
 
 def test_without_the_library_the_error_says_how_to_install_it(

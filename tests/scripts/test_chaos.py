@@ -74,7 +74,7 @@ def family() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     )
     yield mark, process
     processes.kill_all(mark)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
 
 
 def test_processes_are_found_by_their_mark_and_by_nothing_else(

@@ -34,7 +34,7 @@ def test_a_bad_place_for_runs_fails_the_whole_check(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
     )
     lines = ended.stdout.splitlines()
     found = {line[6:18].strip(): line.split()[0] for line in lines if not line.startswith(" ")}

@@ -92,7 +92,7 @@ def test_a_missing_matplotlib_is_told(run_dir: Path, monkeypatch: pytest.MonkeyP
 def test_the_command_tells_a_mistake_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": NaN}\n')
     command = [sys.executable, str(ROOT / "scripts" / "fit.py"), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: reward/mean=nan in step 1 of ")
     assert ended.stderr.count("\n") == 1
