@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.workers import LearnerDied, RowsLost
@@ -255,6 +256,14 @@ def _unwrapped(name: str, method: str, error: RayTaskError) -> Exception:
 
 def _reason(error: BaseException) -> str:
     """Ray's message without its table of ids and its advice; of a traceback, the end."""
+    if isinstance(error, OutOfMemoryError):
+        used = re.search(r"([\d.]+ ?GB) used / ([\d.]+ ?GB) limit", str(error))
+        return (
+            "Ray ended it, since the memory of its node was nearly full"
+            + (f" ({used[1]} of {used[2]})" if used else "")
+            + "; end other programs there, use fewer or smaller processes (--dry-run estimates "
+            "what is needed), or a larger node"
+        )
     lines = [line for line in str(error).splitlines() if line.strip() and line[0] != "\t"]
     if isinstance(error, RayActorError) and not error.actor_init_failed:
         lines = lines[1:] or lines  # after "The actor died unexpectedly ..."

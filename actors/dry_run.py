@@ -8,7 +8,7 @@ from typing import Any
 from rlsys.config import RunConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.graph import Dataflow
-from rlsys.estimate import ModelShape, estimate_memory
+from rlsys.estimate import ModelShape, estimate_memory, store_bytes
 from rlsys.fields import to_toml
 from rlsys.observe.diagnosis import foresee
 
@@ -36,7 +36,7 @@ def describe(
         f"trainer rank      {_size(memory.trainer_rank_bytes)}  weights, gradients, optimizer",
         f"its snapshots     {_size(memory.snapshot_bytes)}  the last two steps, in host memory",
         f"rollout replica   {_size(memory.replica_bytes)}  weights and a full KV cache",
-        f"store, per node   {_size(memory.store_bytes)}  at most, in shared memory",
+        f"store, per node   {_size(store_bytes(config, flow))}  in shared memory",
         f"checkpoint        {_size(memory.checkpoint_bytes)}  on disk",
         "",
         f"data: {len(prompts):,} prompts, each with {', '.join(prompts.metadata_columns) or 'no'} "

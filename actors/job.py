@@ -25,6 +25,7 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.stages import GenerateStage, ScoreStage
 from rlsys.errors import first_error
+from rlsys.estimate import STORE_FILL, row_bytes, store_bytes
 from rlsys.exported import seal_export
 from rlsys.held_out import Scoreboard, rewards_of
 from rlsys.history import State
@@ -47,9 +48,6 @@ from .local_ray import ends_with_ray
 from .placement import reserved
 from .store import StoreClient
 from .team import Team, hired
-
-# Rows of any length leave gaps in the shards' memory; this share of it is promised to rows.
-STORE_FILL = 0.5
 
 
 def cancel_on_signals() -> None:
@@ -242,11 +240,8 @@ class Job:
     ) -> None:
         config = self._config
         store = self._flow.open_store(
-            max_bytes=int(config.cluster.store_gib * 2**30 * STORE_FILL),
-            max_row_bytes=self._flow.row_bytes(
-                max_prompt_tokens=config.data.max_prompt_tokens,
-                max_tokens=config.sampling.max_tokens,
-            ),
+            max_bytes=int(store_bytes(config, self._flow) * STORE_FILL),
+            max_row_bytes=row_bytes(config, self._flow),
             on_free=team.shards.free,
         )
         stepped = Signal()

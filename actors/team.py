@@ -33,6 +33,7 @@ from rlsys.dataflow.stages import (
     TrainStage,
 )
 from rlsys.errors import first_error
+from rlsys.estimate import store_bytes
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import pack_rewards
@@ -77,7 +78,7 @@ async def hired(
         if trace_file is not None:
             ending.callback(trace_file.close)
         shards = StoreShards(
-            capacity_bytes=int(config.cluster.store_gib * 2**30),
+            capacity_bytes=store_bytes(config, flow),
             timeout_s=config.cluster.call_timeout_s,
             heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
             on_lost=lost_shards.put_nowait,

@@ -528,9 +528,10 @@ class ClusterConfig:
     """Ray address to join, "auto" for the one around; unset: RAY_ADDRESS, or a cluster started
     for this run on this machine."""
     store_gib: float = 0.5
-    """Shared memory of each node for rollouts between stages; the cluster holds the sum. A group
-    waits until a node with a replica has room for its longest rollouts in half of it."""
-    start_timeout_s: float = 300.0
+    """Shared memory of each node for rollouts between stages, at most; the cluster holds the sum,
+    and no more is taken than can be in flight. A group waits until a node with a replica has room
+    for its longest rollouts in half of it."""
+    start_timeout_s: float = 600.0
     """Limit for one actor's start, model loading included."""
     call_timeout_s: float = 600.0
     """Limit for one remote call, while the actor works on it; past it the actor is ended and

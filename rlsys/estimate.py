@@ -1,7 +1,8 @@
 """How much memory a run will take, before it starts: for --dry-run and the check of the disk.
 
 In: the configuration and the model's shape (read from its config.json, no weights loaded).
-Out: bytes for each kind of actor. Activations are left out: they depend on the longest rollouts.
+Out: bytes for each kind of actor, and for the store. Activations are left out: they depend on the
+longest rollouts.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ import torch
 
 from rlsys.config import RunConfig
 from rlsys.data.hub import check_model_path, in_short, unreadable
+from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Head
 from rlsys.engines.context import context_length
+
+# Rows of any length leave gaps in the store's memory; this share of it is promised to rows.
+STORE_FILL = 0.5
+MIN_STORE_BYTES = 64 << 20
 
 MASTER_BYTES, GRAD_BYTES, ADAM_BYTES = 4, 4, 8  # per parameter: float32, float32, two float32
 
@@ -31,7 +37,6 @@ class MemoryEstimate:
     snapshot_bytes: int  # per trainer rank, in the host's memory
     replica_bytes: int
     checkpoint_bytes: int
-    store_bytes: int  # per node
 
 
 def model_shape(path: str, head: Head = "logits") -> ModelShape:
@@ -81,5 +86,23 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
         else 0,
         replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
         checkpoint_bytes=state_bytes,
-        store_bytes=int(config.cluster.store_gib * 2**30),
     )
+
+
+def row_bytes(config: RunConfig, flow: Dataflow) -> int:
+    """The most that the store holds of one row."""
+    return flow.row_bytes(
+        max_prompt_tokens=config.data.max_prompt_tokens, max_tokens=config.sampling.max_tokens
+    )
+
+
+def store_bytes(config: RunConfig, flow: Dataflow) -> int:
+    """Of each node: room for all that the bound on staleness lets be in flight, twice over, if it
+    were all sampled there; `cluster.store_gib` at most."""
+    num_groups = (
+        config.prompts_per_step * (1 + config.asynchrony.max_staleness)
+        + config.asynchrony.over_issue
+    )
+    in_flight = num_groups * config.group_size * row_bytes(config, flow)
+    most = int(config.cluster.store_gib * 2**30)
+    return min(most, max(MIN_STORE_BYTES, int(2 * in_flight / STORE_FILL)))

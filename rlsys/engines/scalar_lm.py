@@ -53,6 +53,12 @@ def load_scalar_lm(path: str | Path, *, dtype: str, fresh_head: bool) -> Any:
             f"model.path={str(path)!r} has a head of {config.num_labels} outputs ({name}), which "
             "is no score; give a reward model with num_labels=1."
         )
+    if name.endswith("Classification") and not has_head:
+        raise ValueError(
+            f"model.path={str(path)!r} has a head of another kind ({name}), which would be lost; "
+            f"save it as AutoModel{HAS_HEAD} with num_labels=1, whose head has no bias, or give a "
+            "causal language model."
+        )
     if not has_head and not fresh_head:
         raise ValueError(
             f"model.path={str(path)!r} has no scalar head ({name}): its scores would be those of "

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from actors.calls import CLOSE_TIMEOUT_S, Worker, WorkerDied, end_all
 from rlsys.simulation.virtual_time import run_in_virtual_time
@@ -20,6 +20,14 @@ RAY_SAYS = """The actor died unexpectedly before finishing this task.
 Its process has died. Exit detail: End of file. Some common causes include: (1) ..."""
 
 
+RAY_SAYS_OF_MEMORY = """5 worker(s) were killed due to the node running low on memory. Memory on the
+node (IP: 127.0.0.1, ID: 63d4) was 22.85GB used / 23.54GB limit (0.970688)
+Ray killed 5 worker(s) based on the killing policy
+Top 10 memory users: PID\tMEM(GB)\tCOMMAND
+8326\t0.56\tray::StoreShard.beat
+Refer to the documentation on how to address the out of memory issue: https://docs.ray.io"""
+
+
 class FakeActor:
     """A handle whose methods take the seconds that they are given, `close` the seconds `close_s`;
     one after the other if it is `ordered`. It answers nothing once it is `stopped`, and fails
@@ -30,6 +38,7 @@ class FakeActor:
     ) -> None:
         self.dead = asyncio.Event()
         self.stopped = False
+        self.death: RayError = RayActorError(error_msg=RAY_SAYS)
         self.called: list[str] = []
         self._starts_at = starts_at
         self._close_s = close_s
@@ -53,7 +62,7 @@ class FakeActor:
         death = asyncio.ensure_future(self.dead.wait())
         await asyncio.wait([work, death], return_when=asyncio.FIRST_COMPLETED)
         if self.dead.is_set():
-            raise RayActorError(error_msg=RAY_SAYS)
+            raise self.death
         if self.stopped:
             await asyncio.sleep(NEVER)
 
@@ -226,5 +235,22 @@ def test_a_killed_worker_says_so() -> None:
         await asyncio.sleep(1)
         worker.kill()
         assert await death_of(waiting) == "rollout-0 died during collect: it was ended"
+
+    run(main())
+
+
+def test_a_death_of_full_memory_is_a_sentence() -> None:
+    async def main() -> None:
+        actor = FakeActor()
+        actor.death = OutOfMemoryError(RAY_SAYS_OF_MEMORY)
+        worker = fake_worker(actor)
+        call = asyncio.create_task(worker.call("submit", NEVER))
+        await asyncio.sleep(1)
+        actor.dead.set()
+        assert await death_of(call) == (
+            "rollout-0 died during submit: Ray ended it, since the memory of its node was nearly "
+            "full (22.85GB of 23.54GB); end other programs there, use fewer or smaller processes "
+            "(--dry-run estimates what is needed), or a larger node"
+        )
 
     run(main())

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForTokenClassification
 
 from rlsys.engines.inference import InferenceEngine
 from rlsys.engines.scalar_lm import load_scalar_lm
@@ -147,6 +148,17 @@ def test_a_head_that_is_not_there_is_no_frozen_one(tmp_path: Path) -> None:
         InferenceEngine(classes, head="score")
     with pytest.raises(ValueError, match="holds no model that a scalar head fits on"):
         InferenceEngine(tmp_path / "nothing", head="score")
+
+
+@pytest.mark.parametrize("fresh_head", [True, False])
+def test_a_head_of_another_kind_is_refused_rather_than_lost(
+    fresh_head: bool, tmp_path: Path
+) -> None:
+    causal = tiny_model(tmp_path / "causal")
+    critic = AutoModelForTokenClassification.from_pretrained(causal, num_labels=1)
+    critic.save_pretrained(tmp_path / "critic")
+    with pytest.raises(ValueError, match=r"head of another kind \(Qwen3ForTokenClassification\)"):
+        load_scalar_lm(tmp_path / "critic", dtype="float32", fresh_head=fresh_head)
     bert = scalar_model(tmp_path / "bert", "bert", type_vocab_size=2)
     with pytest.raises(ValueError, match="more than a linear head of one output"):
         InferenceEngine(bert, head="value")
