@@ -120,7 +120,7 @@ def _read_arguments(options: Sequence[Leaf], arguments: Sequence[str]) -> dict[s
         value = _read_text(text, leaf.type, option)
         if isinstance(value, tuple):
             value = (*values.get(leaf.name, ()), *value)
-        elif values.get(leaf.name, value) != value:
+        elif leaf.name in values and values[leaf.name] != value:
             _note(f"{option} stands twice, with {values[leaf.name]} and {value}; the last counts.")
         values[leaf.name] = value
     return values

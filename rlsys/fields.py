@@ -14,8 +14,9 @@ import difflib
 import inspect
 import json
 import math
+import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -174,12 +175,31 @@ def num_leaf_fields(cls: type[Any]) -> int:
 
 
 def unknown_name(name: str, names: Iterable[str], *, kind: str) -> ValueError:
-    """The error for a name that is none of `names`, with the nearest of them."""
+    """The error for a name that is none of `names`, with the nearest of them: the same in another
+    section; else one of its own section, if it has one; else any."""
     known = list(names)
-    forgotten_section = [other for other in known if _last_part(other) == _last_part(name)]
-    nearest = forgotten_section or difflib.get_close_matches(name, known, n=1)
+    section, _, word = name.rpartition(".")
+    neighbours = [other for other in known if section and other.startswith(f"{section}.")]
+    nearest = (
+        [other for other in known if _last_part(other) == _last_part(word)]
+        or _similar(word, neighbours)
+        or _similar(word, known)
+    )
     fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help lists all."
     return ValueError(f"{name} is no {kind}; {fix}")
+
+
+def _similar(word: str, names: Sequence[str]) -> list[str]:
+    """Those whose last part has `word` as its words' initials; else those where it is nearest."""
+    word = _last_part(word)
+    parts = {name: _last_part(name) for name in names}
+    short = [name for name, part in parts.items() if _initials(part) == word]
+    nearest = difflib.get_close_matches(word, set(parts.values()), n=1, cutoff=0.7)
+    return short or [name for name, part in parts.items() if part in nearest]
+
+
+def _initials(part: str) -> str:
+    return "".join(word[:1] for word in re.split("[-_]", part))
 
 
 def _last_part(name: str) -> str:

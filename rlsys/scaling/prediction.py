@@ -41,6 +41,11 @@ class Prediction:
     """The curve there."""
     held_out: HeldOut | None
 
+    @property
+    def num_independent(self) -> float:
+        """How many independent points would tell as much as those that were fitted."""
+        return max(1.0, len(self.fitted.reward) / self.fit.tau)
+
 
 def limits_of(series: Series) -> Limits | None:
     """0 to 1 for rewards that all lie there, as those of a pass rate do."""
@@ -107,7 +112,7 @@ def describe(prediction: Prediction) -> list[str]:
         f"{series.name}: {series.metric}{limits}, against {unit}",
         f"  {found.law.formula}",
         f"  {len(series.reward)} points from {_short(series.compute[0])} to "
-        f"{_short(series.compute[-1])}, worth {len(series.reward) / found.tau:.0f} independent "
+        f"{_short(series.compute[-1])}, worth {prediction.num_independent:.0f} independent "
         f"ones; noise of a point {found.noise:.3g}",
         f"  {'':<14}{'value':>10}  95 % interval",
     ]
@@ -118,12 +123,32 @@ def describe(prediction: Prediction) -> list[str]:
             f"  held out: {len(end.points.reward)} points, {end.within:.0%} within the 95 % band; "
             f"mean {end.mean:.3g}, expected {end.expected.low:.3g} to {end.expected.high:.3g}"
         )
+    return lines + [f"  warning: {warning}" for warning in warnings(prediction)]
+
+
+def warnings(prediction: Prediction) -> list[str]:
+    """Why the numbers say less than they seem to."""
+    series, found = prediction.fitted, prediction.fit
+    first, last = found.curve(series.compute[[0, -1]])[0]
+    told = []
+    if prediction.num_independent < found.law.num_parameters + 1:
+        told.append(
+            f"errors of neighbouring points are alike, so that {len(series.reward)} count as "
+            f"{prediction.num_independent:.0f}, too few for {found.law.num_parameters} parameters: "
+            "trust none of the intervals. Train longer, or leave out less with --skip and "
+            "--held-out."
+        )
+    if last < first:
+        told.append(
+            f"the curve falls, from {first:.3g} to {last:.3g} over these points: A is no reward to "
+            "hope for. Look for what went wrong, or leave out the end with --held-out."
+        )
     if found.at_edge:
-        lines.append(
-            "  These points do not tell where the curve levels off: A and C_mid are open upwards. "
+        told.append(
+            "these points do not tell where the curve levels off: A and C_mid are open upwards. "
             "Train longer, or give the metric's limits."
         )
-    return lines
+    return told
 
 
 def as_dict(prediction: Prediction) -> dict[str, Any]:
@@ -139,7 +164,9 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         "parameters": {name: interval_dict(one) for name, one in found.parameters.items()},
         "noise": found.noise,
         "tau": found.tau,
+        "num_independent": prediction.num_independent,
         "levels_off_unknown": found.at_edge,
+        "warnings": warnings(prediction),
         "predicted": {"at": prediction.until, **interval_dict(prediction.reward)},
         "held_out": None
         if end is None

@@ -8,8 +8,17 @@ import pytest
 
 from rlsys.observe.metrics import read_metrics
 from rlsys.scaling import SIGMOID, Series, read_series
-from rlsys.scaling.prediction import Prediction, as_dict, describe, limits_of, predict
+from rlsys.scaling.laws import Array
+from rlsys.scaling.prediction import (
+    Prediction,
+    as_dict,
+    describe,
+    limits_of,
+    predict,
+    warnings,
+)
 from rlsys.scaling.series import Against
+from tests.scaling.synthetic_curves import steps
 
 # recipes/quickstart.py --trainer.schedule constant, 250 steps on two cores; four of its metrics.
 REAL_RUN = Path(__file__).with_name("quickstart_metrics.jsonl")
@@ -61,6 +70,32 @@ def test_what_is_told_of_a_run() -> None:
     assert report["parameters"]["A"]["low"] <= report["parameters"]["A"]["high"] <= 1
     assert report["predicted"]["at"] == 500
     assert report["num_points"] == 250 - 12 - 83
+
+
+def warned_of(reward: Array) -> list[str]:
+    series = Series(
+        name="", metric="", against="step", compute=steps(len(reward)), reward=np.asarray(reward)
+    )
+    found = predict(series, SIGMOID, skip=0.0, held_out=0.0, until=2.0, limits=(0.0, 1.0))
+    text = describe(found)
+    assert all(f"  warning: {warning}" in text for warning in warnings(found))
+    assert as_dict(found)["warnings"] == warnings(found)
+    return warnings(found)
+
+
+def test_points_that_are_too_much_alike_are_warned_of() -> None:
+    rising = 0.3 + 0.02 * steps(12)
+    waves = 0.1 * np.sin(steps(12) / 2)
+    (warning,) = (text for text in warned_of(rising + waves) if "alike" in text)
+    assert "12 count as 1, too few for 4 parameters: trust none of the intervals" in warning
+    assert not warnings(last_third(0.05))
+
+
+def test_a_curve_that_falls_is_warned_of() -> None:
+    noise = 0.02 * np.random.default_rng(0).standard_normal(100)
+    (falls,) = warned_of(0.6 - 0.003 * steps(100) + noise)
+    assert falls.startswith("the curve falls, from 0.5")
+    assert not any("falls" in warning for warning in warned_of(0.3 + 0.003 * steps(100) + noise))
 
 
 def test_limits_are_those_of_a_pass_rate_where_rewards_are_one() -> None:
