@@ -66,18 +66,19 @@ def _draw_reward(panel: Any, lines: Sequence[Line]) -> None:
     panel.plot(steps, values, color=REWARD, alpha=0.3, linewidth=1)
     panel.plot(steps, smooth, color=REWARD, linewidth=2.2)
     panel.set_ylabel("reward")
-    for end, side, points in ((0, "left", 18), (-1, "right", -26)):
+    if min(values) >= 0 and max(values) <= 1:
+        panel.set_ylim(0, 1.12)
+    middle = sum(panel.get_ylim()) / 2
+    for end, side in ((0, "left"), (-1, "right"))[: len(steps)]:
         panel.annotate(
             f"{smooth[end]:.2f}",
             (steps[end], smooth[end]),
-            xytext=(0, points),
+            xytext=(0, 18 if smooth[end] < middle else -26),
             textcoords="offset points",
             ha=side,
             color=REWARD,
             fontweight="bold",
         )
-    if min(values) >= 0 and max(values) <= 1:
-        panel.set_ylim(0, 1.12)
 
 
 def _draw_staleness(panel: Any, lines: Sequence[Line]) -> None:
@@ -88,7 +89,7 @@ def _draw_staleness(panel: Any, lines: Sequence[Line]) -> None:
     panel.step(steps, most, where="mid", color=STALENESS, linewidth=1, linestyle=(0, (4, 2)))
     panel.set_ylabel("staleness")
     panel.set_ylim(0, max([1.0, *most]) * 1.6)
-    _caption(panel, "optimizer steps; mean (filled) and maximum (dashed)", STALENESS)
+    _caption(panel, "updates of the weights; mean (filled) and maximum (dashed)", STALENESS)
 
 
 def _draw_throughput(panel: Any, lines: Sequence[Line]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.observe.metrics import MetricsWriter
-from scripts.plot_run import main, smoothed
+from scripts.plot_run import draw, main, smoothed
 
 
 @pytest.fixture
@@ -42,6 +42,17 @@ def test_the_picture_tells_reward_staleness_and_speed(
     picture = (run_dir / "plot.svg").read_text()
     for words in ("reward", "staleness", "k tokens/s", "optimizer step", "0.03", "1.00"):
         assert f">{words}</text>" in picture, words
+
+
+@pytest.mark.parametrize("rewards", [[0.9, 0.5, 0.03], [0.03, 0.5, 1.0], [-3.0, -1.0], [0.5]])
+def test_the_rewards_at_both_ends_are_told_within_their_panel(rewards: list[float]) -> None:
+    figure = draw([{"step": n + 1, "reward/mean": x} for n, x in enumerate(rewards)], "run")
+    figure.canvas.draw()
+    panel = figure.axes[0]
+    inside = panel.get_window_extent()
+    told = [text.get_window_extent() for text in panel.texts]
+    assert len(told) == min(len(rewards), 2)
+    assert all(inside.y0 <= text.y0 and text.y1 <= inside.y1 for text in told)
 
 
 def test_one_step_without_staleness_is_enough(tmp_path: Path) -> None:
