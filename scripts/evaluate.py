@@ -19,12 +19,13 @@ from typing import IO
 
 import rlsys
 from rlsys.blocking import run_to_end
+from rlsys.config import require
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.evaluation import as_metrics
 from rlsys.fields import to_toml
 from rlsys.model_evaluation import Evaluation, EvaluationConfig, Sample, evaluate_model
 from rlsys.rewards import RewardResult
-from rlsys.rewards.named import named_reward
+from rlsys.rewards.named import REWARD_FIX, named_reward
 
 SHORT = {"--data": "--data.source", "--reward": "--rewards", "--samples": "--num-samples"}
 TELL_EVERY_S = 10.0
@@ -44,18 +45,29 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
 def run(arguments: Sequence[str]) -> None:
     parsed = rlsys.parse(EvaluationConfig, spelled_out(arguments), doc=__doc__)
     config = parsed.config
+    require(bool(config.rewards), f"no --reward scores the samples; {REWARD_FIX}")
+    rewards = [named_reward(name) for name in config.rewards]
     if parsed.dry_run:
         print(to_toml(config))
         return
-    rewards = [named_reward(name) for name in config.rewards]
     with contextlib.ExitStack() as stack:
-        out = stack.enter_context(open(config.out, "w")) if config.out else None
+        out = stack.enter_context(_opened(config.out)) if config.out else None
         on_sample = _recorder(out)
         try:
             found = run_to_end(lambda: evaluate_model(config, rewards, on_sample=on_sample))
         except EngineError as error:
             raise rlsys.RunFailed(str(error)) from error
     _print(config, found)
+
+
+def _opened(path: str) -> IO[str]:
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"--out {path!r} cannot be written ({error.strerror}); give a file in a directory that "
+            "exists and is writable."
+        ) from error
 
 
 def _recorder(out: IO[str] | None) -> Callable[[Sample], None]:

@@ -52,6 +52,18 @@ def upload(recipe: str) -> tuple[str, dict[str, Any]]:
     return path.name, {**environment, "working_dir": str(path.parent), "py_modules": modules}
 
 
+def connect(address: str) -> JobSubmissionClient:
+    """Raises ConnectionError where no cluster answers."""
+    try:
+        return JobSubmissionClient(address)
+    except ConnectionError as error:
+        raise ConnectionError(
+            f"no Ray cluster answers at {address}; name one, export "
+            "RAY_API_SERVER_ADDRESS=http://HEAD:8265, or start one here, ray start --head (see "
+            "docs/cluster.md)"
+        ) from error
+
+
 def submit(client: JobSubmissionClient, entrypoint: str, environment: dict[str, Any]) -> str:
     """The job's id. Waits until the head node takes jobs; raises RuntimeError where it does not."""
     deadline = time.monotonic() + AGENT_TIMEOUT_S
@@ -94,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     address = os.environ.get("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:8265")
     entrypoint = shlex.join(["python", recipe, *arguments[1:]])
     try:
-        client = JobSubmissionClient(address)
+        client = connect(address)
         job = submit(client, entrypoint, environment)
         print(f"Job {job} was submitted to {address}.", flush=True)
         asyncio.run(follow(client, job))

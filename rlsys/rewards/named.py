@@ -29,6 +29,9 @@ BUILT_IN: Mapping[str, Callable[[str], Reward]] = {
     "numeric_answer": numeric_answer,
 }
 ANSWER_COLUMN = "answer"
+REWARD_FIX = (
+    f"give one of {', '.join(BUILT_IN)}, or a function as module:function or file.py:function."
+)
 
 
 def named_reward(text: str) -> Reward:
@@ -37,10 +40,7 @@ def named_reward(text: str) -> Reward:
     if place in BUILT_IN:
         return BUILT_IN[place](name or ANSWER_COLUMN)
     if not place or not name:
-        raise ValueError(
-            f"reward {text!r} names no reward function; give one of {', '.join(BUILT_IN)}, or a "
-            "function as module:function or file.py:function."
-        )
+        raise ValueError(f"reward {text!r} names no reward function; {REWARD_FIX}")
     module = _from_file(place, text) if place.endswith(".py") else _from_package(place, text)
     function = getattr(module, name, None)
     if isinstance(function, Reward):

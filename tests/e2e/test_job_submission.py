@@ -19,7 +19,7 @@ import pytest
 import scripts.submit
 from actors.cluster import SUBMITTED, check_runs_dir
 from rlsys.observe.metrics import read_metrics
-from scripts.submit import submit, upload
+from scripts.submit import connect, submit, upload
 from tests.e2e.job import PATIENCE_S, ROOT, SMALL_QUICKSTART, Job, start, start_command
 from tests.e2e.own_recipe import SMALL_COUNTING, own_recipe
 
@@ -241,6 +241,14 @@ def test_submit_refuses_what_is_no_file(arguments: list[str], message: str) -> N
     )
     assert process.returncode == 2
     assert message in process.stderr
+
+
+def test_without_a_cluster_submit_says_how_to_name_or_start_one() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and listens not
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=r"RAY_API_SERVER_ADDRESS=.*ray start --head"):
+            connect(address)
 
 
 def test_a_recipe_of_the_checkout_travels_with_it(tmp_path: Path) -> None:

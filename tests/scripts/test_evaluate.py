@@ -86,7 +86,12 @@ def test_k_beyond_the_samples_is_refused_at_once(
     ("options", "words"),
     [
         (["--reward", "exact"], "'exact' names no reward function"),
-        ([], r"rewards=\(\) scores nothing"),
+        ([], r"no --reward scores .* exact_match, math_answer, numeric_answer, or"),
+        (["--dry-run"], "no --reward scores"),
+        (
+            ["--reward", "exact_match", "--out", "/nowhere/a.jsonl"],
+            r"--out '/nowhere/a.jsonl' cannot be written \(No such file .* give a file",
+        ),
         (["--reward", "exact_match:solution"], "reads column 'solution'"),
     ],
 )
