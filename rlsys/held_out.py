@@ -19,6 +19,7 @@ from pathlib import Path
 from rlsys import metrics
 from rlsys.checkpoint import swapped_in
 from rlsys.config import RunConfig, require
+from rlsys.data.rows import LOADERS
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import RewardFn, ScoreStage
 from rlsys.evaluation import as_metrics
@@ -58,7 +59,11 @@ def evaluation_config(run: RunConfig, model: Path | str) -> EvaluationConfig:
         seed=run.seed,
         model=replace(run.model, path=str(model)),
         data=replace(
-            run.data, source=own.source or run.data.source, split=own.split, shuffle=False
+            run.data,
+            source=own.source or run.data.source,
+            subset=None if Path(own.source).suffix in LOADERS else run.data.subset,
+            split=own.split,
+            shuffle=False,
         ),
         sampling=run.sampling,
         rollout=replace(

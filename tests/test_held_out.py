@@ -109,6 +109,11 @@ def test_an_evaluation_samples_as_the_run_does_from_data_of_its_own() -> None:
     assert config.sampling == run.sampling
     assert (config.data.source, config.data.prompt_column) == ("test.jsonl", "question")
     assert (config.data.shuffle, config.rollout.num_gpus) == (False, 0)
+    for source, subset in (("test.jsonl", None), ("", "main"), ("org/held-out", "main")):
+        data = DataConfig(source="org/name", subset="main")
+        evaluation = HeldOutConfig(every=1, source=source)
+        of_run = rlsys.RunConfig(data=data, evaluation=evaluation)
+        assert evaluation_config(of_run, "exported").data.subset == subset
     same = evaluation_config(rlsys.RunConfig(data=DataConfig(source="org/name")), "exported")
     assert (same.data.source, same.data.split) == ("org/name", "test")
 

@@ -40,7 +40,7 @@ class Alphabet:
         lost = self._first_lost(text)
         require(
             lost is None,
-            f"{where}={text!r} holds the character {lost!r}, which the model's tokenizer has no "
+            f"{where}: {text!r} holds the character {lost!r}, which the model's tokenizer has no "
             "token for and would leave out; add it to OwnModel.characters, take a model that knows "
             "it, or change the row.",
         )

@@ -59,7 +59,7 @@ class CompletionColumn:
             and not isinstance(value, str)
             and len(value) == self.group_size
             and all(isinstance(text, str) for text in value),
-            f"{where}={value!r} is no list of {self.group_size} texts; flow.dataset has groups of "
+            f"{where}: {value!r} is no list of {self.group_size} texts; flow.dataset has groups of "
             f"group_size={self.group_size}.",
         )
         assert isinstance(value, Sequence)

@@ -64,7 +64,7 @@ class Encoder:
                 require(value is not None, f"{where} has no {name!r}, which a reward reads.")
                 require(
                     not one.column_types or is_of(value, one.column_types),
-                    f"{name!r} of {where}={value!r} {not_of(value, one.column_types)}",
+                    f"{name!r} of {where}: {value!r} {not_of(value, one.column_types)}",
                 )
         text, token_ids = self._prompts.rendered(group.asked, where)
         self._alphabet.check(text, where)

@@ -140,7 +140,7 @@ class PromptSource:
                 for number, value in enumerate(self._values(column)):
                     require(
                         is_of(value, one.column_types),
-                        f"reward {one.name!r}: {self._name(number, column)}={value!r} "
+                        f"reward {one.name!r}, {self._name(number, column)}: {value!r} "
                         f"{not_of(value, one.column_types)}",
                     )
 
@@ -177,7 +177,7 @@ class PromptSource:
         (token_ids,) = self._renderer.tokenize([text])
         require(
             0 < len(token_ids) <= self._limit,
-            f"{where}={text!r} makes {len(token_ids)} tokens; it must make 1 to {self._limit} "
+            f"{where}: {text!r} makes {len(token_ids)} tokens; it must make 1 to {self._limit} "
             f"({self._rule}). Change the row or leave it out.",
         )
         return text, tuple(token_ids)

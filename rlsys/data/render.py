@@ -41,7 +41,7 @@ class PromptRenderer:
             not isinstance(value, Sequence) or isinstance(value, str | bytes),
             f"{where} is a list of messages; set data.chat_template=true to render it.",
         )
-        require(isinstance(value, str), f"{where}={value!r} is no text; make it a string.")
+        require(isinstance(value, str), f"{where}: {value!r} is no text; make it a string.")
         require(value != "", f"{where} is empty; leave the row out.")
         return _encodable(str(value), where)
 
@@ -53,7 +53,7 @@ class PromptRenderer:
             isinstance(messages, Sequence)
             and len(messages) > 0
             and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages),
-            f"{where}={value!r} is no chat; make it a string, or a list of messages with role and "
+            f"{where}: {value!r} is no chat; make it a string, or a list of messages with role and "
             "content.",
         )
         assert isinstance(messages, Sequence)
@@ -87,7 +87,7 @@ def _encodable(text: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{where}={text!r} holds half a character ({error.reason}); mend the row or leave it "
+            f"{where}: {text!r} holds half a character ({error.reason}); mend the row or leave it "
             "out."
         ) from error
     return text

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,16 @@ from rlsys.config import DataConfig, require
 
 # File name endings, and the loader of `datasets` for each.
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+# What each asks for.
+HINTS = {
+    "json": "check the file: one JSON object per line for .jsonl, a list of them for .json",
+    "parquet": "check the file, or write it anew, such as with pandas.DataFrame.to_parquet",
+    None: "check data.source, data.subset, data.split and the network, or give a local file",
+}
+
+# What a file of JSON may begin with: an object, or a list of objects (or of none).
+OBJECTS = re.compile(rb"(\xef\xbb\xbf)?\s*(\[\s*\]|(\[\s*)?\{|$)")
 
 
 def load_rows(config: DataConfig) -> Any:
@@ -48,8 +59,14 @@ def load_rows(config: DataConfig) -> Any:
             f"data.source={source!r} is no file (looked in {Path.cwd()}); give the path of one.",
         )
         require(path.stat().st_size > 0, f"data.source={source!r} is an empty file; fill it.")
+        require(
+            config.subset is None,
+            f"data.subset={config.subset!r} is of a hub dataset, and data.source={source!r} is a "
+            "local file, which has none; leave data.subset out.",
+        )
         if loader == "json":
             _check_utf8(path, source)
+            _check_objects(path, source)
         datasets.disable_progress_bars()  # a local file loads in no time
         arguments = {"path": loader, "data_files": source, "split": "train"}
     try:
@@ -58,12 +75,9 @@ def load_rows(config: DataConfig) -> Any:
     # StopIteration: what the JSON loader raises for a file without a row.
     except (DatasetsError, OSError, ValueError, StopIteration) as error:
         reason = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
-        hint = (
-            "check the file: one JSON object per line for .jsonl, a list of them for .json"
-            if loader
-            else "check data.source, data.subset, data.split and the network, or give a local file"
-        )
-        raise ValueError(f"data.source={source!r} cannot be loaded ({reason}); {hint}.") from error
+        raise ValueError(
+            f"data.source={source!r} cannot be loaded ({reason}); {HINTS[loader]}."
+        ) from error
 
 
 def _check_utf8(path: Path, source: str) -> None:
@@ -80,6 +94,18 @@ def _check_utf8(path: Path, source: str) -> None:
                 f"data.source={source!r} is no UTF-8 text (line {number}: {error.reason}); convert "
                 f"it, for one from Latin-1 with: iconv -f LATIN1 -t UTF-8 {path.name}"
             ) from error
+
+
+def _check_objects(path: Path, source: str) -> None:
+    """Raise ValueError for a file whose first row is no object: the loader would make a column
+    called "text" of some, and crash over others."""
+    with path.open("rb") as file:
+        beginning = file.read(4096)
+    require(
+        OBJECTS.match(beginning) is not None,
+        f"data.source={source!r}: its first row is no JSON object, such as "
+        f'{{"prompt": "1+1="}}; {HINTS["json"]}.',
+    )
 
 
 @contextlib.contextmanager

@@ -50,7 +50,10 @@ def test_an_empty_completion_is_an_end_of_sequence() -> None:
 @pytest.mark.parametrize(
     ("completions", "message"),
     [
-        (["2"], "'completions' in row 1 (from 0) of the recipe's data=['2'] is no list of 2 texts"),
+        (
+            ["2"],
+            "'completions' in row 1 (from 0) of the recipe's data: ['2'] is no list of 2 texts",
+        ),
         ("23", "is no list of 2 texts"),
         (["2", 3], "is no list of 2 texts"),
         (None, "is no list of 2 texts"),

@@ -83,7 +83,7 @@ def test_a_prompt_is_rendered_by_this_runs_template() -> None:
         (group(1, "\ud800"), "half a character"),
         (group(row={}), "no 'answer', which a reward reads"),
         (group(row={"answer": None}), "no 'answer', which a reward reads"),
-        (group(row={"answer": ["4"]}), "'answer' of group 1 of a=.* is of type list"),
+        (group(row={"answer": ["4"]}), "'answer' of group 1 of a: .* is of type list"),
         (group(asked="2 plus 2="), "holds the character"),
         (group(asked="1+" * 99), "tokens; it must make 1 to"),
         (group(asked=[{"role": "user", "content": "2+2="}]), "list of messages"),

@@ -155,14 +155,14 @@ BYTES_10 = {"prompt": "é" * 5}
         (
             [{"prompt": "a"}, {"prompt": None}],
             {},
-            ["'prompt' in row 1 (from 0)", "=None is no text"],
+            ["'prompt' in row 1 (from 0)", ": None is no text"],
         ),
-        ([{"prompt": "a"}, {"x": 1}], {}, ["row 1", "=None is no text"]),
-        ([{"prompt": 3}], {}, ["row 0", "=3 is no text"]),
+        ([{"prompt": "a"}, {"x": 1}], {}, ["row 1", ": None is no text"]),
+        ([{"prompt": 3}], {}, ["row 0", ": 3 is no text"]),
         ([{"prompt": ""}], {}, ["row 0", "is empty"]),
         ([{"prompt": [{"role": "user", "content": "a"}]}], {}, ["chat_template=true"]),
-        ([{"prompt": 3}], {"chat_template": True}, ["=3 is no chat", "role and content"]),
-        ([{"prompt": []}], {"chat_template": True}, ["=[] is no chat"]),
+        ([{"prompt": 3}], {"chat_template": True}, [": 3 is no chat", "role and content"]),
+        ([{"prompt": []}], {"chat_template": True}, [": [] is no chat"]),
         ([{"prompt": [{"content": "a"}]}], {"chat_template": True}, ["is no chat"]),
         (
             [{"prompt": [{"role": "system", "content": "a"}]}],
@@ -212,7 +212,7 @@ def test_what_the_template_refuses_names_the_row() -> None:
 def test_a_character_that_the_tokenizer_would_leave_out_is_refused_with_its_row() -> None:
     data = [{"prompt": "1+2="}, {"prompt": "1 + 2="}]
     message = refused(data, tokenizer=build_tokenizer("0123456789+="))
-    assert "'prompt' in row 1 (from 0) of the recipe's data='1 + 2=' holds the char" in message
+    assert "'prompt' in row 1 (from 0) of the recipe's data: '1 + 2=' holds the char" in message
     assert "the character ' '," in message
     assert "OwnModel.characters" in message
 
@@ -225,13 +225,13 @@ def test_the_texts_of_special_tokens_are_no_unknown_characters() -> None:
 def test_only_rewards_say_what_a_columns_values_may_be() -> None:
     data: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": value} for value in ("2", ["2"])]
     prompts = source(data)
-    with pytest.raises(ValueError, match=r"'exact_match': 'answer' in row 1 .*=\['2'\] is of type"):
+    with pytest.raises(ValueError, match=r"'exact_match', 'answer' in row 1 .*: \['2'\] is"):
         prompts.check_rewards([exact_match()])
     whole: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": value} for value in ("2", 2)]
     source(whole).check_rewards([exact_match()])
     floats = source([{"prompt": "1+1=", "answer": 2.0}])
     floats.check_rewards([numeric_answer()])
-    with pytest.raises(ValueError, match=r"=2.0 is of type float, .* of type str or int; make the"):
+    with pytest.raises(ValueError, match=r": 2.0 is of type float, .* str or int; make the"):
         floats.check_rewards([exact_match()])
 
 

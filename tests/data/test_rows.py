@@ -51,7 +51,10 @@ def test_local_files_are_read(tmp_path: Path, name: str) -> None:
         ("a.jsonl", "\n", ["cannot be loaded", "one JSON object per line"]),
         ("a.json", "[]", ["cannot be loaded"]),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt":\n', ["cannot be loaded (", "JSON"]),
-        ("a.parquet", "PAR", ["cannot be loaded (", "Parquet"]),
+        ("a.parquet", "PAR", ["cannot be loaded (", "Parquet", "write it anew"]),
+        ("a.jsonl", '["prompt"]\n', ["first row is no JSON object", "one JSON object per line"]),
+        ("a.json", '\n["a", "b"]', ["first row is no JSON object", "a list of them for .json"]),
+        ("a.jsonl", "null\n", ["first row is no JSON object"]),
         ("a.csv", "prompt\n1", ["file of unknown type", ".jsonl, .json, .parquet"]),
     ],
 )
@@ -65,6 +68,20 @@ def test_a_file_without_rows_is_refused(
     for part in parts:
         assert part in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "content", ['\ufeff{"prompt": "x"}\n', '\n\n {"prompt": "x"}', '\n[\n{"prompt": "x"}]']
+)
+def test_a_file_may_begin_with_marks_and_blanks(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content, encoding="utf-8")
+    assert load_rows(DataConfig(source=str(tmp_path / "a.json")))["prompt"][0] == "x"
+
+
+def test_a_subset_of_a_local_file_is_refused(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "a.jsonl"))
+    with pytest.raises(ValueError, match=r"data.subset='main' .* leave data.subset out"):
+        load_rows(DataConfig(source=path, subset="main"))
 
 
 def test_no_source_is_refused() -> None:
