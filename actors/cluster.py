@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import ray
 
-from rlsys.config import ClusterConfig
+from rlsys.config import ClusterConfig, require
 
 from .joined_ray import joined_ray
 from .local_ray import local_ray
@@ -32,8 +33,15 @@ def connected(config: ClusterConfig) -> Iterator[None]:
 
 
 def check_runs_dir(runs_dir: str) -> None:
-    """Raise ValueError for a relative directory in a submitted job: it would lie in Ray's copy of
-    the upload, and Ray deletes that."""
+    """Raise ValueError where a file is in the way, and for a relative directory in a submitted job:
+    it would lie in Ray's copy of the upload, and Ray deletes that. Nothing is written."""
+    nearest = next(
+        path for path in (Path(runs_dir), *Path(runs_dir).parents) if os.path.exists(path)
+    )
+    require(
+        nearest.is_dir(),
+        f"runs_dir={runs_dir!r}: {nearest} is a file; give a directory, such as --runs-dir runs.",
+    )
     if SUBMITTED in os.environ and not os.path.isabs(runs_dir):
         raise ValueError(
             f"runs_dir={runs_dir!r} is relative to this job's copy of the upload, which Ray "

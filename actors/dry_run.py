@@ -30,7 +30,7 @@ def describe(
         "",
         "placement",
         *(str(need) for need in [*ranks, *roles, *replicas]),
-        f"reward-0 .. reward-{config.reward.num_workers - 1} and the store reserve nothing",
+        f"{_reward_workers(config.reward.num_workers)} and the store reserve nothing",
         "",
         f"memory for {shape.num_parameters:,} parameters, activations not counted",
         f"trainer rank      {_size(memory.trainer_rank_bytes)}  weights, gradients, optimizer",
@@ -47,6 +47,10 @@ def describe(
     return "\n".join(
         ["# configuration", to_toml(config), *(f"# {fact}".rstrip() for fact in facts)]
     )
+
+
+def _reward_workers(num: int) -> str:
+    return "reward-0" if num == 1 else f"reward-0 .. reward-{num - 1}"
 
 
 def _printable(text: str) -> str:

@@ -12,6 +12,9 @@ import asyncio
 import contextlib
 import functools
 import os
+import shlex
+import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -98,6 +101,7 @@ def launch(
 async def _dry_run(
     config: RunConfig, flow: Dataflow, own_model: OwnModel | None, held_out: HeldOut
 ) -> RunResult:
+    check_runs_dir(config.runs_dir)
     files = RunFiles(Path(config.runs_dir) / config.name)
     with hub_of(config, flow), tempfile.TemporaryDirectory(prefix="rlsys-") as directory:
         ready = with_model(
@@ -186,7 +190,7 @@ async def _run(
                 lines=read_metrics(directory.metrics) if directory.metrics.exists() else [],
                 evaluations=read_evaluations(directory.evaluations),
                 directory=directory.path,
-                next_command=_next_command(directory, outcome, flow),
+                next_command=next_command(directory, outcome, flow),
             )
         return _result(directory)
 
@@ -212,17 +216,31 @@ def _result(directory: RunDirectory) -> RunResult:
     )
 
 
-def _next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
+def next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
     if outcome == "finished" and PLOT.is_file():
-        return f"python {os.path.relpath(PLOT)} {directory.path}"
+        return shlex.join([this_python(), os.path.relpath(PLOT), str(directory.path)])
     if outcome == "finished":
         kind = "CausalLM" if flow.main.head == "logits" else "SequenceClassification"
         return f"AutoModelFor{kind}.from_pretrained({str(directory.hf)!r})"
+    again = "the same command"
+    if outcome == "failed":
+        again = f"once the cause is mended, {again}"
     if directory.has_checkpoint:
-        return "the same command with --resume"
+        return f"{again} with --resume"
     if not directory.has_steps:
-        return "the same command"
+        return again
     return (
-        "the same command with --resume auto, which begins again (no checkpoint was written), or "
-        "with another --name"
+        f"{again} with --resume auto, which begins again (no checkpoint was written), or with "
+        "another --name"
     )
+
+
+def this_python() -> str:
+    """How a shell in this directory calls the interpreter that runs: `python`, where that is it."""
+    found, own = shutil.which("python"), sys.executable
+    # In one directory too: each environment has a link to the same file.
+    if not own or (
+        found and os.path.samefile(found, own) and Path(found).parent.samefile(Path(own).parent)
+    ):
+        return "python"
+    return min(own, os.path.relpath(own), key=len)

@@ -21,8 +21,10 @@ from typing import Any
 import pytest
 
 import rlsys
+from actors.launch import next_command, this_python
 from recipes.quickstart import QuickstartConfig
 from rlsys.blocking import run_to_end
+from rlsys.run_directory import RunDirectory
 from rlsys.tiny_models import OwnModel, is_whole
 
 ROOT = Path(__file__).parents[1]
@@ -201,6 +203,15 @@ def test_a_dry_run_writes_nothing_and_prints_a_file_that_config_accepts(
     assert parsed.config.model.path == ""
 
 
+def test_a_dry_run_names_the_reward_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch(tmp_path, ROWS, reward=rlsys.RewardConfig(num_workers=1))
+    assert "# reward-0 and the store reserve nothing" in capsys.readouterr().out
+    launch(tmp_path, ROWS, reward=rlsys.RewardConfig(num_workers=3))
+    assert "# reward-0 .. reward-2 and the store reserve nothing" in capsys.readouterr().out
+
+
 def test_a_dry_run_warns_of_what_a_setting_costs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,7 +230,7 @@ def test_a_dry_run_warns_of_what_a_setting_costs(
         (without_answer(5, None), r"column 'answer', .* 1 of 8 rows .* first in row 5"),
         (without_answer(5, math.nan), r"column 'answer', .* 1 of 8 rows .* first in row 5"),
         ([{"prompt": "1="} for _ in range(8)], r"reward 'right' reads column 'answer', which"),
-        ([{"prompt": None, "answer": "1"}] * 8, r"'prompt' in row 0 .*=None is no text"),
+        ([{"prompt": None, "answer": "1"}] * 8, r"'prompt' in row 0 .*: None is no text"),
         ([{"prompt": "\ud800", "answer": "1"}] * 8, r"'prompt' in row 0 .* half a character"),
     ],
 )
@@ -303,13 +314,47 @@ def test_without_a_model_nothing_can_be_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", ["file", "parent is a file"])
-def test_a_runs_dir_that_cannot_be_made_is_refused(tmp_path: Path, make: str) -> None:
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_runs_dir_that_cannot_be_made_is_refused(
+    tmp_path: Path, make: str, dry_run: bool
+) -> None:
     (tmp_path / "file").touch()
     runs_dir = tmp_path / "file" / ("runs" if make == "parent is a file" else "")
     flow = rlsys.Dataflow()
     flow.model("policy")
-    with pytest.raises(ValueError, match=r"runs_dir='.*file.*' cannot be written"):
-        rlsys.launch(QuickstartConfig(runs_dir=str(runs_dir)), flow, own_model=OwnModel(name="a"))
+    config = QuickstartConfig(runs_dir=str(runs_dir))
+    with pytest.raises(ValueError, match=r"runs_dir='.*': .*/file is a file; give a directory"):
+        rlsys.launch(config, flow, own_model=OwnModel(name="a"), dry_run=dry_run)
+
+
+def test_the_next_command_calls_the_interpreter_that_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every environment's `python` links to the same file."""
+    for name in (".venv", "other"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        for link in ("python", "python3"):
+            (tmp_path / name / "bin" / link).symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python3"))
+    with RunDirectory.create("runs", "first", {}) as directory:
+        monkeypatch.setenv("PATH", str(tmp_path / ".venv" / "bin"))
+        assert next_command(directory, "finished", graph()).startswith("python ")
+        monkeypatch.setenv("PATH", str(tmp_path / "other" / "bin"))
+        command = next_command(directory, "finished", graph())
+    assert re.fullmatch(r"\.venv/bin/python3 \S*scripts/plot_run\.py runs/first", command)
+    monkeypatch.chdir("/")
+    assert this_python() == str(tmp_path / ".venv" / "bin" / "python3").lstrip("/")
+
+
+def test_a_run_that_failed_needs_more_than_the_same_command(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path, "first", {}) as directory:
+        assert next_command(directory, "interrupted", graph()) == "the same command"
+        expected = "once the cause is mended, the same command"
+        assert next_command(directory, "failed", graph()) == expected
+        directory.metrics.write_text('{"step": 1}\n')
+        failed = next_command(directory, "failed", graph())
+        assert failed.startswith(f"{expected} with --resume auto, which begins again")
 
 
 # Arguments of another kind, as Python lets them through.
@@ -369,7 +414,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
 
 def test_characters_that_the_models_tokenizer_leaves_out_are_refused(tmp_path: Path) -> None:
     own = OwnModel(name="own", characters="0123456789")
-    with pytest.raises(ValueError, match=r"'prompt' in row 0 .*='0=' holds the character '='"):
+    with pytest.raises(ValueError, match=r"'prompt' in row 0 .*: '0=' holds the character '='"):
         launch(tmp_path, ROWS, own_model=own)
 
 

@@ -58,7 +58,7 @@ def test_a_wrong_option_ends_with_code_2(
         (["--trainer.num-ranks", "2", "--trainer.num-cpus", "64"], "the run needs 129 CPUs"),
         (["--rollout.num-gpus", "8"], "GPU"),
         (["--runs-dir", "/proc/runs"], "/proc/runs"),
-        (["--runs-dir", "LICENSE"], "runs_dir='LICENSE' cannot be written"),
+        (["--runs-dir", "LICENSE"], "runs_dir='LICENSE': LICENSE is a file; give a directory"),
         (["--resume"], "nothing to resume"),
     ],
 )
