@@ -218,7 +218,7 @@ def _result(directory: RunDirectory) -> RunResult:
 
 def next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
     if outcome == "finished" and PLOT.is_file():
-        return shlex.join([this_python(), os.path.relpath(PLOT), str(directory.path)])
+        return shlex.join([this_python(), _from_here(PLOT), str(directory.path)])
     if outcome == "finished":
         kind = "CausalLM" if flow.main.head == "logits" else "SequenceClassification"
         return f"AutoModelFor{kind}.from_pretrained({str(directory.hf)!r})"
@@ -243,4 +243,11 @@ def this_python() -> str:
         found and os.path.samefile(found, own) and Path(found).parent.samefile(Path(own).parent)
     ):
         return "python"
-    return min(own, os.path.relpath(own), key=len)
+    return min(own, _from_here(own), key=len)
+
+
+def _from_here(path: str | Path) -> str:
+    try:
+        return os.path.relpath(path)
+    except FileNotFoundError:  # the working directory is gone
+        return str(path)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import rlsys
-from actors.launch import next_command, this_python
+from actors.launch import PLOT, next_command, this_python
 from recipes.quickstart import QuickstartConfig
 from rlsys.blocking import run_to_end
 from rlsys.run_directory import RunDirectory
@@ -345,6 +345,17 @@ def test_the_next_command_calls_the_interpreter_that_ran(
     assert re.fullmatch(r"\.venv/bin/python3 \S*scripts/plot_run\.py runs/first", command)
     monkeypatch.chdir("/")
     assert this_python() == str(tmp_path / ".venv" / "bin" / "python3").lstrip("/")
+
+
+def test_the_next_command_is_told_where_the_working_directory_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with RunDirectory.create(tmp_path, "first", {}) as directory:
+        assert f" {PLOT} " in next_command(directory, "finished", graph())
 
 
 def test_a_run_that_failed_needs_more_than_the_same_command(tmp_path: Path) -> None:
