@@ -21,12 +21,21 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from rlsys.engines.generation.protocol import EngineError
+from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, RowsLost
 
 from .local_ray import while_intact
 
 # Exceptions whose message says it all; others keep the actor's trace.
-SELF_EXPLAINING = (ValueError, OSError, FloatingPointError, EngineError, LearnerDied, RowsLost)
+SELF_EXPLAINING = (
+    ValueError,
+    OSError,
+    FloatingPointError,
+    FunctionFailed,
+    EngineError,
+    LearnerDied,
+    RowsLost,
+)
 
 # A heartbeat takes this share of the time within which it must be answered.
 BEAT_FRAC = 1 / 6

@@ -40,6 +40,7 @@ from rlsys.observe.metrics import read_metrics
 from rlsys.resuming import History, read_history
 from rlsys.run_directory import RunDirectory, RunFiles, check_room
 from rlsys.tiny_models import OwnModel
+from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, ReplicaDied, RowsLost
 
 from .calls import WorkerError
@@ -52,6 +53,8 @@ from .preparation import check_held_out, hub_of, load_prompts, with_model
 # too; anything else is a bug and keeps its trace.
 FAILURES = (
     OSError,
+    FloatingPointError,
+    FunctionFailed,
     WorkerError,
     RowsLost,
     ReplicaDied,

@@ -16,6 +16,7 @@ from typing import Any
 from rlsys.checkpoint import Checkpoint
 from rlsys.dataflow.stages import PerBatchStage
 from rlsys.types import StepResult, WeightManifest
+from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, Rows, RowsLost, Written
 
 from .calls import Worker, WorkerDied, while_loading
@@ -26,7 +27,7 @@ from .store import StoreAddress
 EXPLAIN_S = 2.0
 
 # What a rank says about its own work; anything else may follow from another rank's death.
-OWN_ERRORS = (ValueError, FloatingPointError, OSError, RowsLost)
+OWN_ERRORS = (ValueError, FloatingPointError, FunctionFailed, OSError, RowsLost)
 
 # Of what is begun again when somebody dies in the middle of it.
 ATTEMPTS = 3

@@ -144,6 +144,7 @@ class TrainerActor(Heartbeat):
                     else torch.tensor(rows.scalars[column.name], dtype=torch.float32)
                     for column in stage.reads
                 ],
+                stage=stage.name,
                 group_ids=rows.group_ids,
                 row_lengths=lengths,
                 writes=[column.name for column in stage.writes],

@@ -200,7 +200,8 @@ class Learner(Protocol):
     behind it fail too, and nothing but `restart` mends that.
 
     Every method raises LearnerDied for any death of a rank. An error of the mathematics
-    (FloatingPointError, ValueError), or rows that are gone (RowsLost), stays what it is.
+    (FloatingPointError, ValueError), or of a recipe's function (FunctionFailed), and rows that are
+    gone (RowsLost), stay what they are.
     """
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import random
 from typing import Any
 
@@ -32,6 +33,7 @@ from rlsys.simulation.workers import (
     exponential,
 )
 from rlsys.types import Completion, Prompt
+from rlsys.user_functions import FunctionFailed
 from tests.test_controller import World, center, config, no_loss, world
 
 
@@ -208,6 +210,56 @@ def test_a_refused_group_is_replaced() -> None:
     assert all(len(group["reward"]) == 2 for group in w.observer.refused)
 
 
+def over_groups(flow: Dataflow, function: Any, reward: Any) -> Any:
+    return flow.per_group(function, reward)
+
+
+def over_the_step(flow: Dataflow, function: Any, reward: Any) -> Any:
+    return flow.per_batch(function, reward)[0]
+
+
+def raising(rewards: torch.Tensor) -> torch.Tensor:
+    raise KeyError("difficulty")
+
+
+def dividing(rewards: torch.Tensor) -> torch.Tensor:
+    return rewards / (rewards - rewards)
+
+
+@pytest.mark.parametrize("over", [over_groups, over_the_step])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raising, r"^stage 'advantages': raising raised KeyError: 'difficulty'\n"),
+        (dividing, r"^stage 'advantages': dividing returned \[.*(nan|inf).*return finite numbers"),
+    ],
+)
+def test_an_advantage_that_fails_ends_the_run_with_its_name(
+    over: Any, function: Any, message: str
+) -> None:
+    w = world(num_replicas=1)
+    w.dataflow = flow = Dataflow()
+    rollouts = flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
+    reward = flow.score(rollouts, [lambda rollout: 0.0])
+    advantages = over(flow, function, reward)
+    flow.train(flow.main, rollouts, advantages, loss=no_loss, aggregation=no_loss)
+    with pytest.raises(FunctionFailed, match=message):
+        run_in_virtual_time(w.run())
+
+
+def test_a_coefficient_that_is_no_number_ends_the_run_with_its_name() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class growing(counting):
+        def next(self, coefficient: float, divergence: float) -> float:
+            return math.inf
+
+    w = with_control(world(num_steps=4), [], growing())
+    with pytest.raises(
+        FunctionFailed, match=r"'kl_coefficient': growing\(.*\).next\(1.0, 0.5\) is"
+    ):
+        run_in_virtual_time(w.run())
+
+
 def test_a_function_over_the_step_sees_all_its_rows() -> None:
     seen: list[tuple[int, list[int]]] = []
 
@@ -326,7 +378,7 @@ class counting:
         return 10 * coefficient + divergence
 
 
-def with_control(w: World, seen: list[list[float]]) -> World:
+def with_control(w: World, seen: list[list[float]], controller: Any = counting()) -> World:
     def noted(rewards: torch.Tensor, coefficient: torch.Tensor) -> torch.Tensor:
         seen.append(sorted(set(coefficient.tolist())))
         return rewards
@@ -336,7 +388,7 @@ def with_control(w: World, seen: list[list[float]]) -> World:
     prompts = Prompts(config=DataConfig())
     rollouts = flow.generate(policy, prompts, group_size=w.config.group_size)
     reward = flow.score(rollouts, [lambda rollout: 0.0])
-    coefficient = flow.control(counting(), reward)
+    coefficient = flow.control(controller, reward)
     advantages = flow.per_batch(noted, reward, coefficient)
     flow.train(policy, rollouts, *advantages, loss=no_loss, aggregation=no_loss)
     flow.check()

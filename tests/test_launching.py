@@ -26,6 +26,7 @@ from recipes.quickstart import QuickstartConfig
 from rlsys.blocking import run_to_end
 from rlsys.run_directory import RunDirectory
 from rlsys.tiny_models import OwnModel, is_whole
+from rlsys.user_functions import FunctionFailed
 
 ROOT = Path(__file__).parents[1]
 
@@ -590,6 +591,20 @@ def test_a_recipes_main_turns_errors_into_codes(
         main()
     assert ended.value.code == code
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    "error", [FloatingPointError("loss nan"), FunctionFailed("stage 'advantages': mine raised")]
+)
+def test_a_run_that_cannot_go_on_fails_with_one_message(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def diverge(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("actors.launch"), "_dry_run", diverge)
+    with pytest.raises(rlsys.RunFailed, match=f"^{re.escape(str(error))}$"):
+        launch(tmp_path, ROWS)
 
 
 def test_a_bug_keeps_its_trace() -> None:

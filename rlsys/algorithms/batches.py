@@ -3,7 +3,7 @@
     function(*columns) -> one tensor, or a tuple of as many as the stage writes
 
 A column with a value per rollout is [B], one with a value per token [N], all rollouts one after
-another, in float32. A function that names them in its signature is given besides:
+another, in float32. A function with parameters of these very names is given besides, by name:
 
     group_index   [B] int64: numbers of the rollouts' groups, from 0
     row_offsets   [B + 1] int64: tokens of rollout i are row_offsets[i] up to row_offsets[i + 1]
@@ -18,40 +18,55 @@ from typing import Any
 
 import torch
 
-from rlsys.algorithms.groups import check_arguments, name_of
+from rlsys.algorithms.groups import as_values, check_arguments, shown
+from rlsys.user_functions import FunctionFailed, called, name_of
+
+FACTS = ("group_index", "row_offsets")
 
 
 def check_batch_function(function: Callable[..., Any], num_columns: int) -> None:
     """Raise ValueError for one that does not take so many columns."""
-    given = _asked_for(function, dict.fromkeys(("group_index", "row_offsets")))
-    check_arguments("per_batch", function, num_columns, **given)
+    given = _asked_for(function, dict.fromkeys(FACTS))
+    hint = f"; only parameters that are called {' and '.join(FACTS)} are given besides"
+    check_arguments("per_batch", function, num_columns, given=given, hint=hint)
 
 
 def run_batch_function(
     function: Callable[..., Any],
     columns: Sequence[torch.Tensor],
     *,
+    stage: str,
     group_ids: Sequence[int],
     row_lengths: Sequence[int] | None,
     writes: Sequence[str],
     per_token: bool,
 ) -> dict[str, torch.Tensor]:
-    """What the function makes of them, by column; raises ValueError for anything but one value per
-    rollout [B], or per token [N]. `row_lengths`: tokens of each rollout, where a column has any."""
+    """What the function of a stage makes of them, by column. Raises ValueError for anything but one
+    value per rollout [B], or per token [N]; FunctionFailed where it raises, or where one is no
+    number. `row_lengths`: tokens of each rollout, where a column has any."""
     numbers: dict[int, int] = {}
     lengths = [0] * len(group_ids) if row_lengths is None else list(row_lengths)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     index = torch.tensor([numbers.setdefault(group_id, len(numbers)) for group_id in group_ids])
-    given = _asked_for(function, {"group_index": index, "row_offsets": offsets})
-    made = function(*columns, **given)
-    results = made if isinstance(made, tuple) else (made,)
+    given = _asked_for(function, dict(zip(FACTS, (index, offsets), strict=True)))
+    what = f"stage {stage!r}: {name_of(function)}"
+    made = called(what, function, *columns, **given)
+    results = [as_values(what, x) for x in (made if isinstance(made, tuple) else (made,))]
     count = int(offsets[-1]) if per_token else len(group_ids)
     unit = "tokens" if per_token else "rollouts"
     if len(results) != len(writes) or any(tuple(x.shape) != (count,) for x in results):
         raise ValueError(
-            f"{name_of(function)} returned shapes {[tuple(x.shape) for x in results]} for the "
-            f"columns {list(writes)} of {count} {unit}; return one tensor [{count}] for each."
+            f"{what} returned shapes {[tuple(x.shape) for x in results]} for the columns "
+            f"{list(writes)} of {count} {unit}; return one tensor [{count}] for each."
         )
+    for name, values in zip(writes, results, strict=True):
+        # A token's log-probability may be -inf.
+        fine = values < torch.inf if per_token else values.isfinite()
+        if not fine.all():
+            raise FunctionFailed(
+                f"{what} returned {shown(values[~fine])} in column {name!r}, for "
+                f"{int((~fine).sum())} of {count} {unit}; return finite numbers."
+            )
     return dict(zip(writes, results, strict=True))
 
 

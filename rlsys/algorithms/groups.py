@@ -8,12 +8,14 @@ object; one without it takes any group.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
+from rlsys.user_functions import FunctionFailed, called, misfit, name_of
 
 GroupAdvantage = Callable[..., torch.Tensor | None]
 F = TypeVar("F", bound=Callable[..., object])
@@ -48,21 +50,20 @@ def check_group_size(function: object, group_size: int) -> None:
 
 
 def check_arguments(
-    stage: str, function: Callable[..., Any], num_columns: int, **given: object
+    stage: str,
+    function: Callable[..., Any],
+    num_columns: int,
+    *,
+    given: Mapping[str, object] | None = None,
+    hint: str = "",
 ) -> None:
     """Raise ValueError for a function that does not take so many columns, and `given` by name."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of a function in C, which does not tell
-        return
-    try:
-        signature.bind(*range(num_columns), **given)
-    except TypeError as error:
+    if error := misfit(function, *range(num_columns), **(given or {})):
         raise ValueError(
             f"flow.{stage}({name_of(function)}) is given {num_columns} column(s) and takes "
             f"others ({error}); name the columns in the order of its arguments, and give it fixed "
-            "ones with functools.partial."
-        ) from None
+            f"ones with functools.partial{hint}."
+        )
 
 
 def check_group_function(function: Callable[..., Any], num_columns: int) -> None:
@@ -73,11 +74,46 @@ def check_group_function(function: Callable[..., Any], num_columns: int) -> None
         check_arguments("per_group", function, num_columns)
 
 
-def name_of(function: object) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    name: str = getattr(function, "__name__", str(function))
-    return name
+def run_group_function(
+    function: GroupAdvantage, columns: Sequence[torch.Tensor], *, stage: str
+) -> torch.Tensor | None:
+    """What the function of a stage makes of a group, [G]; None where it refuses the group. Raises
+    ValueError for anything but one value per rollout, FunctionFailed where it raises, or where one
+    is no finite number."""
+    what = f"stage {stage!r}: {name_of(function)}"
+    made = called(what, function, *columns)
+    if made is None:
+        return None
+    size = len(columns[0])
+    values = as_values(what, made)
+    if values.shape != (size,):
+        raise ValueError(
+            f"{what} returned shape {tuple(values.shape)} for a group of {size} rollouts; return "
+            "one value each, or None to refuse the group."
+        )
+    if not values.isfinite().all():
+        given = ", ".join(shown(column) for column in columns)
+        raise FunctionFailed(
+            f"{what} returned {shown(values)} for a group, given {given}; return finite numbers, "
+            "or None to refuse the group."
+        )
+    return values
+
+
+def as_values(what: str, made: object) -> torch.Tensor:
+    """As a tensor of numbers. Raises ValueError for what is none."""
+    try:
+        return torch.as_tensor(made, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"{what} returned {reprlib.repr(made)} ({type(made).__name__}), which is no tensor; "
+            "return one, with a number each."
+        ) from None
+
+
+def shown(values: torch.Tensor) -> str:
+    """The first few."""
+    return reprlib.repr(values.tolist())
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rlsys.algorithms.inputs import LossFn, needs_of, uses_advantages, whole_groups
+from rlsys.user_functions import name_of
 
 
 class Wrapper:
@@ -31,14 +32,25 @@ class Wrapper:
         return whole_groups(self.loss)
 
 
+# What a loss may divide by; "interpolated" is that of interpolate_proximal (composed.py) alone.
+DENOMINATORS = ("sampler", "proximal", "none", "interpolated")
+
+
 def denominator_of(loss: LossFn) -> str:
-    """By whose policy a loss divides. Raises ValueError for one that does not say."""
+    """By whose policy a loss divides. Raises ValueError for one that does not say, or says
+    something else."""
     denominator: str | None = getattr(loss, "denominator", None)
     if denominator is None:
         raise ValueError(
-            f"{loss} does not say by whose policy it divides, so a weight on it may count twice; "
-            'give it an attribute denominator: "sampler", "proximal", or "none" for a loss without '
-            "a ratio."
+            f"{name_of(loss)} does not say by whose policy it divides, so a weight on it may count "
+            'twice; give it an attribute denominator: "sampler", "proximal", or "none" for a loss '
+            "without a ratio."
+        )
+    if denominator not in DENOMINATORS:
+        raise ValueError(
+            f"{name_of(loss)} has {denominator=}, which names no policy that a loss divides by, so "
+            'a weight on it may count twice; use "sampler", "proximal", or "none" for a loss '
+            "without a ratio."
         )
     return denominator
 

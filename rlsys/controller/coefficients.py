@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
 from rlsys.dataflow.stages import ControlStage
+from rlsys.user_functions import FunctionFailed, called, name_of
 from rlsys.workers import Rows, Written
 
 
@@ -26,7 +28,10 @@ class Coefficients:
         values = self._values[stage.name]
         (read,), (written,) = stage.reads, stage.writes
         seen = statistics.fmean(rows.scalars[read.name])
-        values[step + 1] = stage.controller.next(values[step], seen)
+        what = f"stage {stage.name!r}: {name_of(stage.controller)}.next({values[step]}, {seen})"
+        values[step + 1] = called(what, stage.controller.next, values[step], seen)
+        if not math.isfinite(values[step + 1]):
+            raise FunctionFailed(f"{what} is {values[step + 1]}; let it return a finite number.")
         return Written(scalars={written.name: [values[step]] * len(rows)})
 
     def after(self, step: int) -> dict[str, float]:

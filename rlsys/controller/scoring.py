@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlsys.algorithms.groups import run_group_function
 from rlsys.controller.state import FACTS, Group, RunState
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.selection import FIRST_COMPLETE, whole_groups
@@ -158,20 +159,15 @@ class ScoringSide:
                     else batch.scalars[column.name][of_group]
                     for column in stage.reads
                 }
-                tensors = {
-                    name: torch.tensor(values, dtype=torch.float32)
-                    for name, values in columns.items()
-                }
-                values = stage.function(*(tensors[column.name] for column in stage.reads))
+                tensors = [
+                    torch.tensor(columns[column.name], dtype=torch.float32)
+                    for column in stage.reads
+                ]
+                values = run_group_function(stage.function, tensors, stage=stage.name)
                 if values is None:
                     state.observer.group_refused(columns)
                     state.drop(group.group_id, "refused")
                     continue
-                if values.shape != (size,):
-                    raise ValueError(
-                        f"{stage.function} returned shape {tuple(values.shape)} for a group of "
-                        f"{size} rollouts; return one value each, or None to refuse the group."
-                    )
                 rows += batch.rows[of_group]
                 results += values.tolist()
             if rows:

@@ -352,6 +352,7 @@ def _computed(stage: PerBatchStage, rows: Rows) -> Written:
     made = run_batch_function(
         stage.function,
         [torch.tensor(rows.scalars[column.name], dtype=torch.float32) for column in stage.reads],
+        stage=stage.name,
         group_ids=rows.group_ids,
         row_lengths=None,
         writes=[column.name for column in stage.writes],

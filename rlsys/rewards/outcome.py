@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import reprlib
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -17,13 +16,11 @@ import numpy as np
 
 from rlsys.rewards.packing import PackedReward
 from rlsys.rewards.reward import Reward
+from rlsys.user_functions import printable, raised
 
 # "nan" stands for infinities too, "type" for what is no number, "crash" for the end of the process.
 FailureKind = Literal["exception", "timeout", "nan", "type", "memory", "crash"]
 KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
-
-# Longer messages lose their middle: some exceptions quote all that they were given.
-MAX_MESSAGE = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +83,12 @@ def _type_failure(reward: Reward, returned: object) -> RewardFailure:
 
 def failure_from(reward: Reward, error: BaseException) -> RewardFailure:
     """The failure of a function that raised, with the last frames of its traceback."""
-    frames = error.__traceback__.tb_next if error.__traceback__ else None  # the first is the caller
-    lines = traceback.format_exception(type(error), error, frames, limit=-3, chain=False)
     kind: FailureKind = "exception"
     if isinstance(error, TimeoutError):  # a verifier that keeps a limit of its own says so with it
         kind = "timeout"
     elif isinstance(error, MemoryError):
         kind = "memory"
-    message = f"{reward.name} raised {lines[-1]}{''.join(lines[:-1])}".rstrip()
-    return RewardFailure(kind=kind, reward=reward.name, message=printable(message))
+    return RewardFailure(kind=kind, reward=reward.name, message=raised(reward.name, error))
 
 
 def timeout_failure(reward: PackedReward, limit_s: float) -> RewardFailure:
@@ -103,15 +97,6 @@ def timeout_failure(reward: PackedReward, limit_s: float) -> RewardFailure:
         reward=reward.name,
         message=f"{reward.name} took longer than {limit_s:g} s; find out why, or raise its "
         "timeout_s (reward.timeout_s for all).",
-    )
-
-
-def printable(text: str) -> str:
-    """Without what a terminal would act on, such as escape sequences, and of bounded length."""
-    if len(text) > MAX_MESSAGE:
-        text = f"{text[: MAX_MESSAGE // 2]} [...] {text[-MAX_MESSAGE // 2 :]}"
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
 
 

@@ -28,6 +28,7 @@ from rlsys.checkpoint import Checkpoint
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult
+from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied
 from tests.actors.no_rows import NO_ROWS
 from tests.clusters import cluster_of_one
@@ -55,7 +56,12 @@ class CountingEngine:
         self._mark("accumulate")
         self._hang_if_told()
         if error := self._is_told("raise"):
-            errors = {"nan": FloatingPointError, "bug": KeyError, "gloo": RuntimeError}
+            errors = {
+                "nan": FloatingPointError,
+                "own": FunctionFailed,
+                "bug": KeyError,
+                "gloo": RuntimeError,
+            }
             raise errors[error](f"gloo of rank {self._rank}")
         self._num_parts += 1
 
@@ -430,6 +436,7 @@ def test_an_error_of_the_mathematics_stays_what_it_is(cluster: None, tmp_path: P
     """Nothing that was asked for behind it is carried out: the step would lack a part."""
     errors: list[tuple[str, type[Exception], str]] = [
         ("nan", FloatingPointError, "gloo of rank 1"),
+        ("own", FunctionFailed, "gloo of rank 1"),
         ("bug", WorkerError, r"trainer-1.accumulate failed: KeyError"),
         ("gloo", LearnerDied, "trainer-1 lost another rank: gloo of rank 1"),
     ]

@@ -120,6 +120,9 @@ def test_a_loss_of_ones_own_says_by_whom_it_divides() -> None:
         corrected(own, tis(2.0))
     with pytest.raises(ValueError, match="does not say by whose policy"):
         corrected(entropy_bonus(own, 0.1), tis(2.0))
+    own.denominator = "smapler"  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"^own has denominator='smapler', which names no policy"):
+        corrected(entropy_bonus(own, 0.1), tis(2.0))
     own.denominator = "none"  # type: ignore[attr-defined]
     found, _ = corrected(entropy_bonus(own, 0.1), tis(2.0))(make_inputs([1.0] * 4))
     assert found.shape == (4,)

@@ -1,5 +1,7 @@
 import functools
+import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,15 @@ from rlsys.algorithms.advantages import (
     remax_advantage,
     scale_rl_advantage,
 )
-from rlsys.algorithms.groups import check_group_size, dynamic_sampling, min_group_size
+from rlsys.algorithms.batches import run_batch_function
+from rlsys.algorithms.composed import with_kl
+from rlsys.algorithms.groups import (
+    check_group_size,
+    dynamic_sampling,
+    min_group_size,
+    run_group_function,
+)
+from rlsys.user_functions import FunctionFailed, name_of
 
 EQUAL, MIXED = torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0])
 
@@ -51,3 +61,77 @@ def test_dynamic_sampling_may_judge_by_the_accuracy() -> None:
     sampled = dynamic_sampling(grpo_advantage, by_last_column=True)
     assert sampled(MIXED, EQUAL) is None
     assert sampled(EQUAL, MIXED) is not None
+
+
+def broken(rewards: torch.Tensor) -> torch.Tensor:
+    table: dict[str, torch.Tensor] = {}
+    return table["advantages"] - rewards
+
+
+def returning(values: Any) -> Any:
+    def mine(rewards: torch.Tensor) -> Any:
+        return values
+
+    return mine
+
+
+def over_group(function: Any) -> Any:
+    return run_group_function(function, [MIXED], stage="centred")
+
+
+def over_batch(function: Any, **options: Any) -> Any:
+    arguments: dict[str, Any] = {"row_lengths": None, "writes": ["a"], "per_token": False}
+    return run_batch_function(
+        function, [MIXED], stage="centred", group_ids=[4, 4], **{**arguments, **options}
+    )
+
+
+@pytest.mark.parametrize("run", [over_group, over_batch])
+def test_a_function_that_raises_is_told_with_its_stage_and_line(run: Any) -> None:
+    with pytest.raises(FunctionFailed, match=r"^stage 'centred': broken raised KeyError: ") as told:
+        run(broken)
+    assert 'return table["advantages"] - rewards' in str(told.value)
+    assert "in called" not in str(told.value)
+
+
+@pytest.mark.parametrize("run", [over_group, over_batch])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_no_number_is_told_with_stage_and_function(run: Any, number: float) -> None:
+    message = rf"^stage 'centred': mine returned \[.*{number}\].*; return finite numbers"
+    with pytest.raises(FunctionFailed, match=message):
+        run(returning(torch.tensor([1.0, number])))
+
+
+def test_a_tokens_value_may_be_the_logarithm_of_zero() -> None:
+    per_token: dict[str, Any] = {"row_lengths": [1, 1], "per_token": True}
+    assert over_batch(returning(torch.tensor([0.0, -math.inf])), **per_token)
+    with pytest.raises(FunctionFailed, match=r"in column 'a', for 1 of 2 tokens"):
+        over_batch(returning(torch.tensor([0.0, math.nan])), **per_token)
+
+
+@pytest.mark.parametrize("run", [over_group, over_batch])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.zeros(1), r"^stage 'centred': mine returned shape.*\(1,\)"),
+        (torch.zeros(2, 1), r"mine returned shape.*\(2, 1\)"),
+        ("text", r"mine returned 'text' \(str\), which is no tensor"),
+        ({"advantages": MIXED}, r"mine returned .* \(dict\), which is no tensor"),
+    ],
+)
+def test_a_result_of_another_shape_is_told_by_name(run: Any, values: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(returning(values))
+
+
+def test_functions_are_called_by_their_names_in_messages() -> None:
+    assert name_of(functools.partial(broken, rewards=1)) == "broken"
+    sampled: Any = dynamic_sampling(broken)
+    assert name_of(sampled) == "dynamic_sampling(advantage=broken, by_last_column=False)"
+    loss: Any = broken
+    assert name_of(with_kl(loss, "k3", 0.1)).startswith("with_kl(loss=broken, estimator='k3'")
+
+    class unnamed:
+        pass
+
+    assert name_of(unnamed()) == "unnamed"

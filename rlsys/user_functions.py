@@ -1,0 +1,76 @@
+"""Functions that a recipe brings along: their names, whether they take what they are given, and
+what is told when they fail.
+
+Importing this takes no torch: reward processes do without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Longer messages lose their middle: some exceptions quote all that they were given.
+MAX_MESSAGE = 4000
+
+
+class FunctionFailed(RuntimeError):
+    """A function of the recipe's raised, or returned what nobody can train on; the message names it
+    and says where."""
+
+
+def name_of(function: object) -> str:
+    """What a message calls it: its name; of an object with fields, these too."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    kind = type(function)
+    if dataclasses.is_dataclass(function) and not isinstance(function, type):
+        values = ((one.name, getattr(function, one.name)) for one in dataclasses.fields(function))
+        told = (f"{name}={name_of(x) if callable(x) else repr(x)}" for name, x in values)
+        return f"{kind.__name__}({', '.join(told)})"
+    unnamed = kind.__name__ if kind.__repr__ is object.__repr__ else str(function)
+    name: str = getattr(function, "__name__", unnamed)
+    return name
+
+
+def misfit(function: Callable[..., Any], *arguments: object, **named: object) -> TypeError | None:
+    """Why it cannot be called with these; None where it can, or does not tell."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function in C
+        return None
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError as error:
+        return error
+    return None
+
+
+def called(what: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """What it returns. Raises FunctionFailed for whatever it raises; `what` names it."""
+    try:
+        return function(*arguments, **named)
+    except Exception as error:
+        raise FunctionFailed(f"{raised(what, error)}\nMend it, and run again.") from error
+
+
+def raised(what: str, error: BaseException) -> str:
+    """`what` raised this: the exception, and the last frames of its traceback below the caller's,
+    which is the first."""
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    lines = traceback.format_exception(type(error), error, frames, limit=-3, chain=False)
+    return printable(f"{what} raised {lines[-1]}{''.join(lines[:-1])}".rstrip())
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would act on, such as escape sequences, and of bounded length."""
+    if len(text) > MAX_MESSAGE:
+        text = f"{text[: MAX_MESSAGE // 2]} [...] {text[-MAX_MESSAGE // 2 :]}"
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
