@@ -41,8 +41,11 @@ from rlsys.algorithms.corrections import (
 )
 from rlsys.algorithms.groups import check_group_size, dynamic_sampling, min_group_size
 from rlsys.algorithms.inputs import (
+    LossFn,
     LossInputs,
+    MeanOver,
     ScoreInputs,
+    TokenLoss,
     ValueInputs,
     needs_of,
     uses_advantages,
@@ -74,8 +77,11 @@ from rlsys.algorithms.token_advantages import (
 from rlsys.algorithms.values import clipped_value_loss, value_loss
 
 __all__ = [
+    "LossFn",
     "LossInputs",
+    "MeanOver",
     "ScoreInputs",
+    "TokenLoss",
     "ValueInputs",
     "adaptive_kl",
     "aipo",

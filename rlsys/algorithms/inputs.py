@@ -5,6 +5,8 @@ a trained model, and calls the loss with.
     ValueInputs   a critic: values of tokens                       one loss a token, [N]
     ScoreInputs   a reward model: scores of whole rollouts         one loss a row, [R]
 
+Beside the loss it returns metrics by name, one value a token (or row), or a `MeanOver`.
+
 Shape legend: N completion tokens with loss mask 1, R rows (rollouts), of one pass.
 
 A loss may say what it asks for, as attributes; the engine and the graph read them with the
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -83,8 +86,17 @@ class ScoreInputs:
         return _column(self.columns, name)
 
 
-# Per-token loss [N] and named per-token metrics [N]; metrics are averaged over the global batch.
-TokenLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+@dataclass(frozen=True)
+class MeanOver:
+    """A metric that is no mean over tokens (or rows): one over these, whatever they are, of all
+    passes of the global batch."""
+
+    values: torch.Tensor  # [K], such as one for each pair; K may be 0
+
+
+# Per-token loss [N], and metrics by name: tensors [N], which are averaged over the tokens of the
+# global batch, or MeanOver.
+TokenLoss = tuple[torch.Tensor, dict[str, Any]]
 LossFn = Callable[[LossInputs], TokenLoss]
 ValueLossFn = Callable[[ValueInputs], TokenLoss]
 # Of rows: [R] each. The engine aggregates them as rollouts of one token.

@@ -3,10 +3,12 @@
 For policies (DPO and its kin), in: `LossInputs` whose rows are pairs (pairs.py), with columns
 `preference` and, where the loss compares with a reference, `reference_logprobs`. Out: the loss of
 the pair at each of its tokens, of both rows, so that `sequence_mean`, which gives every row the
-same weight, makes the mean over pairs of it. Advantages, μ and π_prox are not used. Metrics are
-averaged over tokens, so that long pairs count for more in them.
+same weight, makes the mean over pairs of it. Advantages, μ and π_prox are not used.
 
 For reward models, in: `ScoreInputs`. Out: the loss of the pair at both of its rows.
+
+Metrics are means over pairs: `preference/incomplete_frac` over all of which any token is there,
+`preference/accuracy` (the part with a positive margin) and `preference/margin` over complete ones.
 
 Notation: c chosen, r rejected; a policy's log π(y) is the sum over the tokens of y;
 h = (log π(c) − log π_ref(c)) − (log π(r) − log π_ref(r)); β > 0.
@@ -21,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from rlsys.algorithms.inputs import LossInputs, ScoreInputs, TokenLoss
+from rlsys.algorithms.inputs import LossInputs, MeanOver, ScoreInputs, TokenLoss
 from rlsys.algorithms.pairs import Pairs, find_pairs
 from rlsys.algorithms.ratios import floored, log_ratio
 
@@ -184,12 +186,12 @@ def _log_odds(mean_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def _result(pairs: Pairs, losses: torch.Tensor, margins: torch.Tensor) -> TokenLoss:
-    """Losses and metrics of pairs, at each of their tokens (or rows)."""
-    margins = margins.detach()
+    """Losses at each token (or row) of the pairs, and metrics of the pairs."""
+    margins = margins.detach()[pairs.complete]
     return pairs.give_back(losses), {
-        "preference/accuracy": pairs.give_back((margins > 0).to(margins.dtype)),
-        "preference/margin": pairs.give_back(margins),
-        "preference/incomplete_frac": (~pairs.complete).to(margins.dtype)[pairs.pair],
+        "preference/accuracy": MeanOver((margins > 0).to(margins.dtype)),
+        "preference/margin": MeanOver(margins),
+        "preference/incomplete_frac": MeanOver((~pairs.complete).to(margins.dtype)),
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlsys.algorithms.inputs import LossInputs, ScoreInputs, ValueInputs
+from rlsys.algorithms.inputs import LossInputs, MeanOver, ScoreInputs, ValueInputs
 
 I = TypeVar("I", LossInputs, ValueInputs, ScoreInputs)  # noqa: E741
 
@@ -35,6 +35,12 @@ def mapped(inputs: I, change: Any) -> I:
 
 def in_float32(inputs: I) -> I:
     return mapped(inputs, lambda values: values.float() if values.is_floating_point() else values)
+
+
+def metric_values(metric: Any) -> torch.Tensor:
+    """Whatever it is a mean over."""
+    found: torch.Tensor = metric.values if isinstance(metric, MeanOver) else metric
+    return found
 
 
 def leaf(inputs: LossInputs | ValueInputs | ScoreInputs) -> torch.Tensor:

@@ -24,6 +24,7 @@ from rlsys.algorithms.composed import (
 from rlsys.algorithms.inputs import (
     LossFn,
     LossInputs,
+    MeanOver,
     needs_of,
     uses_advantages,
     whole_groups,
@@ -43,7 +44,7 @@ from rlsys.algorithms.masks import opsm
 from rlsys.algorithms.metrics import derived_metrics
 from rlsys.algorithms.registry import parse
 from tests.algorithms.examples import LOSSES, POLICY_LOSSES
-from tests.algorithms.loss_inputs import chosen, in_float32
+from tests.algorithms.loss_inputs import chosen, in_float32, metric_values
 
 
 def made(texts: tuple[str, ...]) -> pytest.MarkDecorator:
@@ -353,7 +354,8 @@ def test_excluded_tokens_leave_everything_finite(
         )
         values, gradient = loss_and_gradient(loss, inputs)
         assert all(map(math.isfinite, values + gradient))
-        assert all(metric.isfinite().all() for metric in loss(inputs)[1].values())
+        found = map(metric_values, loss(inputs)[1].values())
+        assert all(values.isfinite().all() for values in found)
         if triple[2] == -INF:
             assert gradient[0] == 0
         if rows == [0, 1] and uses_advantages(loss):
@@ -403,6 +405,7 @@ def test_micro_batches_and_their_order_change_nothing(loss: LossFn, parts: list[
     inputs = random_inputs(7)
     values, gradient = loss_and_gradient(loss, inputs)
     metrics = loss(inputs)[1]
+    of_parts: dict[str, list[float]] = {name: [] for name in metrics}
     for rows in parts:
         tokens = torch.cat([(inputs.row_index == row).nonzero()[:, 0] for row in rows])
         part = chosen(inputs, tokens)
@@ -412,7 +415,11 @@ def test_micro_batches_and_their_order_change_nothing(loss: LossFn, parts: list[
         assert found == pytest.approx([values[i] for i in tokens])
         assert part_gradient == pytest.approx([gradient[i] for i in tokens])
         for name, metric in loss(part)[1].items():
-            assert metric.tolist() == pytest.approx(metrics[name][tokens].tolist())
+            of_parts[name] += metric_values(metric).tolist()
+            if not isinstance(metric, MeanOver):
+                assert metric.tolist() == pytest.approx(metrics[name][tokens].tolist())
+    for name, metric in metrics.items():
+        assert sorted(of_parts[name]) == pytest.approx(sorted(metric_values(metric).tolist()))
 
 
 @made(LOSSES)
@@ -420,14 +427,14 @@ def test_losses_take_no_tokens_and_travel(loss: LossFn) -> None:
     inputs = make_inputs(RATIOS, ADVANTAGES, rows=ROWS)
     values, metrics = loss(chosen(inputs, slice(0)))
     assert values.shape == (0,)
-    assert all(metric.shape == (0,) for metric in metrics.values())
+    assert all(metric_values(metric).shape == (0,) for metric in metrics.values())
     assert pickle.loads(pickle.dumps(loss)) == loss
 
 
 @made(LOSSES)
 def test_metrics_carry_no_gradient(loss: LossFn) -> None:
     _, metrics = loss(make_inputs(RATIOS, ADVANTAGES, rows=ROWS))
-    assert all(not metric.requires_grad for metric in metrics.values())
+    assert all(not metric_values(metric).requires_grad for metric in metrics.values())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from rlsys.algorithms.aggregation import (
     sequence_mean,
     token_mean,
 )
-from rlsys.algorithms.inputs import LossInputs
+from rlsys.algorithms.inputs import LossInputs, MeanOver, TokenLoss
 from rlsys.algorithms.losses import reinforce
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.training.supervised import supervised_row
@@ -27,6 +28,7 @@ from rlsys.layout.transport.shared_memory import MemoryGone
 from rlsys.layout.transport.shm import held, open_weights
 from rlsys.tiny_models import Family
 from rlsys.types import MicroBatch, TrainRow, WeightManifest
+from rlsys.user_functions import FunctionFailed
 from tests.engines.training_harness import (
     VOCABULARY,
     accumulate,
@@ -461,6 +463,85 @@ def test_a_loss_that_is_already_a_mean_is_refused(model_path: Path) -> None:
         make_engine(model_path, loss=mean_loss).accumulate(rows)
     with pytest.raises(ValueError, match=r"mean_metric.*my/metric with shape \(\)"):
         make_engine(model_path, loss=mean_metric).accumulate(rows)
+
+
+def raising(inputs: LossInputs) -> Any:
+    return -inputs.column("advantage"), {}
+
+
+def alone(inputs: LossInputs) -> Any:
+    return -inputs.trainer_logprobs
+
+
+def detached(inputs: LossInputs) -> Any:
+    return -inputs.trainer_logprobs.detach(), {}
+
+
+def a_number(inputs: LossInputs) -> Any:
+    return -inputs.trainer_logprobs, {"my/number": 0.5}
+
+
+def matrix(inputs: LossInputs) -> Any:
+    return -inputs.trainer_logprobs, {"my/mean": MeanOver(inputs.entropy[:, None])}
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (raising, FunctionFailed, r"^loss raising raised ValueError: the loss reads column 'adv"),
+        (alone, ValueError, r"^loss alone returned a tensor of shape \(\d+,\) alone; .*losses, {}"),
+        (detached, ValueError, r"^loss detached .* without a gradient.* from inputs.trainer_logp"),
+        (
+            a_number,
+            ValueError,
+            r"^loss a_number returned my/number 0.5 \(float\) for \d+ tokens; ret",
+        ),
+        (matrix, ValueError, r"^loss matrix returned my/mean as MeanOver with shape"),
+        (lambda inputs: None, ValueError, r"^loss <lambda> returned None \(NoneType\); return a"),
+        (
+            lambda inputs: (inputs.entropy, inputs.entropy),
+            ValueError,
+            r"returned \(a tensor of shape \(\d+,\), a tensor of shape \(\d+,\)\); return a",
+        ),
+    ],
+)
+def test_what_a_loss_of_ones_own_gets_wrong_is_told_by_its_name(
+    model_path: Path, loss: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_engine(model_path, loss=loss).accumulate(MicroBatch(rows=make_rows(2)))
+
+
+def test_what_an_aggregation_of_ones_own_gets_wrong_is_told_by_its_name(model_path: Path) -> None:
+    def half(group_size: int, group_num_tokens: int, row_num_tokens: int) -> Any:
+        return 0.5
+
+    def ratio(group_size: int, group_num_tokens: int, row_num_tokens: int) -> Any:
+        return 1 / (row_num_tokens - row_num_tokens), 1.0
+
+    rows = MicroBatch(rows=make_rows(2))
+    with pytest.raises(
+        ValueError, match=r"^aggregation half returned 0.5 \(float\); return two num"
+    ):
+        make_engine(model_path, aggregation=half).accumulate(rows)
+    with pytest.raises(FunctionFailed, match=r"^aggregation ratio raised ZeroDivisionError"):
+        make_engine(model_path, aggregation=ratio).accumulate(rows)
+
+
+def test_a_metric_may_be_a_mean_over_something_else_than_tokens(model_path: Path) -> None:
+    """Over rollouts: whatever their lengths, in whichever micro-batches."""
+
+    def loss(inputs: LossInputs) -> TokenLoss:
+        lengths = inputs.row_index.bincount().float()
+        return -inputs.trainer_logprobs, {"my/length": MeanOver(lengths)}
+
+    rows = make_rows(5)
+    engine = make_engine(model_path, loss=loss)
+    accumulate(engine, [rows[:1], rows[1:], []])
+    lengths = [int(row.loss_mask.sum()) for row in rows]
+    assert len(set(lengths)) > 1
+    expected = sum(lengths) / sum(length > 0 for length in lengths)
+    assert engine.optimizer_step().metrics["my/length"] == pytest.approx(expected)
 
 
 def test_several_ranks_need_a_process_group(model_path: Path) -> None:

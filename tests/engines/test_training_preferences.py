@@ -164,6 +164,28 @@ def test_a_policy_learns_from_preferences(tmp_path: Path) -> None:
     assert expected < 0.2
 
 
+def test_metrics_of_a_policys_pairs_are_means_over_pairs(tmp_path: Path) -> None:
+    """Whatever their lengths, and in whichever of several updates."""
+    rows = make_pairs(5)
+    engine = make_engine(
+        tiny_model(tmp_path), loss=dpo(beta=0.5), aggregation=sequence_mean, learning_rate=1e-9
+    )
+    sums = torch.tensor(
+        [
+            float((now - row.columns["reference_logprobs"]).sum())
+            for row, now in zip(rows, engine.infer(rows), strict=True)
+        ]
+    )
+    margins = sums[::2] - sums[1::2]
+    accumulate(engine, [rows[:2]])
+    engine.optimizer_step(last=False)
+    accumulate(engine, [rows[2:6], rows[6:]])
+    metrics = engine.optimizer_step().metrics
+    assert metrics["preference/margin"] == pytest.approx(0.5 * margins.mean().item(), rel=1e-4)
+    assert metrics["preference/accuracy"] == pytest.approx((margins > 0).float().mean().item())
+    assert metrics["preference/incomplete_frac"] == 0
+
+
 def test_a_pair_that_is_torn_apart_is_refused(model_path: Path) -> None:
     rows = make_pairs(2)
     for engine in (make_scorer(model_path), make_engine(model_path, loss=dpo())):

@@ -11,7 +11,7 @@ together. A batch may take several updates; the version counts batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from rlsys.engines.inference import infer
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.training.collate import Batch, split_passes
 from rlsys.engines.training.export import export_model
+from rlsys.engines.training.loss_calls import call_aggregation
 from rlsys.engines.training.optimizer import (
     build_adamw,
     learning_rate,
@@ -290,13 +291,13 @@ class FSDPEngine:
     def _count(self, role: Role, row: TrainRow, aggregation: Aggregation) -> float:
         """Add a rollout to the sums; returns the weight of each of its places."""
         num_places = role.num_trained(row)
-        weight, denominator = aggregation(row.group_size, role.num_in_group(row), num_places)
+        sizes = (row.group_size, role.num_in_group(row), num_places)
+        weight, denominator = call_aggregation(aggregation, *sizes)
         versions = row.policy_versions[row.loss_mask]
         oldest = int(versions.min(initial=self.policy_version))
         self._statistics.add_rollout(
             denominator=denominator,
             num_tokens=len(versions),
-            num_places=num_places,
             staleness=self._num_updates - self._config.updates_per_step * oldest,
         )
         return weight
@@ -304,7 +305,6 @@ class FSDPEngine:
     def _backward(self, role: Role, batch: Batch, weights: torch.Tensor, loss: Loss) -> None:
         staleness = self._num_updates - self._config.updates_per_step * batch.policy_versions
         losses, told = role.learn(loss, batch, staleness)
-        check_outputs(loss, losses, told, len(weights), role.unit)
         total = (weights * losses).sum()
         total.backward()
         self._statistics.add_pass(total, told)
@@ -332,16 +332,3 @@ class FSDPEngine:
         self._optimizer.step()
         self._begin_update()
         return sums
-
-
-def check_outputs(
-    loss: Loss, losses: torch.Tensor, told: Mapping[str, torch.Tensor], count: int, unit: str
-) -> None:
-    """Raise ValueError unless everything is one value a token, or a row: anything else would be
-    summed and divided wrongly without a sign of it."""
-    for name, values in {"its loss": losses, **told}.items():
-        if values.shape != (count,):
-            raise ValueError(
-                f"{loss} returned {name} with shape {tuple(values.shape)} for {count} {unit}s; "
-                f"return one value a {unit} and leave sums and means to the aggregation."
-            )

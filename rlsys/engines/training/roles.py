@@ -36,9 +36,11 @@ from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.rms_norm import use_fast_norms
 from rlsys.engines.scalar_lm import load_scalar_lm
 from rlsys.engines.training.collate import Batch, collate, collate_whole
+from rlsys.engines.training.loss_calls import call_loss
 from rlsys.engines.training.scalar_network import ScalarNetwork, scoring_network
 from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.types import TrainRow
+from rlsys.user_functions import name_of
 
 HeadKind = Literal["logits", "value", "score"]
 Loss = Callable[[Any], TokenLoss]  # of the inputs that the role makes
@@ -77,9 +79,9 @@ class Role(ABC):
         for row in rows:
             if missing := [name for name in names if name not in row.columns]:
                 raise ValueError(
-                    f"{loss} needs the column {missing[0]}, but a rollout of group {row.group_id} "
-                    f"has only {', '.join(row.columns) or 'none'}; let a stage before the training "
-                    "write it."
+                    f"{name_of(loss)} needs the column {missing[0]}, but a rollout of group "
+                    f"{row.group_id} has only {', '.join(row.columns) or 'none'}; let a stage "
+                    "before the training write it."
                 )
         return names
 
@@ -93,9 +95,9 @@ class Role(ABC):
         for row in rows:
             if found[row.group_id] != row.group_size:
                 raise ValueError(
-                    f"{loss} compares the rows of a group, but {found[row.group_id]} of the "
-                    f"{row.group_size} rows of group {row.group_id} are in a micro-batch; put all "
-                    "of them into the same one."
+                    f"{name_of(loss)} compares the rows of a group, but {found[row.group_id]} of "
+                    f"the {row.group_size} rows of group {row.group_id} are in a micro-batch; put "
+                    "all of them into the same one."
                 )
 
     def collate(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> Batch:
@@ -112,6 +114,10 @@ class Role(ABC):
     def _asked(self, loss: Loss, rows: Sequence[TrainRow]) -> list[str]:
         return list(needs_of(loss))
 
+    def _said(self, loss: Loss, inputs: Any, of: str) -> TokenLoss:
+        """By the loss, of inputs whose field `of` carries the gradient."""
+        return call_loss(loss, inputs, count=len(getattr(inputs, of)), unit=self.unit, of=of)
+
 
 class Policy(Role):
     def __init__(self, network: TokenPolicy, device: torch.device, temperature: float) -> None:
@@ -127,19 +133,18 @@ class Policy(Role):
         sampler = batch.columns.get(SAMPLER, own)
         sampler = torch.where(sampler.isnan(), proximal, sampler)
         advantages = batch.columns.get(ADVANTAGES)
-        losses, told = loss(
-            LossInputs(
-                trainer_logprobs=logprobs,
-                proximal_logprobs=proximal,
-                sampler_logprobs=sampler,
-                advantages=torch.zeros_like(own) if advantages is None else advantages,
-                entropy=entropy,
-                staleness=staleness,
-                row_index=batch.row_index,
-                group_index=batch.group_ids,
-                columns={name: batch.columns[name] for name in needs_of(loss)},
-            )
+        inputs = LossInputs(
+            trainer_logprobs=logprobs,
+            proximal_logprobs=proximal,
+            sampler_logprobs=sampler,
+            advantages=torch.zeros_like(own) if advantages is None else advantages,
+            entropy=entropy,
+            staleness=staleness,
+            row_index=batch.row_index,
+            group_index=batch.group_ids,
+            columns={name: batch.columns[name] for name in needs_of(loss)},
         )
+        losses, told = self._said(loss, inputs, "trainer_logprobs")
         return losses, {
             **told,
             metrics.ENTROPY: entropy,
@@ -168,9 +173,8 @@ class Policy(Role):
 class Critic(Role):
     def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
         values = self.network(batch)
-        losses, told = loss(
-            ValueInputs(values=values, row_index=batch.row_index, columns=batch.columns)
-        )
+        inputs = ValueInputs(values=values, row_index=batch.row_index, columns=batch.columns)
+        losses, told = self._said(loss, inputs, "values")
         return losses, {**told, metrics.VALUE_MEAN: values}
 
     def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
@@ -202,9 +206,8 @@ class RewardModel(Role):
 
     def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
         scores = self.network(batch)
-        losses, told = loss(
-            ScoreInputs(scores=scores, group_index=batch.group_ids, columns=batch.columns)
-        )
+        inputs = ScoreInputs(scores=scores, group_index=batch.group_ids, columns=batch.columns)
+        losses, told = self._said(loss, inputs, "scores")
         return losses, {**told, metrics.SCORE_MEAN: scores}
 
     def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
