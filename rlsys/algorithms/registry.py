@@ -14,7 +14,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
@@ -31,6 +31,7 @@ from rlsys.algorithms import (
     token_advantages,
     values,
 )
+from rlsys.user_functions import name_of
 
 Kind = Literal[
     "loss",
@@ -166,6 +167,19 @@ REGISTRY: Mapping[str, Entry] = {
     for target in targets
 }
 
+# Where each kind belongs.
+_TAKEN_BY: Mapping[Kind, str] = {
+    "loss": "flow.train of a policy",
+    "correction": "corrected(loss, correction)",
+    "value_loss": 'flow.train of a critic (head="value")',
+    "score_loss": 'flow.train of a reward model (head="score")',
+    "group_advantage": "flow.per_group",
+    "batch_advantage": "flow.per_batch",
+    "token_advantage": 'flow.per_batch(..., per="token")',
+    "aggregation": "flow.train(aggregation=...)",
+    "kl_control": "flow.control",
+}
+
 # What a parameter's annotation takes: another of the registry, or literals.
 _NESTED: Mapping[str, Kind] = {
     "LossFn": "loss",
@@ -185,7 +199,8 @@ def parse(text: str, kind: Kind) -> Any:
 
     Raises ValueError with the text, what is wrong with it and what is known.
     """
-    assert kind in get_args(Kind)
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind={kind!r} is unknown; use one of {', '.join(get_args(Kind))}.")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -195,6 +210,28 @@ def parse(text: str, kind: Kind) -> Any:
 
 def names(kind: Kind) -> list[str]:
     return [entry.name for entry in REGISTRY.values() if entry.kind == kind]
+
+
+def check_kind(caller: str, given: object, what: str, kinds: Sequence[Kind]) -> None:
+    """Raise ValueError for one of these objects that stands, as the caller's `what`, where another
+    kind is wanted, or holds one that does; objects of the user's own are any kind."""
+    while isinstance(given, functools.partial):
+        given = given.func
+    entry = _entry_of(given)
+    if entry is None:
+        return
+    name = name_of(given)
+    if entry.kind not in kinds:
+        raise ValueError(
+            f"{caller} is given {name} for its {what}, of the kind {entry.kind}, and takes the "
+            f"kind {' or '.join(kinds)}, such as {names(kinds[0])[0]}; {entry.name} goes to "
+            f"{_TAKEN_BY[entry.kind]}."
+        )
+    if entry.is_made and given is entry.target:
+        raise ValueError(f"{caller} is given {name} for its {what}; make one of it: {name}(...).")
+    for field, parameter in inspect.signature(entry.target).parameters.items():
+        if (kind := _NESTED.get(parameter.annotation)) is not None:
+            check_kind(name, getattr(given, field), field, [kind])
 
 
 def tables() -> str:
@@ -209,6 +246,13 @@ def tables() -> str:
             lines.append(f"| `{entry.signature}` | {summary} | {needs} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _entry_of(given: object) -> Entry | None:
+    """What of this page it is, or was made of; None for an object of the user's own."""
+    target = given if inspect.isfunction(given) or inspect.isclass(given) else type(given)
+    entry = REGISTRY.get(target.__name__)
+    return entry if entry is not None and entry.target is target else None
 
 
 def _object(tree: ast.expr, kind: Kind, text: str) -> Any:

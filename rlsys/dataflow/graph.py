@@ -22,6 +22,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rlsys.config import require
+from rlsys.dataflow.given import (
+    check_aggregation,
+    check_columns,
+    check_function,
+    check_group_size,
+    check_loss,
+)
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.schema import StageSpec
 from rlsys.dataflow.stages import (
@@ -57,6 +64,7 @@ from rlsys.dataflow.stages import (
 )
 from rlsys.dataflow.store import StreamStore
 from rlsys.rewards.reward import as_rewards
+from rlsys.user_functions import name_of
 
 if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
     from rlsys.algorithms.aggregation import Aggregation
@@ -99,6 +107,7 @@ class Dataflow:
             f"flow.generate samples with {model.name!r} (head {model.head!r}); replicas run the "
             "model without a configuration of its own, and it must have logits.",
         )
+        check_group_size("generate", group_size)
         self._check_first_source()
         columns = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
         self._add(
@@ -122,6 +131,7 @@ class Dataflow:
         The columns returned are those of `generate` but for the sampler's log-probabilities, which
         nobody knows, so that no loss with a ratio takes them."""
         self._check_first_source()
+        check_group_size("dataset", group_size)
         require(
             prompts.shared is None,
             "flow.dataset takes completions from the dataset alone, none that other runs share; "
@@ -179,7 +189,7 @@ class Dataflow:
         `parts`: what should have a column of its own beside it, before weights, by the function's
         name, or "name/key" of one that returns a dictionary; a tuple of the sum and these comes
         back then."""
-        _check_columns("score", rollouts)
+        check_columns("score", rollouts)
         require(
             not self.all(ScoreStage),
             "flow.score stands twice in the dataflow; give one all the functions, and name in "
@@ -220,13 +230,13 @@ class Dataflow:
     def per_group(self, function: GroupFn, *columns: Column, name: str = "advantages") -> Column:
         """`function(*[G] tensors) -> [G]` over each group, as soon as it is complete; None refuses
         the group, and another is issued in its place."""
-        _check_callable("per_group", "function", function)
-        _check_columns("per_group", columns)
+        check_function("per_group", "function", function, "group_advantage")
+        check_columns("per_group", columns)
         for column in columns:
             require(
                 column.per == "row",
-                f"flow.per_group({function}) reads {column.name!r}, which has a value per token; a "
-                "function over a group reads one value per row. Use flow.per_batch, whose "
+                f"flow.per_group({name_of(function)}) reads {column.name!r}, which has a value per "
+                "token; a function over a group reads one value per row. Use flow.per_batch, whose "
                 "functions get tokens too.",
             )
         from rlsys.algorithms.groups import check_group_function
@@ -247,8 +257,8 @@ class Dataflow:
         """`function` over all rows of a step, once they are chosen: rlsys.algorithms.batches says
         what it is given and returns. `per`: of what it returns. Returns a tuple of as many columns
         as it writes: `(advantages,) = flow.per_batch(...)`."""
-        _check_callable("per_batch", "function", function)
-        _check_columns("per_batch", columns)
+        check_function("per_batch", "function", function, "batch_advantage", "token_advantage")
+        check_columns("per_batch", columns)
         from rlsys.algorithms.batches import check_batch_function
 
         check_batch_function(function, len(columns))
@@ -273,7 +283,7 @@ class Dataflow:
             f"flow.control is given {controller!r}, which has no initial and next; give a "
             "controller such as rlsys.algorithms.adaptive_kl(0.2, target=6.0).",
         )
-        _check_columns("control", (column,))
+        check_columns("control", (column,))
         require(
             column.per == "row",
             f"flow.control reads {column.name!r}, which has a value per token; make one per row of "
@@ -300,9 +310,9 @@ class Dataflow:
             isinstance(model, Model),
             f"flow.train is given {model!r} for its model; give what flow.model returns.",
         )
-        _check_columns("train", (*rollouts, *columns, *watch))
-        _check_callable("train", "loss", loss)
-        _check_callable("train", "aggregation", aggregation)
+        check_columns("train", (*rollouts, *columns, *watch))
+        check_loss(loss, model.head)
+        check_aggregation(aggregation)
         require(
             model.may_train,
             f"flow.train({model.name!r}): it has no trainer; give flow.model a TrainedRoleConfig.",
@@ -322,14 +332,14 @@ class Dataflow:
             needs = ("advantages", *needs)
             require(
                 any(column.name == SAMPLER_COLUMN for column in rollouts),
-                f"flow.train({model.name!r}): {loss} compares the policy with the one that sampled "
-                "the rollouts, and those of a dataset have none; use a loss without advantages, "
-                "such as one of rlsys.algorithms.preferences.",
+                f"flow.train({model.name!r}): {name_of(loss)} compares the policy with the one "
+                "that sampled the rollouts, and those of a dataset have none; use a loss without "
+                "advantages, such as one of rlsys.algorithms.preferences.",
             )
         lacks = [name for name in needs if name not in has]
         require(
             not lacks,
-            f"flow.train({model.name!r}): {loss} needs the columns {lacks}, and is given "
+            f"flow.train({model.name!r}): {name_of(loss)} needs the columns {lacks}, and is given "
             f"{sorted(has)}; add the stages that write them, and name them here.",
         )
         name = "train" if model.is_main else f"train {model.name}"
@@ -591,28 +601,6 @@ class Dataflow:
             )
         self.stages.append(stage)
         return stage.writes
-
-
-def _check_columns(stage: str, columns: Sequence[Any]) -> None:
-    for column in columns:
-        require(
-            isinstance(column, Column),
-            f"flow.{stage} is given {column!r} for a column; give what another stage returns "
-            "(flow.generate, flow.dataset and flow.per_batch return a tuple of columns).",
-        )
-
-
-def _check_callable(stage: str, what: str, given: Any) -> None:
-    require(
-        callable(given),
-        f"flow.{stage} is given {given!r} for its {what}, which is no function; names of functions "
-        "become functions with rlsys.algorithms.registry.parse.",
-    )
-    require(
-        not isinstance(given, type),
-        f"flow.{stage} is given the class {getattr(given, '__name__', given)} for its {what}; make "
-        f"one of it: {getattr(given, '__name__', given)}(...).",
-    )
 
 
 def _distinct(columns: Iterable[Column]) -> tuple[Column, ...]:

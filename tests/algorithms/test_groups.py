@@ -125,11 +125,11 @@ def test_a_result_of_another_shape_is_told_by_name(run: Any, values: Any, messag
 
 
 def test_functions_are_called_by_their_names_in_messages() -> None:
-    assert name_of(functools.partial(broken, rewards=1)) == "broken"
+    function: Any = broken
+    assert name_of(functools.partial(function, rewards=1)) == "broken"
     sampled: Any = dynamic_sampling(broken)
     assert name_of(sampled) == "dynamic_sampling(advantage=broken, by_last_column=False)"
-    loss: Any = broken
-    assert name_of(with_kl(loss, "k3", 0.1)).startswith("with_kl(loss=broken, estimator='k3'")
+    assert name_of(with_kl(function, "k3", 0.1)).startswith("with_kl(loss=broken, estimator='k3'")
 
     class unnamed:
         pass

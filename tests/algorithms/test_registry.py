@@ -1,6 +1,7 @@
 import functools
 import pickle
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import rlsys.algorithms
 from rlsys.algorithms import advantages, groups, losses
 from rlsys.algorithms.composed import corrected, with_kl
 from rlsys.algorithms.corrections import tis
-from rlsys.algorithms.inputs import LossInputs, needs_of
+from rlsys.algorithms.inputs import LossInputs, ScoreInputs, ValueInputs, needs_of
 from rlsys.algorithms.losses import cispo, clipped_surrogate, gspo
 from rlsys.algorithms.registry import REGISTRY, Kind, names, parse, tables
 from tests.algorithms.examples import LOSSES, OTHERS
@@ -94,6 +95,12 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
+def test_an_unknown_kind_is_refused_with_those_that_there_are() -> None:
+    kind: Any = "lss"
+    with pytest.raises(ValueError, match=r"^kind='lss' is unknown; use one of loss, correction, "):
+        parse("grpo_advantage", kind)
+
+
 def test_every_function_is_registered_or_used_by_one_that_is() -> None:
     sources = {path: path.read_text() for path in (ROOT / "rlsys").rglob("*.py")}
     unreached = []
@@ -123,13 +130,9 @@ def test_every_function_is_registered_or_used_by_one_that_is() -> None:
 
 def test_a_loss_of_ones_own_as_the_page_shows_it() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text()
-    (block,) = re.findall(r"```python\n(@dataclass.*?)```", page, re.DOTALL)
+    (block,) = re.findall(r"```python\n([^`]*class towards_reference.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
-    imports = (
-        "from dataclasses import dataclass\nfrom typing import ClassVar\n"
-        "from rlsys.algorithms.inputs import LossInputs, TokenLoss\n"
-    )
-    exec(imports + block, names)
+    exec(block, names)
     loss = corrected(names["towards_reference"](0.5), tis(2.0))
     assert needs_of(loss) == ("reference_logprobs",)
     inputs = LossInputs(
@@ -143,6 +146,14 @@ def test_a_loss_of_ones_own_as_the_page_shows_it() -> None:
         columns={"reference_logprobs": torch.tensor([-2.0])},
     )
     assert loss(inputs)[0].tolist() == [3.5]
+
+
+@pytest.mark.parametrize("inputs", [LossInputs, ValueInputs, ScoreInputs])
+def test_the_page_has_the_fields_of_inputs(inputs: type[Any]) -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    _, _, section = page.partition(f"`{inputs.__name__}` |")
+    table, _, _ = section.partition("\n\n")
+    assert re.findall(r"^\| `(\w+)", table, re.MULTILINE) == [one.name for one in fields(inputs)]
 
 
 def test_the_page_has_the_tables() -> None:

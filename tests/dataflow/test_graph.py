@@ -1,7 +1,8 @@
 """The graph refuses what could never run, with the names in the message."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,14 +14,21 @@ from recipes.reward_model import RewardModelConfig, reward_model
 from rlsys.algorithms import (
     bradley_terry,
     clipped_surrogate,
+    constant_length,
+    corrected,
     distill,
     dynamic_sampling,
     grpo_advantage,
+    m2po,
+    opsm,
     reinforce,
     scale_rl_advantage,
     sequence_mean,
     simpo,
+    tis,
     token_mean,
+    value_loss,
+    whitened,
     with_kl,
 )
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig
@@ -178,6 +186,97 @@ def test_what_is_no_column_and_no_function_is_told() -> None:
         flow.check_groups(4)
 
 
+@pytest.mark.parametrize(
+    ("stage", "given", "message"),
+    [
+        (
+            "per_batch",
+            grpo_advantage,
+            r"^flow.per_batch is given grpo_advantage for its function, of the kind "
+            r"group_advantage, and takes the kind batch_advantage or token_advantage, such as "
+            r"reinforce_plus_plus_advantage; grpo_advantage goes to flow.per_group\.$",
+        ),
+        ("per_batch", partial(grpo_advantage, epsilon=0.1), "grpo_advantage goes to flow.per_g"),
+        ("per_batch", dynamic_sampling(grpo_advantage), "dynamic_sampling goes to flow.per_group"),
+        ("per_batch", reinforce(), r"reinforce\(\) for its .* goes to flow.train of a policy"),
+        ("per_group", scale_rl_advantage, "of the kind batch_advantage, .* goes to flow.per_batch"),
+        ("per_group", whitened, r"goes to flow.per_batch\(..., per=\"token\"\)"),
+        (
+            "per_group",
+            dynamic_sampling(scale_rl_advantage),
+            r"^dynamic_sampling\(advantage=scale_rl_advantage, .* is given scale_rl_advantage for "
+            "its advantage, of the kind batch_advantage",
+        ),
+        ("per_group", token_mean, r"token_mean goes to flow.train\(aggregation=...\)"),
+        ("loss", tis(2.0), r"takes the kind loss, .*tis goes to corrected\(loss, correction\)"),
+        ("loss", value_loss(), r"value_loss goes to flow.train of a critic"),
+        ("loss", bradley_terry(), r"bradley_terry goes to flow.train of a reward model"),
+        ("loss", grpo_advantage, "of the kind group_advantage, and takes the kind loss"),
+        ("loss", with_kl(opsm(0.5), "k3", 0.1), r"with_kl.* is given opsm.* for its loss"),
+        (
+            "loss",
+            corrected(cast(Any, grpo_advantage), opsm(0.5)),
+            "is given grpo_advantage for its loss",
+        ),
+        ("loss", m2po, r"is given m2po for its loss; make one of it: m2po\(...\)"),
+        ("loss", partial(m2po, 0.1), "make one of it: m2po"),
+        ("aggregation", reinforce(), "for its aggregation, of the kind loss"),
+        ("aggregation", partial(constant_length, 5), "make one of it: constant_length"),
+    ],
+)
+def test_an_object_of_another_kind_is_refused(stage: str, given: Any, message: str) -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    reward = flow.score(rollouts, [lambda rollout: 1.0])
+    training: dict[str, Any] = {"loss": reinforce(), "aggregation": token_mean}
+    if stage in training:
+        advantages = flow.per_group(center, reward)
+        refused = partial(flow.train, flow.main, rollouts, advantages, **{**training, stage: given})
+    else:
+        refused = partial(getattr(flow, stage), given, reward)
+    with pytest.raises(ValueError, match=message):
+        refused()
+
+
+def test_a_critics_loss_is_a_value_loss() -> None:
+    flow = Dataflow()
+    critic = flow.model("critic", TrainedRoleConfig(), head="value")
+    rollouts = generated(flow)
+    with pytest.raises(ValueError, match="takes the kind value_loss, such as value_loss; reinf"):
+        flow.train(critic, rollouts, loss=reinforce(), aggregation=token_mean)
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ({"loss": lambda: 1}, r"loss <lambda> does not take one argument \(.*let it take LossInp"),
+        ({"loss": lambda inputs, beta: 1}, r"missing a required argument: 'beta'.*partial"),
+        ({"aggregation": lambda tokens: 1}, r"aggregation <lambda> does not take three numbers"),
+    ],
+)
+def test_functions_of_the_training_take_what_they_are_given(functions: Any, message: str) -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    advantages = flow.per_group(center, flow.score(rollouts, [lambda rollout: 1.0]))
+    with pytest.raises(ValueError, match=message):
+        flow.train(
+            flow.main,
+            rollouts,
+            advantages,
+            **{"loss": reinforce(), "aggregation": token_mean, **functions},
+        )
+
+
+@pytest.mark.parametrize("group_size", ["4", 2.0, True, None, 0])
+@pytest.mark.parametrize("source", ["generate", "dataset"])
+def test_a_group_size_is_a_whole_number(source: str, group_size: Any) -> None:
+    flow = Dataflow()
+    policy = flow.model("policy")
+    arguments = [policy, PROMPTS] if source == "generate" else [PROMPTS]
+    with pytest.raises(ValueError, match=rf"^flow\.{source}: group_size={group_size!r} "):
+        getattr(flow, source)(*arguments, group_size=group_size)
+
+
 def test_roles_are_told_apart() -> None:
     flow = Dataflow()
     critic = flow.model("critic", TrainedRoleConfig(), head="value")
@@ -201,6 +300,12 @@ def test_a_function_over_a_step_takes_the_columns_that_it_is_given() -> None:
     reward = flow.score(rollouts, [lambda rollout: 1.0])
     with pytest.raises(ValueError, match=r"flow.per_batch\(scale_rl_advantage\) is given 2"):
         flow.per_batch(scale_rl_advantage, reward, reward)
+
+    def by_another_name(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        return rewards
+
+    with pytest.raises(ValueError, match="only parameters that are called group_index and row_off"):
+        flow.per_batch(by_another_name, reward)
     assert flow.per_batch(scale_rl_advantage, reward) == (Column("advantages"),)
 
 

@@ -1,0 +1,76 @@
+"""What a recipe gives to the graph's methods: refused, by name, where no stage could use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlsys.config import require
+from rlsys.dataflow.stages import Column, Head
+from rlsys.fields import checked
+from rlsys.user_functions import misfit, name_of
+
+if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
+    from rlsys.algorithms.registry import Kind
+
+# By what a model makes of a row, the kind of losses that train it, and what they are called with.
+LOSSES: dict[Head, tuple[Kind, str]] = {
+    "logits": ("loss", "LossInputs"),
+    "value": ("value_loss", "ValueInputs"),
+    "score": ("score_loss", "ScoreInputs"),
+}
+
+
+def check_columns(stage: str, columns: Sequence[Any]) -> None:
+    for column in columns:
+        require(
+            isinstance(column, Column),
+            f"flow.{stage} is given {column!r} for a column; give what another stage returns "
+            "(flow.generate, flow.dataset and flow.per_batch return a tuple of columns).",
+        )
+
+
+def check_function(stage: str, what: str, given: Any, *kinds: Kind) -> None:
+    """`kinds`: of those that come with rlsys; a function of the user's own may be any."""
+    require(
+        callable(given),
+        f"flow.{stage} is given {given!r} for its {what}, which is no function; names of functions "
+        "become functions with rlsys.algorithms.registry.parse.",
+    )
+    require(
+        not isinstance(given, type),
+        f"flow.{stage} is given the class {getattr(given, '__name__', given)} for its {what}; make "
+        f"one of it: {getattr(given, '__name__', given)}(...).",
+    )
+    from rlsys.algorithms.registry import check_kind
+
+    check_kind(f"flow.{stage}", given, what, kinds)
+
+
+def check_loss(loss: Callable[..., Any], head: Head) -> None:
+    kind, inputs = LOSSES[head]
+    check_function("train", "loss", loss, kind)
+    error = misfit(loss, None)
+    require(
+        error is None,
+        f"flow.train: loss {name_of(loss)} does not take one argument ({error}); let it take "
+        f"{inputs} alone, and give it other values with functools.partial.",
+    )
+
+
+def check_aggregation(aggregation: Callable[..., Any]) -> None:
+    check_function("train", "aggregation", aggregation, "aggregation")
+    error = misfit(aggregation, 1, 1, 1)
+    require(
+        error is None,
+        f"flow.train: aggregation {name_of(aggregation)} does not take three numbers ({error}); "
+        "let it take (group_size, group_num_tokens, row_num_tokens) alone.",
+    )
+
+
+def check_group_size(stage: str, group_size: int) -> None:
+    checked(group_size, int, f"flow.{stage}: group_size")
+    require(
+        group_size >= 1,
+        f"flow.{stage}: group_size={group_size} makes no rows; use at least 1.",
+    )
