@@ -65,7 +65,7 @@ class ProcessEnded(RuntimeError):
 class Death:
     kind: FailureKind  # of the calls whose fault it is
     reason: str  # what happened, as the end of "the process ..."
-    running: Collection[int]  # numbers of the calls that ran at that moment
+    running: Collection[int] | None  # numbers of the calls that ran then; None: nobody can tell
 
 
 class RewardProcess:
@@ -87,6 +87,7 @@ class RewardProcess:
         self._on_death = on_death
         self._num_rows = concurrency + MAX_STUCK
         self._is_killed = False
+        self._talks_nonsense = False
         self.serving: asyncio.Task[None] | None = None
         """Runs from the start to the death; raises only what is a bug here."""
 
@@ -124,8 +125,9 @@ class RewardProcess:
                 )
                 answer = await self._receive()
         except BaseException as error:
+            self._talks_nonsense = isinstance(error, ValueError)
             reason = (await self._ended()).reason
-            if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
+            if isinstance(error, asyncio.IncompleteReadError | ConnectionError | ValueError):
                 raise ProcessEnded(f"the process of the reward functions {reason}") from None
             if isinstance(error, TimeoutError):
                 raise TimeoutError(
@@ -217,13 +219,15 @@ class RewardProcess:
                     self._on_outcomes(self, [(n, _told(told)) for n, told in message["outcomes"]])
                 elif "handed_back" in message:
                     self._on_handed_back(message["handed_back"])
-        # What it sends is nonsense if a function wrote to every descriptor that it found.
-        except (asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError, TypeError):
+        except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        running = {call.number for call in self.running()}
+        # If a function wrote to every descriptor that it found. It may have returned since.
+        except (ValueError, KeyError, TypeError):
+            self._talks_nonsense = True
+        running = None if self._talks_nonsense else {call.number for call in self.running()}
         self._on_death(self, await self._ended(running))
 
-    async def _ended(self, running: Collection[int] = ()) -> Death:
+    async def _ended(self, running: Collection[int] | None = ()) -> Death:
         """Kill what is left of it, and wait until nothing is."""
         with contextlib.suppress(OSError):  # its keeper has ended
             self._control.send(b"k")
@@ -241,6 +245,11 @@ class RewardProcess:
     def _reason(self, report: dict[str, Any] | None) -> tuple[FailureKind, str]:
         if self._is_killed:
             return "crash", "was ended"
+        if self._talks_nonsense:
+            return (
+                "crash",
+                "was ended, since a function wrote to file descriptors that it did not open",
+            )
         if report is None:
             return "crash", "was lost: its keeper was killed"
         if report["reason"] == "memory":
@@ -262,7 +271,7 @@ class RewardProcess:
     async def _receive(self) -> Any:
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         if length > MAX_ANSWER_BYTES:
-            raise ConnectionError(f"an answer of {length} bytes")
+            raise ValueError(f"an answer of {length} bytes")
         return json.loads(await self._reader.readexactly(length))
 
 
@@ -280,7 +289,7 @@ def _told(told: Any) -> Told:
     if isinstance(told, list):
         kind, message = told
         if kind not in KINDS:
-            raise ConnectionError(f"no outcome: {told}")
+            raise ValueError(f"no outcome: {told}")
         return kind, message
     outcome: dict[str, float] | None = told
     return outcome

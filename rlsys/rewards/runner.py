@@ -8,9 +8,9 @@ In: rollouts. Out, for each: a RewardResult or a RewardFailure.
                   └──► suspects, one at a time in a process of its own ──► outcomes
 
 No user code runs here, so nothing that it does can hold up this event loop. What is late is found
-in limits.py. A process that dies, or is killed without a culprit: each call that ran is tried again
-alone. One that ends that process too is a "crash". One that finds no memory is tried again alone as
-well, since another may have taken all of it.
+in limits.py. A process that dies, or is killed without a culprit: each call that ran, or that may
+have, is tried again alone. One that ends that process too is a "crash". One that finds no memory is
+tried again alone as well, since another may have taken all of it.
 """
 
 from __future__ import annotations
@@ -192,9 +192,11 @@ class RewardRunner:
             for call in left:
                 self._decide(call, self._crash(call, death.kind, f"{death.reason}, alone with it"))
             return
-        suspects = [
-            call for call in left if call.number in death.running and not watched.culprit_found
-        ]
+        suspects = (
+            []
+            if watched.culprit_found
+            else [call for call in left if death.running is None or call.number in death.running]
+        )
         self._suspect(suspects)
         innocents = [call for call in left if call not in suspects]
         if process is not self._main:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import re
@@ -63,6 +64,13 @@ def write_everywhere() -> float:
         except OSError:
             continue
     time.sleep(3600)
+    return 1.0
+
+
+def write_everywhere_and_return() -> float:
+    for fd in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(fd, os.urandom(5000))
     return 1.0
 
 
@@ -139,6 +147,18 @@ def test_what_is_written_into_the_processs_own_channels_is_no_outcome() -> None:
     acts = acting(write_everywhere)
     results = score(acts, batch=rollouts(NUM_GOOD), limit_s=LIMIT_S, concurrency=1)
     assert failure(results[2]).kind in ("crash", "timeout")
+    assert [total(x) for i, x in enumerate(results) if i != 2] == [
+        float(i) for i in range(NUM_GOOD) if i != 2
+    ]
+
+
+def test_a_call_that_writes_there_and_returns_costs_no_other() -> None:
+    """Nobody can tell which of the calls it was: each that is left is tried alone."""
+    results = score(acting(write_everywhere_and_return), batch=rollouts(NUM_GOOD))
+    assert failure(results[2]).message == (
+        "acts gave no value: the process was ended, since a function wrote to file descriptors "
+        "that it did not open, alone with it."
+    )
     assert [total(x) for i, x in enumerate(results) if i != 2] == [
         float(i) for i in range(NUM_GOOD) if i != 2
     ]
