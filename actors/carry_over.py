@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import ray
 
+from rlsys.checkpoint import ROLLOUTS_FILE
 from rlsys.controller import OpenWork
 from rlsys.dataflow.archive import COLUMNS, SavedRollout, read_rollouts, write_rollouts
 from rlsys.dataflow.blocks import BlockRef, Cell
@@ -21,7 +22,6 @@ from rlsys.workers import FinishedRollout, Part, RowsLost
 
 from .store import StoreAddress, StoreClient, put_on_node
 
-FILE = "rollouts.npz"
 PART_COLUMNS = tuple(name for name in COLUMNS if name != "prompt_token_ids")
 
 
@@ -36,7 +36,7 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
         whole = await client.get_async(cells, tuple(COLUMNS)) if cells else {}
         running = [await client.get_async(parts, PART_COLUMNS) for parts in by_request.values()]
     except RowsLost:
-        await asyncio.to_thread(write_rollouts, directory / FILE, [])
+        await asyncio.to_thread(write_rollouts, directory / ROLLOUTS_FILE, [])
         return
 
     def write() -> None:
@@ -57,7 +57,7 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
             )
             for request_id, columns in zip(by_request, running, strict=True)
         ]
-        write_rollouts(directory / FILE, [*finished, *partial])
+        write_rollouts(directory / ROLLOUTS_FILE, [*finished, *partial])
 
     await asyncio.to_thread(write)
 
@@ -66,7 +66,7 @@ async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) 
     """Out of a checkpoint's directory into the store, spread over the nodes `homes`, those of the
     first replicas; here if there are none. What does not get there, because the node has died, is
     left out: it is sampled again. Raises ValueError for a damaged file."""
-    path = directory / FILE
+    path = directory / ROLLOUTS_FILE
     if not path.exists():
         return OpenWork()
     saved = await asyncio.to_thread(read_rollouts, path)

@@ -4,6 +4,7 @@
         step_000010/            appears in one rename, when all below is on disk
             trainer/            model, optimizer, RNG: written by all ranks
             controller.json     data position, everything else that is not a tensor
+            rollouts.npz        what had been sampled and not trained, where anything is sampled
             manifest.json       written last: size and checksum of every file beside it
         .step_000020.partial    being written; what a killed save leaves, the next one removes
 
@@ -29,6 +30,7 @@ from rlsys.manifest import faults_of, write_manifest
 TRAINER_DIR = "trainer"
 BEGINNING_DIR = ".beginning"
 CONTROLLER_FILE = "controller.json"
+ROLLOUTS_FILE = "rollouts.npz"
 
 _T = TypeVar("_T")
 
@@ -56,7 +58,9 @@ class Checkpoint:
 
     def faults(self) -> list[str]:
         """What is wrong with its files, by name; none if it is as it was written. Reads it all."""
-        return faults_of(self.path)
+        names = sorted(path.name for path in self.path.iterdir())
+        own = [name for name in names if name == ROLLOUTS_FILE or name.startswith(TRAINER_DIR)]
+        return faults_of(self.path, needed=[CONTROLLER_FILE, *own])
 
 
 class Checkpoints:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import json
 import os
 import shutil
 import sys
@@ -34,6 +33,7 @@ from rlsys.fields import (
     split_optional,
     unknown_name,
 )
+from rlsys.json_text import parse_json
 from rlsys.pipes import let_go_of_stdout
 
 C = TypeVar("C")
@@ -194,7 +194,7 @@ def _tables(text: str) -> Mapping[str, Any]:
                 "[trainer], or give a file that --dry-run has printed."
             ) from error
     try:
-        found: dict[str, Any] = json.loads(text)
+        found: dict[str, Any] = parse_json(text)
     except ValueError as error:
         raise ValueError(
             f"it is no JSON ({error}); restore the file, or give one that --dry-run has printed."

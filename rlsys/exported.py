@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rlsys.json_text import parse_json
 from rlsys.manifest import faults_of, write_manifest
 
 EXPORTED_FILE = "exported.json"
@@ -27,7 +28,7 @@ def seal_export(directory: Path, step: int) -> None:
 def exported_step(directory: Path) -> int | None:
     """The step whose model is there; None where nothing was ever exported, or not to its end."""
     try:
-        step = json.loads((directory / EXPORTED_FILE).read_bytes())["step"]
+        step = parse_json((directory / EXPORTED_FILE).read_bytes())["step"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return step if type(step) is int else None

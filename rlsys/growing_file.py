@@ -10,13 +10,14 @@ still is costs one reading of these bytes, without understanding a line: a secon
 from __future__ import annotations
 
 import errno
-import json
 import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from rlsys.json_text import parse_json
 
 READ_BYTES = 4 << 20
 
@@ -139,7 +140,7 @@ def _first_broken_line(path: Path, num_bytes: int) -> str | None:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                json.loads(line)
+                parse_json(line)
             except ValueError as error:
                 return f"line {number} is no JSON ({error})"
             read += len(line)

@@ -23,6 +23,7 @@ from rlsys.data.rows import LOADERS
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import RewardFn, ScoreStage
 from rlsys.evaluation import as_metrics
+from rlsys.json_text import parse_json
 from rlsys.launching import HeldOut
 from rlsys.model_evaluation import Evaluation, EvaluationConfig
 from rlsys.observe.step_log import StepLog, read_lines
@@ -132,7 +133,7 @@ class Scoreboard:
 def best_of(files: RunFiles) -> dict[str, float] | None:
     """What the evaluation of best/ came to; None where there is none."""
     try:
-        best: dict[str, float] = json.loads((files.best / EVALUATION_FILE).read_bytes())
+        best: dict[str, float] = parse_json((files.best / EVALUATION_FILE).read_bytes())
     except FileNotFoundError:
         return None
     return best

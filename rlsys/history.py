@@ -23,8 +23,9 @@ from rlsys.data.shared import SharedGroup
 from rlsys.dataflow.ledger import Event, read_events
 from rlsys.exported import export_faults, exported_step
 from rlsys.growing_file import Tally
+from rlsys.json_text import parse_json
 from rlsys.observe.step_log import read_lines
-from rlsys.run_directory import RunFiles, read_config
+from rlsys.run_directory import RunFiles, lost_checkpoints, read_config
 
 Line = dict[str, Any]
 
@@ -53,7 +54,7 @@ class State:
 def read_state(checkpoint: Checkpoint) -> State:
     """Raises ValueError, with the fix, for one that does not belong to its checkpoint."""
     try:
-        entry = json.loads(checkpoint.controller_file.read_bytes())
+        entry = parse_json(checkpoint.controller_file.read_bytes())
         if entry["step"] != checkpoint.step:
             raise ValueError(f"it is of step {entry['step']}")
         prompts = {name: entry["prompts"][name] for name in ("seed", "num_prompts")}
@@ -113,7 +114,8 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
             if other.value(name) != settings.value(name):
                 faults.append(f"{other.path.name} has another {name} than {files.config.name}")
     states: dict[int, State] = {}
-    for checkpoint in find_checkpoints(files.checkpoints):
+    checkpoints = find_checkpoints(files.checkpoints)
+    for checkpoint in checkpoints:
         name = f"checkpoint {checkpoint.path.name}"
         if broken := checkpoint.faults():
             faults.append(f"{name} is damaged: {some(broken)}")
@@ -125,6 +127,8 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         else:
             faults += [f"{name} builds on what is gone: {f}" for f in record_faults(state, files)]
     exported = exported_step(files.hf)
+    if not checkpoints and exported is None and (lost := lost_checkpoints(files)):
+        faults.append(lost)
     damages = [] if exported is None else export_faults(files.hf, checksums=True)
     faults += [f"hf/, the model of step {exported}, is damaged: {f}" for f in damages]
     # A run that failed while it started has written none of them.

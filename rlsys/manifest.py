@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlsys.growing_file import Tally, ordinary
+from rlsys.json_text import parse_json
 
 MANIFEST_FILE = "manifest.json"
 
@@ -33,7 +35,7 @@ def write_manifest(directory: Path) -> None:
 def read_manifest(directory: Path) -> dict[str, Entry]:
     """By the files' names. Raises ValueError for one that is missing or damaged."""
     try:
-        wanted = json.loads(ordinary(directory / MANIFEST_FILE).read_bytes())
+        wanted = parse_json(ordinary(directory / MANIFEST_FILE).read_bytes())
         return {
             str(name): Entry(bytes=int(entry["bytes"]), crc32=str(entry["crc32"]))
             for name, entry in wanted.items()
@@ -44,14 +46,16 @@ def read_manifest(directory: Path) -> dict[str, Entry]:
         raise ValueError(f"{MANIFEST_FILE} is damaged ({type(error).__name__}: {error})") from None
 
 
-def faults_of(directory: Path, *, checksums: bool = True) -> list[str]:
+def faults_of(directory: Path, *, needed: Sequence[str] = (), checksums: bool = True) -> list[str]:
     """What is wrong with the files of a directory; others beside them (.DS_Store) do no harm. With
-    `checksums` all of them are read, else their sizes are compared."""
+    `checksums` all of them are read, else their sizes are compared. `needed`: files, and folders
+    with files, that the manifest must list."""
     try:
         files = read_manifest(directory)
     except ValueError as error:
         return [str(error)]
-    faults = []
+    listed = {part for name in files for part in (name, name.partition("/")[0])}
+    faults = [f"{MANIFEST_FILE} does not list {name}" for name in needed if name not in listed]
     for name, entry in sorted(files.items()):
         path = directory / name
         if not path.is_file():

@@ -9,7 +9,6 @@ changed here: files that do not belong together are refused while they can still
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from rlsys.checkpoint import Checkpoint, find_checkpoints, find_strays
 from rlsys.dataflow.ledger import Event, Ledger, LedgerError, read_events
 from rlsys.growing_file import Tally
 from rlsys.history import State, read_state, record_faults, some
-from rlsys.run_directory import RunFiles
+from rlsys.json_text import parse_json
+from rlsys.run_directory import RunFiles, nothing_to_resume
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,7 @@ def read_history(files: RunFiles, *, groups_per_step: int, num_steps: int) -> Hi
         logger.warning("%s is no checkpoint of this run and is not used", stray)
     found = find_checkpoints(files.checkpoints)
     if not found:
-        raise ValueError(
-            f"{files.path} holds no checkpoint to resume from; delete it and start again without "
-            "--resume (checkpoint_every sets how often one is written)."
-        )
+        raise ValueError(nothing_to_resume(files))
     newest = found[-1]
     if faults := newest.faults():
         raise ValueError(f"{newest.path} is damaged: {some(faults)}; {_way_out(found, files)}")
@@ -104,7 +101,7 @@ def _check_what_follows(path: Path, checkpoint: Checkpoint, kept: Tally) -> None
         file.seek(kept.num_bytes)
         for number, line in enumerate(file, start=kept.num_lines + 1):
             try:
-                step = json.loads(line)["step"]
+                step = parse_json(line)["step"]
             except (ValueError, TypeError, KeyError):
                 continue
             if step <= checkpoint.step:

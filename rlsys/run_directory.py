@@ -36,6 +36,7 @@ from typing import Any, Literal
 from rlsys.checkpoint import find_checkpoints
 from rlsys.exported import export_faults, exported_step
 from rlsys.growing_file import ordinary
+from rlsys.json_text import parse_json
 
 MIN_FREE_BYTES = 64 * 2**20  # metrics, rollouts and a trace of an average run
 PROBE_BYTES = 2**20
@@ -225,7 +226,7 @@ class RunDirectory(RunFiles):
         run = cls(path)
         try:
             if not run.has_checkpoint and not run.has_finished(config["num_steps"]):
-                raise ValueError(f"name={name!r}: {_nothing_to_resume(run)}")
+                raise ValueError(f"name={name!r}: {nothing_to_resume(run)}")
             run._check_same_experiment(config)
             check_room(path, required_bytes)
         except BaseException:
@@ -248,8 +249,8 @@ class RunDirectory(RunFiles):
         num_steps = _num_steps(self.metrics)
         if self.has_checkpoint or (num_steps and not may_discard_steps):
             raise ValueError(_exists(self.path, name))
-        if num_steps:
-            self._check_never_had_a_checkpoint(name, num_steps)
+        if num_steps and (lost := lost_checkpoints(self)):
+            raise ValueError(f"name={name!r}: {lost}")
         found = [*self.path.iterdir()]
         if self.checkpoints.is_dir():
             found += self.checkpoints.iterdir()
@@ -266,17 +267,6 @@ class RunDirectory(RunFiles):
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
-
-    def _check_never_had_a_checkpoint(self, name: str, num_steps: int) -> None:
-        """Raises ValueError where steps would be discarded that were in a checkpoint."""
-        every = read_config(self.config).get("checkpoint_every")
-        if type(every) is int and 0 < every < num_steps:
-            raise ValueError(
-                f"name={name!r}: {self.path} holds {num_steps} steps and no checkpoint, although "
-                f"one was written every {every} steps (checkpoint_every): they are gone. Bring "
-                f"{self.checkpoints} back; without it the run cannot go on: choose another --name, "
-                "or delete the directory to begin again."
-            )
 
     def _check_same_experiment(self, config: Mapping[str, Any]) -> None:
         before = read_config(self.config)
@@ -305,16 +295,26 @@ class RunDirectory(RunFiles):
 def read_config(path: Path) -> dict[str, Any]:
     """The configuration in a config.json. Raises ValueError where it is missing or damaged."""
     try:
-        config = json.loads(ordinary(path).read_bytes())["config"]
+        config = parse_json(ordinary(path).read_bytes())["config"]
         if not isinstance(config, dict):
             raise TypeError(f"config is {config!r}")
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path.parent} holds no run, or one without its {path.name}; check the path, or "
+            f"restore that file{_former(path)}."
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} does not say what was run ({type(error).__name__}: {error}); restore it from "
-            "a copy, or from the newest config-*.json beside it, or start a new run under another "
-            "--name."
+            f"{path} does not say what was run ({type(error).__name__}: {error}); restore it"
+            f"{_former(path)}, or start a new run under another --name."
         ) from error
     return config
+
+
+def _former(config: Path) -> str:
+    """Where else it may be found."""
+    former = sorted(config.parent.glob("config-*.json"), key=lambda path: path.stat().st_mtime)
+    return f" from a copy, or from {former[-1]}" if former else " from a copy"
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -396,11 +396,24 @@ def _num_steps(metrics: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
 
 
-def _nothing_to_resume(files: RunFiles) -> str:
+def lost_checkpoints(files: RunFiles) -> str | None:
+    """Of a run without a checkpoint: what is to be done if there must have been one."""
+    every = read_config(files.config).get("checkpoint_every")
+    num_steps = _num_steps(files.metrics)
+    if type(every) is not int or not 0 < every < num_steps:
+        return None
+    return (
+        f"{files.path} holds {num_steps} steps and no checkpoint, although one was written every "
+        f"{every} steps (checkpoint_every): they are gone. Bring {files.checkpoints} back; without "
+        "it the run cannot go on: choose another --name, or delete the directory to begin again."
+    )
+
+
+def nothing_to_resume(files: RunFiles) -> str:
     """Of a run without a checkpoint: why, and what to do."""
     step = exported_step(files.hf)
     if step is None:
-        return (
+        return lost_checkpoints(files) or (
             f"{files.path} holds no checkpoint to resume from; delete it and start again without "
             "--resume (checkpoint_every sets how often one is written)."
         )

@@ -532,8 +532,25 @@ def test_records_that_a_checkpoint_does_not_know_are_found(tmp_path: Path) -> No
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     result = run_script(tmp_path)
     assert result.returncode == 1
-    assert "config.json does not say what was run" in result.stdout
+    assert "holds no run, or one without its config.json" in result.stdout
     assert "Traceback" not in result.stderr
+
+
+def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    edit(files.config, lambda entry: entry["config"].update(checkpoint_every=2))
+    for directory in (files.checkpoints, files.hf):
+        shutil.rmtree(directory)
+    (fault,) = read_evidence(files.path)[1]
+    assert "steps and no checkpoint, although one was written every" in fault
+
+
+def test_a_line_that_nests_too_deeply_is_a_fault(tmp_path: Path) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    with files.rollouts.open("ab") as file:
+        file.write(b"[" * 100_000 + b"\n")
+    faults = read_evidence(files.path)[1]
+    assert any("is no JSON (it is nested too deeply)" in fault for fault in faults)
 
 
 def test_metrics_count_staleness_in_updates_of_the_weights() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.checkpoint import (
+    ROLLOUTS_FILE,
     Checkpoints,
     find_checkpoints,
     find_strays,
@@ -214,6 +215,24 @@ def test_the_manifest_covers_whatever_is_there(tmp_path: Path) -> None:
         "controller.json": {"bytes": 0, "crc32": "00000000"},
         "rollouts/deep/0": {"bytes": 3, "crc32": "352441c2"},
     }
+
+
+def test_a_manifest_lists_all_that_a_checkpoint_needs(tmp_path: Path) -> None:
+    async def write() -> None:
+        async with Checkpoints(tmp_path, keep=1).writing(1) as checkpoint:
+            checkpoint.trainer_dir.mkdir()
+            (checkpoint.trainer_dir / "weights").touch()
+            for path in (checkpoint.controller_file, checkpoint.path / ROLLOUTS_FILE):
+                path.touch()
+
+    asyncio.run(write())
+    (checkpoint,) = find_checkpoints(tmp_path)
+    assert checkpoint.faults() == []
+    (checkpoint.path / "manifest.json").write_text("{}")
+    assert checkpoint.faults() == [
+        f"manifest.json does not list {name}"
+        for name in ("controller.json", "rollouts.npz", "trainer")
+    ]
 
 
 def test_the_loop_goes_on_while_the_disk_is_waited_for(

@@ -46,7 +46,7 @@ def test_imports_go_one_way() -> None:
 
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
-    "user_functions",
+    "user_functions json_text",
     "algorithms types errors fields metrics interrupts pipes blocking file_modes growing_file",
     "manifest evaluation",
     "exported config checkpoint scaling",

@@ -311,7 +311,8 @@ def test_fewer_steps_than_were_trained_are_refused(files: RunFiles) -> None:
 
 
 def test_a_run_without_a_checkpoint_says_so(files: RunFiles) -> None:
-    shutil.rmtree(files.checkpoints)
+    for directory in (files.checkpoints, files.hf):
+        shutil.rmtree(directory)
     with pytest.raises(ValueError, match="holds no checkpoint to resume from"):
         read(files)
 

@@ -189,8 +189,11 @@ def test_auto_discards_no_step_that_was_in_a_checkpoint(tmp_path: Path) -> None:
         run.metrics.write_text('{"step": 1}\n{"step": 2}\n')  # killed while the first was written
     with opened() as run:
         run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"3 steps and no checkpoint, although .* every 2 steps"):
+    gone = r"3 steps and no checkpoint, although .* every 2 steps .*Bring \S+/checkpoints back"
+    with pytest.raises(ValueError, match=gone):
         opened()
+    with pytest.raises(ValueError, match=gone):
+        RunDirectory.resume(tmp_path, "demo", config)
     assert run.metrics.exists()
 
 
@@ -314,13 +317,23 @@ def test_a_directory_among_the_checkpoints_is_none(tmp_path: Path, name: str) ->
         RunDirectory.resume(tmp_path, "demo", CONFIG)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff\x00", b"[1]", b"{}", b'{"config": 3}'])
-def test_a_damaged_configuration_is_one_sentence(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b"", b"{", b"\xff\x00", b"[1]", b"{}", b'{"config": 3}']
+)
+def test_a_damaged_configuration_is_one_sentence(tmp_path: Path, content: bytes) -> None:
+    path = create_with_checkpoint(tmp_path)
+    (path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config.json does not say what .*; restore it from a co"):
+        RunDirectory.resume(tmp_path, "demo", CONFIG)
+    (path / "config-1.json").touch()
+    with pytest.raises(ValueError, match=r"restore it from a copy, or from \S+/config-1.json, or"):
+        RunDirectory.resume(tmp_path, "demo", CONFIG)
+
+
+def test_a_configuration_that_is_gone_is_missed(tmp_path: Path) -> None:
     path = create_with_checkpoint(tmp_path)
     (path / "config.json").unlink()
-    if content is not None:
-        (path / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"config.json does not say what was run .*; restore it"):
+    with pytest.raises(ValueError, match=r"demo holds no run, or one without its config.json; ch"):
         RunDirectory.resume(tmp_path, "demo", CONFIG)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.data.shared import SharedCompletion, SharedGroup
+from rlsys.json_text import parse_json
 
 
 class ExternalLog:
@@ -32,7 +33,7 @@ class ExternalLog:
             if not line.endswith(b"\n"):  # a crash came in the middle of writing it
                 break
             try:
-                decided = json.loads(line)
+                decided = parse_json(line)
                 self._places[int(decided["prompt"])] = end
                 if decided["group"] is not None:
                     self.keys.append(_group(decided["group"]).key)
@@ -52,7 +53,7 @@ class ExternalLog:
     def group(self, index: int) -> SharedGroup | None:
         """What `decide` was given for this prompt."""
         self._file.seek(self._places[index])
-        found = json.loads(self._file.readline())["group"]
+        found = parse_json(self._file.readline())["group"]
         return None if found is None else _group(found)
 
     def decide(self, index: int, group: SharedGroup | None) -> None:
@@ -83,7 +84,7 @@ def read_external(path: Path) -> dict[int, SharedGroup | None]:
         return decided
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            found = json.loads(line)
+            found = parse_json(line)
             group = found["group"]
             decided[int(found["prompt"])] = None if group is None else _group(group)
         except (ValueError, KeyError, TypeError) as error:

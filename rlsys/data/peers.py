@@ -6,7 +6,6 @@ A peer that is slow, dead or gone just has nothing new; nobody waits for it.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
+from rlsys.json_text import parse_json
 from rlsys.types import INJECTED
 
 FILE = "rollouts.jsonl"
@@ -84,7 +84,7 @@ class Peer:
         groups = []
         for line in self._tail.read():
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 if (group := self._add(record)) is not None:
                     groups.append(group)
             # Somebody else's file: what is no record of ours is passed over.

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.growing_file import GrowingFile, Tally, ordinary
+from rlsys.json_text import parse_json
 
 Event = dict[str, Any]
 
@@ -278,7 +279,7 @@ def read_events(path: Path) -> list[Event]:
     events: list[Event] = []
     for number, line in enumerate(ordinary(path).read_bytes().split(b"\n")[:-1], start=1):
         try:
-            events.append(json.loads(line))
+            events.append(parse_json(line))
         except ValueError as error:
             raise ValueError(
                 f"{path} line {number} is no JSON ({error}); it was edited or damaged"

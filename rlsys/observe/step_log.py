@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.growing_file import GrowingFile, Tally, ordinary
+from rlsys.json_text import parse_json
 
 
 class StepLog:
@@ -71,7 +72,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError as error:
         raise _damage(path, number, f"no JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):

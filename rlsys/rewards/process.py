@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlsys.json_text import parse_json
 from rlsys.rewards.environment import without_secrets
 from rlsys.rewards.outcome import KINDS, FailureKind
 from rlsys.rewards.packing import PackedRewards
@@ -239,7 +240,7 @@ class RewardProcess:
         except (TimeoutError, OSError):
             report = b""
         self._control.close()
-        kind, reason = self._reason(json.loads(report) if report else None)
+        kind, reason = self._reason(parse_json(report) if report else None)
         return Death(kind=kind, reason=reason, running=running)
 
     def _reason(self, report: dict[str, Any] | None) -> tuple[FailureKind, str]:
@@ -272,7 +273,7 @@ class RewardProcess:
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         if length > MAX_ANSWER_BYTES:
             raise ValueError(f"an answer of {length} bytes")
-        return json.loads(await self._reader.readexactly(length))
+        return parse_json(await self._reader.readexactly(length))
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import carry_over
 from actors.store import ShardAddress, ShardLost, StoreAddress, StoreClient, put_on_node
 from actors.store_shards import StoreShards
+from rlsys.checkpoint import ROLLOUTS_FILE
 from rlsys.dataflow.archive import SavedRollout, write_rollouts
 from rlsys.dataflow.arena import PAGE_BYTES
 from rlsys.dataflow.blocks import Array, BlockRef, Cell
@@ -203,7 +204,7 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
     async def run() -> None:
         async with running_shards([nodes.here, nodes.there], _nothing_dies) as shards:
             rollouts = [saved(1, 9, "stop"), saved(2, 5, "length"), saved(3, 3, "")]
-            write_rollouts(tmp_path / carry_over.FILE, rollouts)
+            write_rollouts(tmp_path / ROLLOUTS_FILE, rollouts)
             homes = [nodes.here, nodes.there]
             work = await carry_over.load(tmp_path, shards.address, homes=homes)
             assert work.homes == {1: nodes.here, 2: nodes.there, 3: nodes.there}
