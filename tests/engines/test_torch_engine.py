@@ -285,18 +285,18 @@ def test_a_batch_with_a_bad_request_is_refused_as_a_whole(model_path: Path) -> N
 def test_the_event_loop_goes_on_while_the_engine_computes(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ContinuousBatch, "step", _slow(ContinuousBatch.step, seconds=0.3))
+    monkeypatch.setattr(ContinuousBatch, "step", _slow(ContinuousBatch.step, seconds=2.0))
 
     async def scenario() -> None:
         async with running_engine(model_path) as engine:
-            engine.submit([request("r", prompt(4), max_tokens=4)])
+            engine.submit([request("r", prompt(4), max_tokens=2)])
             waiting = asyncio.create_task(collect(engine, 1))
             longest = 0.0
             while not waiting.done():
                 start = time.perf_counter()
                 await asyncio.sleep(0.005)
                 longest = max(longest, time.perf_counter() - start)
-            assert longest < 0.25
+            assert longest < 1.5
 
     asyncio.run(scenario())
 
