@@ -58,7 +58,7 @@ class Checkpoint:
 
     def faults(self) -> list[str]:
         """What is wrong with its files, by name; none if it is as it was written. Reads it all."""
-        names = sorted(path.name for path in self.path.iterdir())
+        names = sorted(path.name for path in self.path.glob("*"))  # none where it has just gone
         own = [name for name in names if name == ROLLOUTS_FILE or name.startswith(TRAINER_DIR)]
         return faults_of(self.path, needed=[CONTROLLER_FILE, *own])
 

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
+# Ray's own limit, five times ten seconds, takes a node of a busy machine for dead.
+PATIENCE = {"health_check_failure_threshold": 30}
+
 NODE_OPTIONS = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 
 
@@ -24,7 +27,8 @@ def cluster_of_one(**head_options: Any) -> Iterator[Any]:
         # Ray writes the address there, and does not make the folder itself.
         patch.setenv("RAY_TMPDIR", directory)
         Path(directory, "ray").mkdir()
-        options = {**NODE_OPTIONS, **head_options, "temp_dir": directory}
+        own = {"_system_config": PATIENCE, "temp_dir": directory}
+        options = {**NODE_OPTIONS, **head_options, **own}
         cluster = Cluster(initialize_head=True, head_node_args=options)
         try:
             yield cluster

@@ -15,6 +15,9 @@ from scripts.crashes.processes import MARK, Process, below
 
 OPTIONS = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 
+# Ray's own limit, five times ten seconds, takes a node of a busy machine for dead.
+PATIENCE = {"health_check_failure_threshold": 10}
+
 
 class TwoNodes:
     """`mark` is in the environment of all processes, `directory` holds what Ray writes."""
@@ -73,7 +76,8 @@ def two_nodes(mark: str, directory: Path) -> Iterator[TwoNodes]:
     cluster = None
     try:
         cluster = Cluster(
-            initialize_head=True, head_node_args={**OPTIONS, "temp_dir": str(directory)}
+            initialize_head=True,
+            head_node_args={**OPTIONS, "_system_config": PATIENCE, "temp_dir": str(directory)},
         )
         yield TwoNodes(cluster, mark)
     finally:

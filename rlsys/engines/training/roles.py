@@ -145,12 +145,14 @@ class Policy(Role):
             columns={name: batch.columns[name] for name in needs_of(loss)},
         )
         losses, told = self._said(loss, inputs, "trainer_logprobs")
-        return losses, {
-            **told,
-            metrics.ENTROPY: entropy,
-            metrics.KL_SAMPLER_TRAINER: kl.k1(sampler, proximal),
-            metrics.KL_SAMPLER_TRAINER_K3: kl.k3(sampler, proximal),
-        }
+        told |= {metrics.ENTROPY: entropy}
+        # By the loss, not by what this pass holds: every rank tells the same metrics.
+        if uses_advantages(loss):
+            told |= {
+                metrics.KL_SAMPLER_TRAINER: kl.k1(sampler, proximal),
+                metrics.KL_SAMPLER_TRAINER_K3: kl.k3(sampler, proximal),
+            }
+        return losses, told
 
     def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
         logprobs: torch.Tensor
