@@ -15,8 +15,9 @@ from scripts.crashes.processes import MARK, Process, below
 
 OPTIONS = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 
-# Ray's own limit, five times ten seconds, takes a node of a busy machine for dead.
-PATIENCE = {"health_check_failure_threshold": 10}
+# For a busy machine: Ray's own limit, five times ten seconds, takes a node that has no turn for
+# dead, and its workers, of low priority, have none for minutes.
+PATIENCE = {"health_check_failure_threshold": 10, "worker_niceness": 0}
 
 
 class TwoNodes:
