@@ -7,6 +7,7 @@ RayLearner ──► Crew: one life of all ranks ──► TrainerActor, one per
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -144,6 +145,7 @@ class RayLearner:
         self._crew = Crew([])
         self._node_ids: list[str] = []  # by rank
         self._snapshot_bytes: list[int] = []
+        self._attention_tokens = math.inf
         self._replacing: asyncio.Task[None] | None = None
         self._began_warm = False
         self._step = 0  # of the newest answer
@@ -218,6 +220,10 @@ class RayLearner:
     def num_ranks(self) -> int:
         return self._num_ranks
 
+    @property
+    def attention_tokens(self) -> float:
+        return self._attention_tokens
+
     async def infer(self, writes: str, shares: Sequence[Rows]) -> Sequence[Written]:
         per_token = self._per_token
         return await self._crew.each("infer", [[writes, per_token, share] for share in shares])
@@ -286,7 +292,9 @@ class RayLearner:
             for node_id in set(self._node_ids):
                 store = await self._open_store(node_id)
             await crew.all("use_store", store)
-        self._snapshot_bytes = await crew.all("start", host, port, timeout_s=limit_s)
+        facts = await crew.all("start", host, port, timeout_s=limit_s)
+        self._snapshot_bytes = [snapshot_bytes for snapshot_bytes, _ in facts]
+        self._attention_tokens = facts[0][1]
 
     async def _restore(self, at_most: int) -> int:
         """Bring the newest whole state into new ranks, of so many optimizer steps at most: a rank

@@ -64,11 +64,10 @@ class TrainerActor(Heartbeat):
             probe.bind((host, 0))
             return ray.get_runtime_context().get_node_id(), host, probe.getsockname()[1]
 
-    def start(self, host: str, port: int) -> int:
-        """Build the engine; returns the bytes that its snapshots need."""
+    def start(self, host: str, port: int) -> tuple[int, float]:
+        """Build the engine; returns its snapshot_bytes and attention_tokens."""
         self._engine = self._make_engine(self._rank, host, port)
-        num_bytes: int = self._engine.snapshot_bytes
-        return num_bytes
+        return self._engine.snapshot_bytes, self._engine.attention_tokens
 
     def open_snapshots(self, path: str, name: str) -> set[int]:
         """Keep snapshots there from now on; returns the steps whose snapshots are there already.

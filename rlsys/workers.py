@@ -207,6 +207,10 @@ class Learner(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
+    @property
+    def attention_tokens(self) -> float:
+        """Of a row, when attention to them costs as much as all the rest of the model does."""
+
     async def infer(self, writes: str, shares: Sequence[Rows]) -> Sequence[Written]:
         """What the model says now, as column `writes`; `shares[r]` goes to rank r, which answers
         for it. Raises RowsLost."""

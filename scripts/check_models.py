@@ -5,7 +5,8 @@
     python scripts/check_models.py llama gpt_oss   # some of them
 
 Models are small and random (small_models.py), and rows go beyond all their windows, chunks and
-limits. Rows of mixed lengths go through the trainer, packed where it packs; the torch engine
+limits. Rows of mixed lengths go through the trainer, packed where it packs, pairs of them with a
+beginning in common, which stands once where the trainer shares it; the torch engine
 samples completions that share its batch and says their log-probabilities. Both are compared with
 those of each row alone.
 
@@ -119,7 +120,7 @@ def _sentence(error: Exception) -> str:
 
 def _check_trainer(path: Path, model: Any) -> str:
     limit = row_limit(model.config)
-    rows = _rows(model, limit or LONGEST)
+    rows = _with_forks(_rows(model, limit or LONGEST))
     engine = FSDPEngine(
         model_path=path,
         trainer=TrainerConfig(),
@@ -150,7 +151,7 @@ def _check_gradients(path: Path, model: Any, rows: Sequence[TrainRow]) -> str:
     ours = load_causal_lm(path, dtype="float32")
     use_fast_norms(ours)
     policy = TokenPolicy(ours)
-    logprobs, _ = policy(collate(rows, packed=policy.packs), 1.0)
+    logprobs, _ = policy(collate(rows, packed=policy.packs, shares=policy.shares), 1.0)
     logprobs.sum().backward()
     model.zero_grad()
     torch.stack([_expected(model, row).sum() for row in rows]).sum().backward()
@@ -160,7 +161,9 @@ def _check_gradients(path: Path, model: Any, rows: Sequence[TrainRow]) -> str:
         if parameter.grad is not None:
             gradients = parameter.grad / scale, theirs[name].grad / scale
             _compare(*gradients, f"the gradients of {name}", GRADIENT_TOLERANCE)
-    return "packed" if policy.packs else "padded"
+    if policy.packs:
+        return "packed" if policy.shares else "packed apart"
+    return "padded"
 
 
 def _check_engine(path: Path, model: Any) -> str:
@@ -205,6 +208,16 @@ def _rows(model: Any, longest: int) -> list[TrainRow]:
         tokens = rng.integers(0, vocabulary, num_prompt + num_tokens).astype(np.int32)
         rows.append(_row(tokens[:num_prompt], tokens[num_prompt:]))
     return rows
+
+
+def _with_forks(rows: Sequence[TrainRow]) -> list[TrainRow]:
+    """And for each row another with its prompt and half of its completion."""
+    forks = []
+    for row in rows:
+        half = len(row.token_ids) // 2
+        forks.append(_row(row.prompt_token_ids, np.roll(row.token_ids, -half)))
+        forks[-1].token_ids[:half] = row.token_ids[:half]
+    return [*rows, *forks]
 
 
 def _row(prompt: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any]) -> TrainRow:

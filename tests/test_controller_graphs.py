@@ -168,8 +168,8 @@ def test_several_updates_share_a_step() -> None:
     assert [sum(map(len, step)) for step in w.learner.trained[:4]] == [3 * 8] * 4
     for step in w.learner.trained[:4]:
         for epoch in range(3):
-            of_epoch = step[2 * epoch : 2 * epoch + 2]
-            assert [len(rows) for rows in of_epoch] == [4, 4]
+            of_epoch = step[4 * epoch : 4 * epoch + 4]  # two updates of two passes each
+            assert [len(rows) for rows in of_epoch] == [2] * 4
             assert len(groups(of_epoch)) == 4
     assert max(w.observer.staleness) <= 1  # versions: (11 + 1) / 6 - 1
     # Their ratios are to the policy at the beginning of the step, not of each update.

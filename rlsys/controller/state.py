@@ -14,6 +14,7 @@ from rlsys.config import RunConfig
 from rlsys.dataflow.admission import AdmissionGate
 from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.ledger import Ledger, OpenGroup
+from rlsys.dataflow.passes import GroupLengths
 from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, TRUNCATED
 from rlsys.dataflow.store import StreamStore
@@ -79,8 +80,11 @@ class Group:
     left_behind: list[int] = field(default_factory=list)  # rollouts that no replica samples
 
     @property
-    def num_tokens(self) -> int:
-        return sum(note.num_prompt_tokens + note.num_tokens for note in self.rollouts)
+    def lengths(self) -> GroupLengths:
+        return GroupLengths(
+            prompt=self.rollouts[0].num_prompt_tokens,
+            completions=[note.num_tokens for note in self.rollouts],
+        )
 
     @property
     def num_trained_tokens(self) -> int:

@@ -54,29 +54,32 @@ class StepRows:
 
     def rows(self, groups: Iterable[ReadyGroup], columns: Iterable[str]) -> Rows:
         """All rows of these groups, with these of their columns."""
-        chosen = [(ready, self._groups[ready.group_id]) for ready in groups]
-        wanted = list(columns)
+        return self.some(
+            [(ready, place) for ready in groups for place in range(len(ready.row_ids))], columns
+        )
+
+    def some(self, places: Sequence[tuple[ReadyGroup, int]], columns: Iterable[str]) -> Rows:
+        """Rows by their groups and their places there."""
+        chosen = [(ready, self._groups[ready.group_id], place) for ready, place in places]
         cells: dict[str, Sequence[Cell]] = {}
         scalars: dict[str, Sequence[float]] = {}
         if chosen:
             first = chosen[0][1]
             joined: dict[int, Sequence[Cell]] = {}
-            for name in wanted:
+            for name in columns:
                 if name in first.scalars:
-                    scalars[name] = [x for _, group in chosen for x in group.scalars[name]]
+                    scalars[name] = [group.scalars[name][place] for _, group, place in chosen]
                     continue
                 writer = id(first.cells[name])
                 if writer not in joined:
-                    joined[writer] = [cell for _, group in chosen for cell in group.cells[name]]
+                    joined[writer] = [group.cells[name][place] for _, group, place in chosen]
                 cells[name] = joined[writer]
         return Rows(
             cells=cells,
             scalars=scalars,
-            group_ids=[ready.group_id for ready, _ in chosen for _ in ready.row_ids],
-            group_sizes=[len(ready.row_ids) for ready, _ in chosen for _ in ready.row_ids],
-            group_num_tokens=[
-                group.num_trained_tokens for ready, group in chosen for _ in ready.row_ids
-            ],
+            group_ids=[ready.group_id for ready, _, _ in chosen],
+            group_sizes=[len(ready.row_ids) for ready, _, _ in chosen],
+            group_num_tokens=[group.num_trained_tokens for _, group, _ in chosen],
         )
 
     def add(self, groups: Sequence[ReadyGroup], written: Written) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from rlsys.algorithms import inputs
 from rlsys.algorithms.batches import run_batch_function
 from rlsys.config import TrainedRoleConfig, TrainerConfig
 from rlsys.controller.between_steps import BetweenSteps
@@ -31,6 +32,7 @@ from rlsys.controller.state import RunState, TrainedStep
 from rlsys.controller.step_rows import StepRows
 from rlsys.dataflow.batching import ReadyGroup, StepAssembler, mini_batches, split
 from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.passes import Budget, plan_passes
 from rlsys.dataflow.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
 from rlsys.dataflow.stages import (
     ControlStage,
@@ -269,7 +271,7 @@ class TrainingSide:
                 continue
             self._rows.take(batch, slice(start, start + size), group)
             self._taken[group.group_id] = ReadyGroup(
-                group_id=group.group_id, row_ids=tuple(rows), num_tokens=group.num_tokens
+                group_id=group.group_id, row_ids=tuple(rows), lengths=group.lengths
             )
             ready.append(self._taken[group.group_id])
         return ready
@@ -288,8 +290,25 @@ class TrainingSide:
             for number, groups in enumerate(updates):
                 if number:
                     yield learner.optimizer_step(last=False)
-                shares = split(groups, learner.num_ranks)
-                yield learner.accumulate([self._rows.rows(share, columns) for share in shares])
+                for shares in self._passes(model, groups):
+                    yield learner.accumulate([self._rows.some(one, columns) for one in shares])
+
+    def _passes(
+        self, model: str, groups: Sequence[ReadyGroup]
+    ) -> Iterator[list[list[tuple[ReadyGroup, int]]]]:
+        """By pass, what each rank of a model trains on: groups and places of rows in them."""
+        learner, trainer = self._learners[model], self._trainers[model]
+        passes = plan_passes(
+            [ready.lengths for ready in groups],
+            Budget(
+                num_ranks=learner.num_ranks,
+                max_tokens=trainer.micro_batch_tokens,
+                attention_tokens=learner.attention_tokens,
+            ),
+            whole_groups=inputs.whole_groups(self._train_stages[model].loss),
+        )
+        for shares in passes:
+            yield [[(groups[group], row) for group, row in share] for share in shares]
 
     async def _answered(self, call: Coroutine[Any, Any, Any]) -> None:
         await call

@@ -3,10 +3,11 @@
 A pure state machine. In: groups that are ready to train, in the order in which they should be
 trained. Out: parts of the step, each a list of groups for every data-parallel rank.
 
-    add(group) × n ──► next_part() ──► groups ──split──► [rank 0: groups, rank 1: groups, ...]
+    add(group) × n ──► next_part() ──► groups ──plan_passes──► rows of every rank, by pass
 
 A part is due when a pass on every rank is full (streaming), and in any case when the step's last
-group is there. Parts follow from the groups' order and sizes alone, never from timing.
+group is there. Several ranks share larger parts more evenly, so theirs are a good share of the
+step. Parts follow from the groups' order and sizes alone, never from timing.
 """
 
 from __future__ import annotations
@@ -15,14 +16,23 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rlsys.dataflow.passes import GroupLengths
 from rlsys.dataflow.selection import karmarkar_karp
+
+# Of a step, where several ranks share it.
+MAX_PARTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyGroup:
     group_id: int
     row_ids: tuple[int, ...]
-    num_tokens: int  # prompt and completion tokens of all its rows
+    lengths: GroupLengths
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its rows, with the prompt that they share."""
+        return self.lengths.prompt + sum(self.lengths.completions)
 
 
 @dataclass(kw_only=True)
@@ -70,13 +80,14 @@ class StepAssembler:
         if not pending:
             return None
         full = self.micro_batch_tokens * self.num_ranks
+        fewest = 1 if self.num_ranks == 1 else -(-self.groups_per_step // MAX_PARTS)
         size = num_tokens = 0
         for group in pending:
-            if size and num_tokens + group.num_tokens > full:
+            if size >= fewest and num_tokens + group.num_tokens > full:
                 break
             size, num_tokens = size + 1, num_tokens + group.num_tokens
-        pass_is_full = size < len(pending) or num_tokens >= full
-        if self.num_wanted and not (self.stream and pass_is_full):
+        is_full = size < len(pending) or (size >= fewest and num_tokens >= full)
+        if self.num_wanted and not (self.stream and is_full):
             return None
         part = pending[:size] if self.stream else pending
         self._num_taken += len(part)
@@ -93,7 +104,7 @@ class StepAssembler:
 
 
 def split(groups: Sequence[ReadyGroup], num_ranks: int) -> list[list[ReadyGroup]]:
-    """Over the ranks, by tokens."""
+    """Whole groups over the ranks, by tokens."""
     shares = karmarkar_karp([group.num_tokens for group in groups], num_ranks)
     return [[groups[i] for i in sorted(share)] for share in shares]
 

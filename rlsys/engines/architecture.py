@@ -5,6 +5,7 @@
                  ├─ the same, later tokens changed ────────────────── causal?
                  ├─ our attention and head: rows alone, padded ────── equal? differentiable?
                  └─ our attention and head: rows packed into one ──── equal? else rows are padded
+                        what they begin with alike once ────────────── equal? else rows stand apart
 
 Trainer and torch engine ask it once, when they have loaded a model; the torch engine goes on with
 the miniature to check decoding (backbone.py). The model's own weights play no part: in their own
@@ -21,13 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlsys.engines.causal_lm import Head, backbone, use_engine_layers
 from rlsys.engines.context import context_length
 from rlsys.engines.miniature import VOCABULARY, WINDOW, build_miniature
-from rlsys.engines.packing import Packing
+from rlsys.engines.packing import Packing, tree_of
 
 # Nats, between log-probabilities; values of a random head are of that size too. Float32 rounds
 # attention to 1e-5, recurrent states to 1e-3; the smallest fault met was 0.05.
@@ -53,6 +53,8 @@ class Architecture:
 
     packs: bool
     """Whether rows may stand one after another in one row; otherwise they must be padded."""
+    shares: bool
+    """Whether what such rows begin with alike may stand there once."""
     miniature: Any
     rows: Sequence[torch.Tensor]  # of token ids [T]
     expected: Sequence[torch.Tensor]  # of outputs [T, V], by transformers alone
@@ -72,7 +74,17 @@ def check_architecture(model: Any, outputs: Outputs | None = None) -> Architectu
         use_engine_layers(small)
         _require_equality(small, outputs, rows, expected)
         packs = _packs(small, outputs, rows, expected)
-        return Architecture(packs=packs, miniature=small, rows=rows, expected=expected)
+        forked = [*rows, *_forks(small, rows)]
+        shares = packs and _packs(
+            small,
+            outputs,
+            forked,
+            [outputs.by_engines(small, row[None])[0] for row in forked],
+            shares=True,
+        )
+        return Architecture(
+            packs=packs, shares=shares, miniature=small, rows=rows, expected=expected
+        )
 
 
 def test_rows(config: Any, device: torch.device | str) -> list[torch.Tensor]:
@@ -166,15 +178,33 @@ def _require_equality(
         )
 
 
+def _forks(small: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows that begin as others do: the longest one's first half, and another end of it."""
+    longest = max(rows, key=len)
+    half = len(longest) // 2
+    vocabulary = min(small.config.get_text_config().vocab_size, VOCABULARY)
+    return [longest[:half], torch.cat([longest[:half], (longest[half:] + 1) % vocabulary])]
+
+
 def _packs(
-    small: Any, outputs: Outputs, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+    small: Any,
+    outputs: Outputs,
+    rows: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    *,
+    shares: bool = False,
 ) -> bool:
     """Not where tokens see others by other means than attention (a convolution, a recurrent state)
     or know their position by other means than position_ids."""
-    packing = Packing(np.array([len(row) for row in rows]), rows[0].device)
+    device = rows[0].device
+    tree = tree_of([row.cpu().numpy() for row in rows], shares=shares)
+    places = torch.from_numpy(tree.places).to(device)
+    token_ids = places.new_zeros(tree.num_tokens)
+    token_ids[places] = torch.cat(list(rows))
+    packing = Packing(tree, device)
     options = {"packing": packing, "position_ids": packing.position_ids}
     try:
-        found = outputs.by_engines(small, torch.cat(list(rows))[None], **options)[0]
+        found = outputs.by_engines(small, token_ids[None], **options)[0]
     except (TypeError, ValueError, RuntimeError, IndexError):
         return False  # it takes no positions, or no row of this length
-    return difference(found, torch.cat(list(expected))) <= TOLERANCE
+    return difference(found[places], torch.cat(list(expected))) <= TOLERANCE

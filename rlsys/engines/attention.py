@@ -4,8 +4,8 @@
 
 Without a cache the rows are whole sequences, right-padded, and attention is causal: padding needs
 no mask, because no real token looks at what stands behind it. With a packing (the trainer's) whole
-sequences stand in one row, one after another. With a cache (the sampler's) the keys and values go
-there, and the cache answers.
+sequences stand in one row, what they begin with alike only once. With a cache (the sampler's) the
+keys and values go there, and the cache answers.
 
 transformers hands a model's keyword arguments through to its attention function; that is how the
 cache gets here. Instead of a mask it gets a Band: which tokens a layer's tokens see besides those
@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from rlsys.engines.packing import Packing
+from rlsys.engines.tree_attention import takes, tree_attention
 
 ATTENTION = "rlsys"
 
@@ -118,6 +119,26 @@ def causal_attention(
     return (weights @ value.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
 
 
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: AttentionRule,
+    packing: Packing,
+    *,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """The same within each of the rows of a packing: query [1, H·G, M, D], key and value
+    [1, H, M, D]; returns [1, M, H·G, D]."""
+    is_plain = rule.softcap is None and rule.sinks is None and not dropout
+    bounds = (rule.sliding_window, rule.chunk)
+    sees_all = all(bound is None or bound >= packing.longest for bound in bounds)
+    if packing.calls and is_plain and sees_all and takes(query, value):
+        return tree_attention(query, key, value, packing.calls, rule.scaling)
+    query, key, value = (packing.pad(heads) for heads in (query, key, value))
+    return packing.unpad(causal_attention(query, key, value, rule, dropout=dropout))
+
+
 def causal_mask(
     num_tokens: int, window: int | None, chunk: int | None, device: torch.device
 ) -> torch.Tensor:
@@ -177,8 +198,7 @@ def _attention(
         sinks=s_aux,
     )
     if packing is not None:
-        query, key, value = (packing.pad(heads) for heads in (query, key, value))
-        attended = packing.unpad(causal_attention(query, key, value, rule, dropout=dropout))
+        attended = packed_attention(query, key, value, rule, packing, dropout=dropout)
     elif kv_cache is None:
         attended = causal_attention(query, key, value, rule, dropout=dropout)
     else:

@@ -31,7 +31,8 @@ def infer(
     [1]; without gradient. A collective: every rank brings its share of rows, which may be none."""
     found = [np.zeros(role.num_inferred(row), np.float32) for row in rows]
     indices = [index for index, array in enumerate(found) if len(array)]
-    passes = split_passes([rows[index] for index in indices], max_tokens, packed=role.packs)
+    chosen_rows = [rows[index] for index in indices]
+    passes = split_passes(chosen_rows, max_tokens, packed=role.packs, shares=role.shares)
     with torch.no_grad():
         for number in range(ranks.max(len(passes))):
             chosen = [indices[i] for i in passes[number]] if number < len(passes) else []

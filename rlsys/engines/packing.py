@@ -1,15 +1,21 @@
-"""Rows of different lengths as one row without padding, and back for what looks along a row.
+"""Rows of different lengths as one row without padding, and attention along each of them.
 
-    rows of lengths [B] ──► one row of N tokens ──► norms, projections, MLP: N tokens, not B·L
+    rows [B] ──► TokenTree: M tokens ──► norms, projections, MLP: M tokens, not B·L
                                    pad │ ▲ unpad
                                        ▼ │
-                                attention: [B, ..., L, ...]
+                                attention: [O, ..., L, ...]
 
-Shape legend: B rows, L tokens of the longest, N = Σ lengths, H heads, D head width.
+What rows share of their beginning stands once. Where attention can be cut along the tree it is
+computed there (tree_attention.py); else what is shared is copied into every row for it alone.
+
+Shape legend: B rows, O rows with tokens of their own, L tokens of the longest, M tokens of the
+tree, H heads, D head width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,55 +23,86 @@ import numpy.typing as npt
 import torch
 from torch.autograd.function import once_differentiable
 
-IntArray = npt.NDArray[np.int64]
+from rlsys.engines.token_tree import IntArray, TokenTree
+from rlsys.engines.tree_attention import TreeCalls
+
+# Rows of at most so many tokens are padded for attention, which costs next to nothing for them;
+# every fork of a tree costs calls in every layer, so those of longer rows have to be worth it.
+SHORT_ROW, MIN_SHARED = 128, 16
+
+
+def tree_of(rows: Sequence[npt.NDArray[np.integer]], *, shares: bool) -> TokenTree:
+    """Of rows of token ids; with `shares`, what they begin with alike stands once."""
+    min_shared = 1 if max(map(len, rows)) <= SHORT_ROW else MIN_SHARED
+    return TokenTree(rows, min_shared=min_shared if shares else None)
 
 
 class Packing:
     """Where each token of the packed row stands among the padded rows."""
 
-    def __init__(self, lengths: IntArray, device: torch.device | str = "cpu") -> None:
-        self.longest = int(lengths.max())
-        row, column = ragged_places(lengths)
-        starts = np.cumsum(lengths) - lengths
+    def __init__(self, tree: TokenTree, device: torch.device | str = "cpu") -> None:
+        self.tree = tree
+        self.longest = int(tree.lengths.max())
+        owners = tree.owners  # [O]
+        self._num_rows = len(owners)
+        column = np.arange(self.longest)
         # What stands at padding is never looked at; a row's last token is as good as any.
-        token = starts[:, None] + np.minimum(
-            np.arange(self.longest), lengths[:, None] - 1
-        )  # [B, L]
-        self.position_ids = torch.from_numpy(column[None]).to(device)  # [1, N]
-        self._num_rows = len(lengths)
-        self._is_full = len(row) == len(lengths) * self.longest
-        self._places = torch.from_numpy(row * self.longest + column).to(device)  # [N] into B·L
-        self._tokens = torch.from_numpy(token.flatten()).to(device)  # [B·L] into N
+        inside = np.minimum(column, tree.lengths[owners, None] - 1)  # [O, L]
+        token = tree.places[tree.row_starts[owners, None] + inside]
+        number = np.empty(len(tree.lengths), np.int64)
+        number[owners] = np.arange(len(owners))
+        place = number[tree.owner] * self.longest + tree.position_ids  # [M]
+        self.position_ids = torch.from_numpy(tree.position_ids[None]).to(device)  # [1, M]
+        self._is_full = len(place) == token.size
+        self._places = torch.from_numpy(place).to(device)  # [M] into O·L
+        self._tokens = torch.from_numpy(token.flatten()).to(device)  # [O·L] into M
+        # Copies of shared tokens in rows other than the one whose own they are.
+        copies = np.arange(len(owners))[:, None] * self.longest + column
+        copies = copies[column < tree.shared[owners, None]]
+        self._copies = torch.from_numpy(copies).to(device) if len(copies) else None
+
+    @cached_property
+    def calls(self) -> TreeCalls | None:
+        """Of attention along the tree, where that saves some."""
+        has_forks = bool(self.tree.shared.any())
+        return TreeCalls(self.tree) if has_forks and self.longest > SHORT_ROW else None
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """[1, H, N, D] to [B, H, L, D]; no gradient may come from the padding."""
-        tokens: torch.Tensor = packed[0].transpose(0, 1)  # [N, H, D]
+        """[1, H, M, D] to [O, H, L, D]; no gradient may come from the padding."""
+        tokens: torch.Tensor = packed[0].transpose(0, 1)  # [M, H, D]
         if not self._is_full:
-            tokens = _Pad.apply(tokens, self._tokens, self._places)
+            tokens = _Pad.apply(tokens, self._tokens, self._places, self._copies)
         padded = tokens.reshape(self._num_rows, self.longest, *tokens.shape[1:])
         return padded.transpose(1, 2)
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """[B, L, H, D] to [1, N, H, D]."""
+        """[O, L, H, D] to [1, M, H, D]."""
         tokens = padded.flatten(0, 1)
         return (tokens if self._is_full else _Unpad.apply(tokens, self._places))[None]
 
 
 class _Pad(torch.autograd.Function):
-    """A gather whose gradient is a gather too: of each token, one copy has a gradient."""
+    """A gather, whose gradient is one too but for the copies of what rows share."""
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, source: torch.Tensor, places: torch.Tensor
+        ctx: Any,
+        tokens: torch.Tensor,
+        source: torch.Tensor,
+        places: torch.Tensor,
+        copies: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(places)
+        ctx.save_for_backward(source, places, copies)
         return tokens.index_select(0, source)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return grad.index_select(0, places), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        source, places, copies = ctx.saved_tensors
+        of_tokens = grad.index_select(0, places)
+        if copies is not None:
+            of_tokens.index_add_(0, source[copies], grad.index_select(0, copies))
+        return of_tokens, None, None, None
 
 
 class _Unpad(torch.autograd.Function):

@@ -243,6 +243,7 @@ class SimulatedLearner:
     version: int = 0
     deaths: int = 0
     num_ranks: int = 1
+    attention_tokens: float = 4096.0
     trained: list[list[Rows]] = field(default_factory=lambda: [[]])  # by step; and the next
     updates: int = 0  # of the weights; several may make a version
     inferred: list[tuple[str, int, list[int]]] = field(default_factory=list)  # what, when, of whom

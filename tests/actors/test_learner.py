@@ -74,6 +74,8 @@ class CountingEngine:
         metrics = {f"parts/{step}": float(count) for step, count in enumerate(parts)}
         return StepResult(policy_version=self.policy_version, metrics=metrics, num_tokens=0)
 
+    attention_tokens = 4096.0
+
     @property
     def snapshot_bytes(self) -> int:
         return snapshot_bytes(self._state)

@@ -4,10 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.dataflow.batching import ReadyGroup, StepAssembler, mini_batches, split
+from rlsys.dataflow.passes import GroupLengths
 
 
 def group(group_id: int, num_tokens: int) -> ReadyGroup:
-    return ReadyGroup(group_id=group_id, row_ids=(group_id,), num_tokens=num_tokens)
+    lengths = GroupLengths(prompt=0, completions=[num_tokens])
+    return ReadyGroup(group_id=group_id, row_ids=(group_id,), lengths=lengths)
 
 
 def drain(assembler: StepAssembler) -> list[list[list[int]]]:

@@ -1,6 +1,7 @@
 """Rows packed into one: attention along each, the same numbers as padded rows."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.packing import Packing
+from rlsys.engines.packing import Packing, tree_of
+from rlsys.engines.token_tree import IntArray
 from rlsys.engines.training.collate import collate
 from rlsys.engines.training.token_policy import TokenPolicy
+from tests.engines.test_token_tree import forked
 from tests.engines.torch_engine_harness import FAMILIES, build_model
 from tests.engines.training_harness import make_engine, make_rows, tiny_model
 
 
 def test_two_rows_by_hand() -> None:
-    packing = Packing(np.array([1, 3]))
+    packing = Packing(tree_of([np.array([7]), np.array([8, 9, 9])], shares=False))
     assert packing.position_ids.tolist() == [[0, 0, 1, 2]]
     packed = torch.tensor([10.0, 20.0, 21.0, 22.0]).view(1, 1, 4, 1)
     padded = packing.pad(packed)
@@ -28,16 +31,34 @@ def test_two_rows_by_hand() -> None:
     assert packing.unpad(padded.transpose(1, 2)).flatten().tolist() == [10, 20, 21, 22]
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_what_is_padded_comes_back_with_its_gradient(lengths: list[int]) -> None:
-    packing = Packing(np.array(lengths))
-    packed = torch.randn(1, 2, sum(lengths), 3, requires_grad=True)
+@given(rows=forked(), shares=st.booleans())
+def test_what_is_padded_comes_back_with_its_gradient(rows: list[IntArray], shares: bool) -> None:
+    packing = Packing(tree_of(rows, shares=shares))
+    packed = torch.randn(1, 2, packing.tree.num_tokens, 3, requires_grad=True)
     returned = packing.unpad(packing.pad(packed).transpose(1, 2))  # [1, N, H, D]
     assert torch.equal(returned.transpose(1, 2), packed)
     weight = torch.randn_like(packed)
     (returned.transpose(1, 2) * weight).sum().backward()
     assert packed.grad is not None
     assert torch.equal(packed.grad, weight)
+
+
+@given(rows=forked(), shares=st.booleans())
+def test_padded_rows_are_the_rows_and_copies_add_up(rows: list[IntArray], shares: bool) -> None:
+    packing = Packing(tree_of(rows, shares=shares))
+    tree = packing.tree
+    packed = torch.zeros(1, 1, tree.num_tokens, 1)
+    packed[0, 0, tree.places, 0] = torch.from_numpy(np.concatenate(rows)).float()
+    padded = packing.pad(packed.requires_grad_())
+    for number, row in enumerate(tree.owners):
+        assert padded[number, 0, : len(rows[row]), 0].tolist() == rows[row].tolist()
+    real = torch.zeros_like(padded)
+    for number, row in enumerate(tree.owners):
+        real[number, 0, : len(rows[row])] = 1
+    (padded * real).sum().backward()
+    owned = [rows[row] for row in tree.owners]
+    assert packed.grad is not None
+    assert packed.grad.sum() == sum(map(len, owned))  # each copy has its part
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -53,6 +74,38 @@ def test_packed_rows_give_what_padded_rows_give(family: Any, tmp_path: Path) -> 
         (logprobs.sum() + entropy.sum()).backward()
         results.append([logprobs, entropy, *(p.grad.clone() for p in model.parameters())])
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_beginnings_give_what_rows_apart_give(
+    family: Any, long: bool, tmp_path: Path
+) -> None:
+    """Prompts of groups, one that two groups share, equal completions, completions that fork."""
+    model = load_causal_lm(build_model(tmp_path, family), dtype="float32")
+    policy = TokenPolicy(model)
+    assert policy.shares
+    prompts = [np.arange(1, 12 * (12 if long else 1)) % 31 + 1, np.array([3, 1, 2])]
+    rows = [
+        replace(row, prompt_token_ids=prompts[index // 3 % 2].astype(np.int32))
+        for index, row in enumerate(make_rows(12))
+    ]
+    one = rows[0]
+    rows.append(replace(one, loss_mask=~one.loss_mask | (one.token_ids > 0)))
+    forked = np.concatenate((one.token_ids[:-1], one.token_ids[-1:] % 31 + 1)).astype(np.int32)
+    rows.append(replace(one, token_ids=forked))
+    results = []
+    for shares in (True, False):
+        model.zero_grad()
+        batch = collate(rows, shares=shares)
+        logprobs, entropy = policy(batch, 0.7)
+        weights = torch.linspace(-1, 2, len(logprobs))
+        (weights * (logprobs + 0.5 * entropy)).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        results.append((logprobs, entropy, gradient))
+    assert batch.input_ids.shape[1] > 1.5 * collate(rows).input_ids.shape[1]
+    for found, wanted in zip(*results, strict=True):
+        assert (found - wanted).norm() <= 2e-5 * wanted.norm() + 1e-7  # rows apart lie as far off
 
 
 def test_a_model_that_looks_along_rows_by_other_means_gets_padded_rows(

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +42,34 @@ def test_two_rollouts_by_hand() -> None:
     }
     assert batch.policy_versions.tolist() == [0, 2, 0]
     assert batch.row_index.tolist() == [0, 0, 1]
+
+
+def test_rollouts_that_begin_alike_by_hand() -> None:
+    rows = [make_row([1, 2], [3, 4]), make_row([1, 2], [5]), make_row([1, 2], [3, 6])]
+    batch = collate(rows, columns=["sampler_logprobs"])
+    # Each token that another is predicted from, once.
+    assert batch.input_ids.tolist() == [[1, 2, 3]]
+    # 3 after 2 is read once for two rows.
+    assert batch.read_at is not None
+    read = list(zip(batch.positions.tolist(), batch.targets.tolist(), strict=True))
+    assert sorted(read) == [(1, 3), (1, 5), (2, 4), (2, 6)]
+    assert [read[i] for i in batch.read_at.tolist()] == [(1, 3), (2, 4), (1, 5), (1, 3), (2, 6)]
+    assert batch.row_index.tolist() == [0, 0, 1, 2, 2]
+    assert batch.columns["sampler_logprobs"].tolist() == [-3, -4, -5, -3, -6]
+    assert batch.spread(torch.tensor([10.0, 20.0, 30.0, 40.0])).shape == (5,)
+
+
+@given(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=8))
+def test_passes_that_share_prompts_stay_within_the_limit(prompts: list[list[int]]) -> None:
+    rows = [
+        replace(make_row(prompt, [2] * (len(prompt) + 1)), group_id=index // 3)
+        for index, prompt in enumerate(prompts)
+    ]
+    passes = split_passes(rows, 12, shares=True)
+    assert sorted(index for chosen in passes for index in chosen) == list(range(len(rows)))
+    for chosen in passes:
+        inputs = collate([rows[index] for index in chosen]).input_ids.shape[1]
+        assert inputs <= 12 or len(chosen) == 1
 
 
 def test_two_padded_rollouts_by_hand() -> None:
@@ -95,7 +124,7 @@ def test_rows_of_a_pass_are_neighbours_in_length(rows: list[TrainRow]) -> None:
 
 @given(rows=st.lists(rows, min_size=1, max_size=8), packed=st.booleans())
 def test_each_target_is_the_input_after_its_position(rows: list[TrainRow], packed: bool) -> None:
-    batch = collate(rows, packed=packed)
+    batch = collate(rows, packed=packed, shares=False)
     flat = batch.input_ids.flatten()
     lengths = np.array([input_length(row) for row in rows])
     starts = np.cumsum(lengths) - lengths if packed else np.arange(len(rows)) * lengths.max()
@@ -120,7 +149,7 @@ def test_whole_groups_stay_together(rows: list[TrainRow], max_tokens: int, packe
 
 def test_whole_rows_are_read_at_their_last_tokens() -> None:
     rows = [make_row([1, 2], [3, 4]), make_row([6], [8, 0]), make_row([0], [0])]
-    batch = collate_whole(rows, columns=["advantages"], unread=0)
+    batch = collate_whole(rows, columns=["advantages"], unread=0, shares=False)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 6, 8, 0]]
     assert batch.positions.tolist() == [3, 5, 6]
     assert batch.row_index.tolist() == [0, 1, 2]

@@ -3,22 +3,27 @@
     rows ──► passes of at most max_tokens, alike in length ──► Batch, packed or right-padded
 
 A model is read at places of its input: where each completion token is predicted (`collate`), or at
-the last token of each row (`collate_whole`). Only then is the last token an input.
+the last token of each row (`collate_whole`). Only then is the last token an input. What packed rows
+begin with alike is one input, and what is read there for the same token is read once.
 
 Shape legend: B rows, L longest input of the pass, M inputs in all, N places: completion tokens with
-loss mask 1, or rows.
+loss mask 1, or rows; U of them that differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlsys.engines.packing import IntArray, Packing, ragged_places
+from rlsys.dataflow.passes import Budget, GroupLengths, plan_passes
+from rlsys.engines.packing import Packing, ragged_places, tree_of
+from rlsys.engines.token_tree import IntArray
 from rlsys.types import Float32Array, TrainRow
 
 
@@ -29,12 +34,17 @@ class Batch:
 
     input_ids: torch.Tensor  # [1, M] or [B, L] int64
     packing: Packing | None  # of a single row
-    positions: torch.Tensor  # [N] int64, into the flattened input
-    targets: torch.Tensor  # [N] int64: the token that is predicted there; of whole rows 0
+    positions: torch.Tensor  # [U] int64, into the flattened input
+    targets: torch.Tensor  # [U] int64: the token that is predicted there; of whole rows 0
+    read_at: torch.Tensor | None  # [N] int64 into U; None: each place is read for itself
     policy_versions: torch.Tensor  # [N] int64, of the targets; of whole rows 0
     row_index: torch.Tensor  # [N] int64, into the pass
     group_ids: torch.Tensor  # [N] int64
     columns: Mapping[str, torch.Tensor]  # each [N] float32
+
+    def spread(self, read: torch.Tensor) -> torch.Tensor:
+        """What was read [U], at each place [N]."""
+        return read if self.read_at is None else read.index_select(0, self.read_at)
 
 
 def input_length(row: TrainRow) -> int:
@@ -42,21 +52,25 @@ def input_length(row: TrainRow) -> int:
 
 
 def split_passes(
-    rows: Sequence[TrainRow], max_tokens: int, *, packed: bool = True, whole_groups: bool = False
+    rows: Sequence[TrainRow],
+    max_tokens: int,
+    *,
+    packed: bool = True,
+    shares: bool = False,
+    whole_groups: bool = False,
 ) -> list[list[int]]:
     """Indices of rows, grouped so that passes hold at most `max_tokens` input tokens; padding
-    counts where rows are not packed, and the last token of a row does not.
+    counts where rows are not packed, and with `shares` the prompt of a group once.
 
     Rows lie next to others of their length, longest first, so that padding wastes little and memory
     runs out at the beginning or not at all. A single longer row gets a pass of its own; and so do,
     with `whole_groups`, the rows of a single larger group.
     """
-    units: list[list[int]] = [[index] for index in range(len(rows))]
+    if packed and shares:
+        return _sharing_passes(rows, max_tokens, whole_groups=whole_groups)
+    units = [[index] for index in range(len(rows))]
     if whole_groups:
-        of_group: dict[int, list[int]] = {}
-        for index, row in enumerate(rows):
-            of_group.setdefault(row.group_id, []).append(index)
-        units = list(of_group.values())
+        units = list(_gathered(row.group_id for row in rows).values())
     lengths = [input_length(row) for row in rows]
     longest_of = [max(lengths[index] for index in unit) for unit in units]
     passes: list[list[int]] = []
@@ -71,6 +85,35 @@ def split_passes(
     return passes
 
 
+def _sharing_passes(
+    rows: Sequence[TrainRow], max_tokens: int, *, whole_groups: bool
+) -> list[list[int]]:
+    # What makes a group here is the prompt, unless a loss wants all of its rows.
+    units = list(
+        _gathered(
+            (row.group_id, b"" if whole_groups else row.prompt_token_ids.tobytes()) for row in rows
+        ).values()
+    )
+    groups = [
+        GroupLengths(
+            prompt=len(rows[unit[0]].prompt_token_ids),
+            completions=[len(rows[index].token_ids) for index in unit],
+        )
+        for unit in units
+    ]
+    budget = Budget(num_ranks=1, max_tokens=max_tokens, attention_tokens=math.inf)
+    passes = plan_passes(groups, budget, whole_groups=whole_groups) if rows else []
+    return [[units[unit][place] for unit, place in of_rank] for [of_rank] in passes]
+
+
+def _gathered(keys: Iterable[Any]) -> dict[Any, list[int]]:
+    """Places of each key."""
+    places: dict[Any, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    return places
+
+
 def _cost(unit: Sequence[int], lengths: Sequence[int], packed: bool, longest: int) -> int:
     """Input tokens that rows add to a pass whose longest row has `longest`."""
     return sum(lengths[index] for index in unit) if packed else len(unit) * longest
@@ -81,6 +124,7 @@ def collate(
     device: torch.device | str = "cpu",
     *,
     packed: bool = True,
+    shares: bool = True,
     columns: Sequence[str] = (),
 ) -> Batch:
     """One pass, with these columns of the rows. No rows give one input token whose output nobody
@@ -94,23 +138,22 @@ def collate(
     prompt_lengths = np.array([len(row.prompt_token_ids) for row in rows])
     lengths = np.array([len(row.token_ids) for row in rows])
     num_inputs = prompt_lengths + lengths - 1  # [B]
-    input_ids, starts = _lay_out(rows, num_inputs, packed=packed)
+    laid_out = _lay_out(rows, num_inputs, device, packed=packed, shares=shares)
     row, column = ragged_places(lengths)
-    positions = starts[row] + prompt_lengths[row] - 1 + column
     trained = _concatenate([row.loss_mask for row in rows]).astype(np.bool_)
     group_ids = np.array([row.group_id for row in rows])
 
     def flat(parts: list[npt.NDArray[np.generic]], dtype: type[np.generic]) -> torch.Tensor:
         return torch.from_numpy(_concatenate(parts)[trained].astype(dtype)).to(device)
 
+    row, column = row[trained], column[trained]
+    targets = _concatenate([row.token_ids for row in rows])[trained].astype(np.int64)
     return Batch(
-        input_ids=torch.from_numpy(input_ids).to(device),
-        packing=Packing(num_inputs, device) if packed else None,
-        positions=torch.from_numpy(positions[trained]).to(device),
-        targets=flat([row.token_ids for row in rows], np.int64),
+        **laid_out.inputs,
+        **_reads(laid_out.positions(row, prompt_lengths[row] - 1 + column), targets, device),
         policy_versions=flat([row.policy_versions for row in rows], np.int64),
-        row_index=torch.from_numpy(row[trained]).to(device),
-        group_ids=torch.from_numpy(group_ids[row[trained]]).to(device),
+        row_index=torch.from_numpy(row).to(device),
+        group_ids=torch.from_numpy(group_ids[row]).to(device),
         columns={name: flat([_column(row, name) for row in rows], np.float32) for name in columns},
     )
 
@@ -120,6 +163,7 @@ def collate_whole(
     device: torch.device | str = "cpu",
     *,
     packed: bool = True,
+    shares: bool = True,
     columns: Sequence[str] = (),
     unread: int | None = None,
     fill: int = 0,
@@ -133,14 +177,12 @@ def collate_whole(
     if not rows:
         return _empty_batch(device, columns)
     num_inputs = np.array([_scored_length(row, unread) for row in rows])  # [B]
-    input_ids, starts = _lay_out(rows, num_inputs, packed=packed, fill=fill)
-    zeros = torch.zeros(len(rows), dtype=torch.int64, device=device)
+    laid_out = _lay_out(rows, num_inputs, device, packed=packed, shares=shares, fill=fill)
+    every = np.arange(len(rows))
     return Batch(
-        input_ids=torch.from_numpy(input_ids).to(device),
-        packing=Packing(num_inputs, device) if packed else None,
-        positions=torch.from_numpy(starts + num_inputs - 1).to(device),
-        targets=zeros,
-        policy_versions=zeros,
+        **laid_out.inputs,
+        **_reads(laid_out.positions(every, num_inputs - 1), np.zeros(len(rows), np.int64), device),
+        policy_versions=torch.zeros(len(rows), dtype=torch.int64, device=device),
         row_index=torch.arange(len(rows), device=device),
         group_ids=torch.tensor([row.group_id for row in rows], device=device),
         columns={
@@ -150,26 +192,69 @@ def collate_whole(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _LaidOut:
+    """Inputs of a pass, and where each row's lie among them."""
+
+    inputs: Mapping[str, Any]  # fields of a Batch
+    places: IntArray  # into the flattened input, of all rows' inputs one after another
+    row_starts: IntArray  # [B] into `places`
+
+    def positions(self, row: IntArray, column: IntArray) -> IntArray:
+        """In the flattened input, of these inputs of these rows."""
+        positions: IntArray = self.places[self.row_starts[row] + column]
+        return positions
+
+
 def _lay_out(
-    rows: Sequence[TrainRow], num_inputs: IntArray, *, packed: bool, fill: int = 0
-) -> tuple[IntArray, IntArray]:
-    """The first `num_inputs` [B] tokens of each row as input [1, M] or [B, L], and where each row
-    begins in it when it is flattened, [B]."""
-    prompt_lengths = np.array([len(row.prompt_token_ids) for row in rows])
-    if not prompt_lengths.all():
-        raise ValueError(
-            f"rollout of group {rows[int(prompt_lengths.argmin())].group_id} has an empty prompt, "
-            "so nothing predicts its first token; begin prompts with at least one token, such as "
-            "<bos>."
-        )
-    row, column = ragged_places(prompt_lengths + [len(row.token_ids) for row in rows])
-    tokens = _concatenate([part for row in rows for part in (row.prompt_token_ids, row.token_ids)])
-    is_input = column < num_inputs[row]
+    rows: Sequence[TrainRow],
+    num_inputs: IntArray,
+    device: torch.device | str,
+    *,
+    packed: bool,
+    shares: bool,
+    fill: int = 0,
+) -> _LaidOut:
+    """The first `num_inputs` [B] tokens of each row."""
+    for row in rows:
+        if not len(row.prompt_token_ids):
+            raise ValueError(
+                f"rollout of group {row.group_id} has an empty prompt, so nothing predicts its "
+                "first token; begin prompts with at least one token, such as <bos>."
+            )
+    tokens = [
+        np.concatenate((row.prompt_token_ids, row.token_ids))[:length]
+        for row, length in zip(rows, num_inputs, strict=True)
+    ]
+    packing = None
     if packed:
-        return tokens[is_input].astype(np.int64)[None], np.cumsum(num_inputs) - num_inputs
-    input_ids = np.full((len(rows), num_inputs.max()), fill, np.int64)
-    input_ids[row[is_input], column[is_input]] = tokens[is_input]
-    return input_ids, np.arange(len(rows)) * num_inputs.max()
+        tree = tree_of(tokens, shares=shares)
+        packing = Packing(tree, device)
+        places, row_starts, shape = tree.places, tree.row_starts, (1, tree.num_tokens)
+    else:
+        of_row, column = ragged_places(num_inputs)
+        longest = int(num_inputs.max())
+        places, shape = of_row * longest + column, (len(rows), longest)
+        row_starts = np.cumsum(num_inputs) - num_inputs
+    input_ids = np.full(shape, fill, np.int64)
+    input_ids.flat[places] = np.concatenate(tokens)
+    inputs = {"input_ids": torch.from_numpy(input_ids).to(device), "packing": packing}
+    return _LaidOut(inputs=inputs, places=places, row_starts=row_starts)
+
+
+def _reads(positions: IntArray, targets: IntArray, device: torch.device | str) -> dict[str, Any]:
+    """Fields of a Batch: what is read, each pair of a place and a token once."""
+    pairs = positions * (targets.max(initial=0) + 1) + targets
+    _, first, read_at = np.unique(pairs, return_index=True, return_inverse=True)
+    index = None
+    if len(first) < len(pairs):
+        positions, targets = positions[first], targets[first]
+        index = torch.from_numpy(read_at).to(device)
+    return {
+        "positions": torch.from_numpy(positions).to(device),
+        "targets": torch.from_numpy(targets).to(device),
+        "read_at": index,
+    }
 
 
 def _scored_length(row: TrainRow, unread: int | None) -> int:
@@ -209,6 +294,7 @@ def _empty_batch(device: torch.device | str, columns: Sequence[str]) -> Batch:
         packing=None,
         positions=no_index,
         targets=no_index,
+        read_at=None,
         policy_versions=no_index,
         row_index=no_index,
         group_ids=no_index,

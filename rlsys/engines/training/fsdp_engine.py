@@ -23,6 +23,7 @@ from rlsys.algorithms.inputs import whole_groups
 from rlsys.algorithms.losses import cross_entropy
 from rlsys.algorithms.metrics import derived_metrics
 from rlsys.config import ModelConfig, TrainerConfig
+from rlsys.engines.costs import attention_tokens
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.inference import infer
 from rlsys.engines.model_tensors import model_tensors
@@ -106,6 +107,7 @@ class FSDPEngine:
                 "config.json, or trainer.num_ranks=1."
             )
         self._model = network.model
+        self._attention_tokens = attention_tokens(self._model)
         if model.gradient_checkpointing:
             recompute_activations(network)
         shard(network, world_size=world_size, dtype=model.dtype, device=device)
@@ -175,6 +177,10 @@ class FSDPEngine:
         return infer(
             self._role, rows, max_tokens=self._config.micro_batch_tokens, ranks=self._ranks
         )
+
+    @property
+    def attention_tokens(self) -> float:
+        return self._attention_tokens
 
     def publish(self) -> WeightManifest | None:
         if not self._is_published:
@@ -279,6 +285,7 @@ class FSDPEngine:
             [rows[index] for index in trained],
             self._config.micro_batch_tokens,
             packed=role.packs,
+            shares=role.shares,
             whole_groups=whole_groups(loss),
         )
         # FSDP2 gathers and reduces in every pass, so all ranks run equally many.

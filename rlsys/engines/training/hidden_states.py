@@ -1,6 +1,6 @@
-"""What every head stands on: hidden states at the places of a batch.
+"""What every head stands on: hidden states where a batch is read.
 
-Shape legend: N places, D width.
+Shape legend: U places that are read, D width.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlsys.engines.training.collate import Batch
 
 
 def hidden_states(model: Any, batch: Batch, row_limit: int | None) -> torch.Tensor:
-    """[N, D]. Raises ValueError for a row of more inputs than `row_limit`, if there is one."""
+    """[U, D]. Raises ValueError for a row of more inputs than `row_limit`, if there is one."""
     packed, longest = {}, batch.input_ids.shape[1]
     if batch.packing is not None:
         packed = {"packing": batch.packing, "position_ids": batch.packing.position_ids}

@@ -65,6 +65,10 @@ class TrainingEngine(Protocol):
         part.
         """
 
+    @property
+    def attention_tokens(self) -> float:
+        """Of a row, when attention to them costs as much as all the rest of the model does."""
+
     def publish(self) -> WeightManifest | None:
         """Write the weights for the generation engines: a file in shared memory on rank 0's node.
 

@@ -62,6 +62,11 @@ class Role(ABC):
         packs: bool = self.network.packs
         return packs
 
+    @property
+    def shares(self) -> bool:
+        shares: bool = self.network.shares
+        return shares
+
     def num_trained(self, row: TrainRow) -> int:
         """Places of a row that a loss is about."""
         return int(row.loss_mask.sum())
@@ -101,7 +106,7 @@ class Role(ABC):
                 )
 
     def collate(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> Batch:
-        return collate(rows, self.device, packed=self.packs, columns=columns)
+        return collate(rows, self.device, packed=self.packs, shares=self.shares, columns=columns)
 
     @abstractmethod
     def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
@@ -201,6 +206,7 @@ class RewardModel(Role):
             rows,
             self.device,
             packed=self.packs,
+            shares=self.shares,
             columns=columns,
             unread=self.network.unread,
             fill=self.network.fill,

@@ -1,11 +1,11 @@
 """A critic or a reward model as the engines need it: one number at each place of a batch.
 
-    Batch ──► backbone ──► hidden [N, D] at `positions` ──► score ──► [N] float32
+    Batch ──► backbone ──► hidden [U, D] at `positions` ──► score ──► [N] float32
 
 A critic's places are where completion tokens are predicted: values of the text before them. A
 reward model's are the last tokens of rows.
 
-Shape legend: B rows, L longest input, N places, D width.
+Shape legend: B rows, L longest input, N places, U of them that differ, D width.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ class ScalarNetwork(nn.Module):
                 f"{type(model).__name__} has more than a linear head of one output, so its tokens "
                 "have no values; start the critic from a causal language model."
             )
-        self.packs = check_scalar_architecture(model).packs
+        architecture = check_scalar_architecture(model)
+        self.packs = architecture.packs
         """Whether batches may be packed; otherwise they must be padded."""
+        self.shares = architecture.shares
+        """Whether what packed rows begin with alike may stand once."""
         use_engine_layers(model)
         self.model = model
         self.unread = pad_token_id(model)
@@ -50,7 +53,8 @@ class ScalarNetwork(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[N] float32, with gradient."""
-        return scalar_outputs(self.model, hidden_states(self.model, batch, self._row_limit))
+        hidden = hidden_states(self.model, batch, self._row_limit)
+        return batch.spread(scalar_outputs(self.model, hidden))
 
 
 class WholeScorer(nn.Module):
@@ -58,7 +62,7 @@ class WholeScorer(nn.Module):
     or, where the model knows no padding, one row after another. For models whose tokens see later
     ones, or whose head is more than a linear one."""
 
-    packs = False
+    packs = shares = False
 
     def __init__(self, model: Any) -> None:
         super().__init__()

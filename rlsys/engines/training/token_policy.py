@@ -1,12 +1,13 @@
 """The policy as the trainer needs it: log-probability and entropy of chosen tokens.
 
-    Batch ──► backbone ──► hidden [N, D] at `positions` ──► head ──► logits [N, V] ──► [N], [N]
+    Batch ──► backbone ──► hidden [U, D] at `positions` ──► head ──► logits [U, V] ──► [N], [N]
 
 One module holds backbone and head, so that FSDP2 sees a single forward pass. Logits of a large
 vocabulary are the largest tensor of training: they are computed for completion tokens only, a chunk
 at a time, and a second time in the backward pass instead of being kept.
 
-Shape legend: N chosen tokens, D width, V vocabulary.
+Shape legend: N chosen tokens; U of them that differ in themselves or in what stands before them,
+elsewhere called N too; D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ class TokenPolicy(nn.Module):
     def __init__(self, model: Any, *, max_logits: int = MAX_LOGITS) -> None:
         super().__init__()
         self.model = model
-        self.packs = check_architecture(model).packs
+        architecture = check_architecture(model)
+        self.packs = architecture.packs
         """Whether batches may be packed; otherwise they must be padded."""
+        self.shares = architecture.shares
+        """Whether what packed rows begin with alike may stand once."""
         self._row_limit = row_limit(model.config)
         self.chunk_tokens = max(1, max_logits // model.config.get_text_config().vocab_size)
 
@@ -50,20 +54,22 @@ class TokenPolicy(nn.Module):
 
         Both are [N] float32 and carry gradients. Without entropy, zeros stand in its place.
         """
-        hidden = hidden_states(self.model, batch, self._row_limit)  # [N, D]
-        targets = batch.targets
+        hidden = hidden_states(self.model, batch, self._row_limit)  # [U, D]
+        targets = batch.targets  # [U]
         head = Head(self.model).for_chunks()
         score = _score if with_entropy else _score_alone
         if len(targets) <= self.chunk_tokens:
-            return score(head, hidden, targets, temperature)
+            logprobs, entropy = score(head, hidden, targets, temperature)
+            return batch.spread(logprobs), batch.spread(entropy)
         chunks = [
             checkpoint(score, head, *chunk, temperature, use_reentrant=False)
             for chunk in zip(
                 hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True
             )
         ]
-        logprobs, entropy = zip(*chunks, strict=True)
-        return torch.cat(logprobs), torch.cat(entropy)
+        of_chunks = zip(*chunks, strict=True)
+        logprobs, entropy = (batch.spread(torch.cat(parts)) for parts in of_chunks)
+        return logprobs, entropy
 
 
 def _logits(head: Head, hidden: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -1,0 +1,157 @@
+"""Causal attention along a tree of tokens, each pair of tokens once.
+
+    for each block of the tree:  query, key, value ──► attended values, logsumexp ─┐
+                                                                                  ├─► joined
+    softmax over all blocks = Σ block · exp(logsumexp of the block − of all) ──────┘
+
+A token's weights over its whole past follow from those within each block and the blocks' sums. The
+gradient needs no more: with the logsumexp over all blocks, the kernel that differentiates one block
+finds the weights that its tokens have among all.
+
+Shape legend: M tokens of the tree, H·G query heads, H key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rlsys.engines.token_tree import Block, TokenTree
+
+# Causal blocks are computed together, padded to the longest, as long as this share is no padding.
+MIN_FILLED = 0.75
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether there is a kernel for it."""
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+class TreeCalls:
+    """What is called for a tree, the same in every layer."""
+
+    def __init__(self, tree: TokenTree) -> None:
+        alike = _alike([block for block in tree.blocks if block.is_causal])
+        self.causal = [_Batch(blocks) for blocks in alike]
+        self.whole = [_slices(block) for block in tree.blocks if not block.is_causal]
+
+
+def tree_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: TreeCalls, scaling: float
+) -> torch.Tensor:
+    """query [1, H·G, M, D], key and value [1, H, M, D] to [1, M, H·G, D]; differentiable."""
+    attended: torch.Tensor = _TreeAttention.apply(query, key, value, calls, scaling)
+    return attended.transpose(1, 2)
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        calls: TreeCalls,
+        scaling: float,
+    ) -> torch.Tensor:
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        joined = torch.empty_like(query, dtype=dtype)  # [1, H·G, M, D]
+        total = torch.empty(query.shape[:3], dtype=dtype)  # [1, H·G, M] logsumexp
+        for batch in calls.causal:
+            of_batch = (batch.take(tensor) for tensor in (query, key, value))
+            attended, sums = _forward(*of_batch, is_causal=True, scale=scaling)
+            batch.put(joined, attended)
+            batch.put(total, sums)
+        for queries, keys in calls.whole:
+            attended, sums = _forward(query[queries], key[keys], value[keys], scale=scaling)
+            before = total[queries].clone()
+            torch.logaddexp(before, sums, out=total[queries])
+            joined[queries].mul_((before - total[queries]).exp_()[..., None])
+            joined[queries].addcmul_(attended, (sums - total[queries]).exp_()[..., None])
+        attended = joined.to(query.dtype)
+        ctx.save_for_backward(query, key, value, attended, total)
+        ctx.calls, ctx.scaling = calls, scaling
+        return attended
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, attended, total = ctx.saved_tensors
+        of = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        for batch in ctx.calls.causal:
+            own = [batch.take(tensor) for tensor in (query, key, value, attended, total)]
+            # Padding is copies of real tokens; none of them may pass a gradient on.
+            found = _backward(batch.take_real(grad), *own, 0.0, True, scale=ctx.scaling)
+            for gradient, part in zip(of, found, strict=True):
+                batch.put(gradient, part)
+        for queries, keys in ctx.calls.whole:
+            inputs = (query[queries], key[keys], value[keys], attended[queries], total[queries])
+            found = _backward(grad[queries], *inputs, 0.0, False, scale=ctx.scaling)
+            for gradient, where, part in zip(of, (queries, keys, keys), found, strict=True):
+                gradient[where] += part
+        return *of, None, None
+
+
+class _Batch:
+    """Blocks [n] of at most L tokens each, which stand one behind another or alone."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._num = len(blocks)
+        lengths = torch.tensor([len(block) for block in blocks])
+        starts = torch.tensor([block.query_start for block in blocks])
+        column = torch.arange(int(lengths.max()))
+        self._real = (column < lengths[:, None]).flatten()  # [n·L]
+        places = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
+        self._places = places.flatten()  # [n·L] into M
+        self._places_of_real = self._places[self._real]
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[1, H, M, ...] to [n, H, L, ...]; what stands at padding is of a block's last token."""
+        taken = tensor[0].index_select(1, self._places)
+        return self._blocks(taken)
+
+    def take_real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same with zeros at padding."""
+        taken = tensor[0].index_select(1, self._places)
+        taken *= self._real.view(-1, *[1] * (taken.dim() - 2))
+        return self._blocks(taken)
+
+    def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[H, n·L, ...] to [n, H, L, ...]."""
+        return tokens.view(len(tokens), self._num, -1, *tokens.shape[2:]).transpose(0, 1)
+
+    def put(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
+        """[n, H, L, ...] into [1, H, M, ...]."""
+        tokens = tensor.transpose(0, 1).flatten(1, 2)[:, self._real]
+        into[0].index_copy_(1, self._places_of_real, tokens.to(into.dtype))
+
+
+Places = tuple[slice, slice, slice]  # in [1, H, M, ...]
+
+
+def _slices(block: Block) -> tuple[Places, Places]:
+    """Of queries and of keys."""
+    every = slice(None)
+    queries = slice(block.query_start, block.query_end)
+    return (every, every, queries), (every, every, slice(block.key_start, block.key_end))
+
+
+def _alike(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Causal blocks, longest first, together with others of their length."""
+    batches: list[list[Block]] = []
+    filled = 0
+    for block in sorted(blocks, key=len, reverse=True):
+        if batches:
+            padded = len(batches[-1][0]) * (len(batches[-1]) + 1)
+        if not batches or filled + len(block) < MIN_FILLED * padded:
+            batches.append([])
+            filled = 0
+        batches[-1].append(block)
+        filled += len(block)
+    return batches
