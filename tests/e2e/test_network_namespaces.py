@@ -59,6 +59,7 @@ def start_node(namespace: str, options: Sequence[str], directory: Path) -> Job:
         [*inside, "sh", *ray],
         directory,
         RAY_AUTH_MODE="disabled",
+        RAY_worker_niceness="0",
         PATH=f"{BIN}:{os.environ['PATH']}",
     )
     try:

@@ -21,7 +21,7 @@ from actors.cluster import connected
 from rlsys.config import ClusterConfig
 from rlsys.observe.metrics import read_metrics
 from tests.clusters import NODE_OPTIONS, cluster_of_one
-from tests.e2e.job import MARK, SMALL_QUICKSTART, Job, marked_processes, start
+from tests.e2e.job import MARK, PATIENCE_S, SMALL_QUICKSTART, Job, marked_processes, start
 
 
 @dataclass(kw_only=True)
@@ -66,8 +66,8 @@ def two_nodes() -> Iterator[TwoNodes]:
             yield TwoNodes(cluster=cluster, second=second, mark=mark)
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float, job: Job) -> None:
-    deadline = time.monotonic() + timeout_s
+def wait_until(holds: Callable[[], bool], job: Job) -> None:
+    deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, job.output
         time.sleep(0.1)  # other processes come and go, and nothing tells us when
@@ -76,12 +76,12 @@ def wait_until(holds: Callable[[], bool], timeout_s: float, job: Job) -> None:
 def test_trainer_and_replica_on_different_nodes(two_nodes: TwoNodes, tmp_path: Path) -> None:
     job = two_nodes.start_job(tmp_path)
     try:
-        wait_until(lambda: {"TrainerActor", "RolloutActor"} <= two_nodes.actors().keys(), 60, job)
+        wait_until(lambda: {"TrainerActor", "RolloutActor"} <= two_nodes.actors().keys(), job)
         nodes = two_nodes.actors()
         assert nodes["RolloutActor"] == two_nodes.second_raylet
         assert nodes["TrainerActor"] not in (two_nodes.second_raylet, -1)
         assert job.wait() == 0, job.output
-        wait_until(lambda: not two_nodes.actors(), 20, job)
+        wait_until(lambda: not two_nodes.actors(), job)
     finally:
         job.end()
     lines = read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")
@@ -141,6 +141,6 @@ def test_room_held_by_another_run_and_a_node_that_is_replaced(
         first.process.send_signal(signal.SIGINT)
         assert first.wait() == 130, first.output
         assert "Traceback" not in first.output
-        wait_until(lambda: not two_nodes.actors(), 20, first)
+        wait_until(lambda: not two_nodes.actors(), first)
     finally:
         first.end()
