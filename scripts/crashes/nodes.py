@@ -17,7 +17,7 @@ OPTIONS = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard"
 
 # For a busy machine: Ray's own limit, five times ten seconds, takes a node that has no turn for
 # dead, and its workers, of low priority, have none for minutes.
-PATIENCE = {"health_check_failure_threshold": 10, "worker_niceness": 0}
+PATIENCE = {"health_check_timeout_ms": 20_000, "worker_niceness": 0}
 
 
 class TwoNodes:

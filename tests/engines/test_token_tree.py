@@ -62,7 +62,7 @@ def test_a_row_that_another_begins_with_adds_nothing() -> None:
 def test_short_beginnings_stand_apart_where_forks_cost() -> None:
     rows = rows_of("abcd", "abce", "abxy")
     assert TokenTree(rows, min_shared=1).num_tokens == 7
-    assert TokenTree(rows, min_shared=2).num_tokens == 4 + 2 + 2  # the fork at "abc" is too near
+    assert TokenTree(rows, min_shared=3).num_tokens == 4 + 1 + 4  # "ab" is too short
     assert TokenTree(rows, min_shared=4).num_tokens == 12
     apart = TokenTree(rows, min_shared=None)
     assert places_of(apart, 2) == [8, 9, 10, 11]

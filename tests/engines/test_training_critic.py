@@ -222,7 +222,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
         assert first[index][0] == pytest.approx(expected, rel=tolerance, abs=tolerance)
         assert first[index][1] == []
         for one, other in zip(second[index][1], alone.infer(rows), strict=True):
-            np.testing.assert_allclose(one, other, atol=2e-3 if dtype == "float32" else 0.1)
+            np.testing.assert_allclose(one, other, atol=2e-3 if dtype == "float32" else 0.3)
     exported = InferenceEngine(tmp_path / "hf", head="value").infer(rows)
     for one, other in zip(second[0][1], exported, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)

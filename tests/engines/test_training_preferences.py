@@ -118,11 +118,11 @@ def test_a_reward_model_learns_from_a_language_model(tmp_path: Path) -> None:
         accumulate(engine, [rows])
         steps.append(engine.optimizer_step().metrics)
     assert steps[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
-    assert steps[-1]["preference/accuracy"] > 0.95
+    assert steps[-1]["preference/accuracy"] > 0.9
     assert steps[-1]["loss"] < 0.3
     engine.export(tmp_path / "hf")
     scores = np.concatenate(engine.infer(rows))
-    assert np.mean(scores[::2] > scores[1::2]) > 0.95
+    assert np.mean(scores[::2] > scores[1::2]) > 0.9
     frozen = np.concatenate(InferenceEngine(tmp_path / "hf", head="score").infer(rows))
     np.testing.assert_allclose(frozen, scores, atol=1e-5)
     np.testing.assert_allclose(frozen, plain_scores(tmp_path / "hf", rows), atol=1e-5)
