@@ -43,7 +43,7 @@ from rlsys.tiny_models import build_tiny_model
 from rlsys.types import MicroBatch, TrainRow
 
 PARTS = ("equal", "mixed", "tree", "balance", "head")
-REPEATS = 5
+REPEATS = 3
 BATCH_ROWS = 16  # of the padded loop: the usual micro-batch
 LOW, HIGH = 0.2, 0.28
 RATE = 1e-6
@@ -66,12 +66,10 @@ def main() -> None:
         return
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        path = args.model or build_tiny_model(
-            directory, width=256, num_layers=6, num_heads=8, num_kv_heads=4, mlp_width=768
-        )
+        path = args.model or build_tiny_model(directory)
         bench = Bench(Path(path), args.device, args.dtype)
         if "equal" in args.only:
-            found["equal_ratio"] = bench.against_padded(rows(bench.vocab_size, [(64, 64)] * 128))[2]
+            found["equal_ratio"] = bench.against_padded(rows(bench.vocab_size, [(64, 64)] * 64))[2]
         if "mixed" in args.only:
             ours, padded, ratio = bench.against_padded(mixed_rows(bench.vocab_size))
             found |= {"tokens_per_s": ours, "padded_tokens_per_s": padded, "mixed_ratio": ratio}
@@ -210,7 +208,7 @@ def rows(vocab_size: int, lengths: Sequence[tuple[int, int]]) -> list[TrainRow]:
 
 def mixed_rows(vocab_size: int) -> list[TrainRow]:
     rng = random.Random(0)
-    totals = [min(512, max(8, round(64 * rng.lognormvariate(0, 0.9)))) for _ in range(192)]
+    totals = [min(512, max(8, round(64 * rng.lognormvariate(0, 0.9)))) for _ in range(96)]
     return rows(vocab_size, [(total // 4, total - total // 4) for total in totals])
 
 
