@@ -63,9 +63,8 @@ class Packing:
 
     @cached_property
     def calls(self) -> TreeCalls | None:
-        """Of attention along the tree, where that saves some."""
-        has_forks = bool(self.tree.shared.any())
-        return TreeCalls(self.tree) if has_forks and self.longest > SHORT_ROW else None
+        """Of attention along the tree, whose blocks are padded to others of their own length."""
+        return TreeCalls(self.tree) if self.longest > SHORT_ROW else None
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """[1, H, M, D] to [O, H, L, D]; no gradient may come from the padding."""
