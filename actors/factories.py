@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlsys.config import MIN_CPUS, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import GenerateStage, Model, TrainStage
+from rlsys.dataflow.stages import GenerateStage, InferStage, Model, TrainStage
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.dataset_engine import DatasetEngine
 from rlsys.engines.generation.mixed_engine import MixedEngine
@@ -132,22 +132,23 @@ class InferenceFactory:
     """Of a frozen model's worker."""
 
     config: RunConfig
-    model: Model
+    stage: InferStage
     beginning: str
 
     def __call__(self) -> InferenceEngine:
         from rlsys.engines.inference import InferenceEngine
 
-        role = self.model.config
+        role = self.stage.model.config
         assert isinstance(role, RoleConfig)
         return InferenceEngine(
             role.model.path or self.beginning,
-            head=self.model.head,
+            head=self.stage.model.head,
             dtype=role.model.dtype,
             device="cuda" if role.num_gpus else "cpu",
             num_threads=compute_threads(role.num_cpus),
             max_tokens=role.pass_tokens,
             temperature=self.config.sampling.temperature,
+            top_k=self.stage.top_k,
             shares_device=0 < role.num_gpus < 1,
         )
 

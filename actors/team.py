@@ -291,7 +291,7 @@ class _Actors:
         def start(worker: int) -> Worker:
             make_engine = InferenceFactory(
                 config=self._config,
-                model=stage.model,
+                stage=stage,
                 beginning=str(self._checkpoints.beginning(self._config.model.path)),
             )
             column = stage.writes[0]

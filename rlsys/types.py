@@ -156,7 +156,7 @@ class TrainRow:
     token_ids: Int32Array  # [T]
     policy_versions: Int32Array  # [T]
     loss_mask: BoolArray  # [T], False for tokens that the policy did not sample; may have gaps
-    columns: Mapping[str, Float32Array]  # each [T]
+    columns: Mapping[str, Float32Array]  # each [T], or [T * K] where a token has K values
     group_id: int
     group_size: int
     group_num_tokens: int  # loss_mask tokens of the whole group, for per-prompt means

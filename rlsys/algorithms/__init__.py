@@ -63,6 +63,7 @@ from rlsys.algorithms.losses import (
     gspo,
     reinforce,
     sapo_soft,
+    top_k_distill,
 )
 from rlsys.algorithms.masks import clip_cov, high_entropy, opsm, reject, second_moment
 from rlsys.algorithms.metrics import derived_metrics
@@ -147,6 +148,7 @@ __all__ = [
     "tis",
     "token_mean",
     "token_sum",
+    "top_k_distill",
     "unbiased_k3",
     "uses_advantages",
     "value_loss",

@@ -205,7 +205,7 @@ class kl_cov(Wrapper):
 @dataclass(frozen=True)
 class distill(Wrapper):
     """`loss` with A = log π_teacher − log π_θ, detached: on-policy distillation, Lu (2025), which
-    lowers the reverse KL divergence to the teacher; also GKD, 2306.13649, at λ = 1.
+    lowers the reverse KL divergence to the teacher.
 
     Advantages that come in are not used.
     """

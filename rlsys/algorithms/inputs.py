@@ -15,6 +15,9 @@ functions of the same names:
     needs              columns, beside the fields, that `columns` must hold       default ()
     uses_advantages    whether it reads `advantages`                              default True
     whole_groups       whether all rows of a group must lie in one pass           default False
+    candidates         column that names tokens, K ids and K values at each       default None
+                       token, whose log-probabilities by the trainer are
+                       `candidate_logprobs`
 
 A loss that wraps others asks for what it and they ask for.
 """
@@ -43,6 +46,8 @@ class LossInputs:
         teacher_logprobs     by the teacher, of the student's tokens
         importance_weights   π_prox/μ, made over a whole batch
         preference           1 for the chosen rollout of a pair, −1 for the rejected one
+        teacher_top_k        [N, 2K]: the K likeliest tokens by the teacher, and then their
+                             log-probabilities by it
     """
 
     trainer_logprobs: torch.Tensor  # [N] float32, carries the gradient
@@ -54,6 +59,8 @@ class LossInputs:
     row_index: torch.Tensor  # [N] int64, 0 <= row_index < N: which rollout a token belongs to
     group_index: torch.Tensor | None = None  # [N] int64, which group; None where rows have none
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    # [N, K] of the tokens that the loss's `candidates` names; carries the gradient.
+    candidate_logprobs: torch.Tensor | None = None
 
     def column(self, name: str) -> torch.Tensor:
         return _column(self.columns, name)
@@ -119,6 +126,12 @@ def whole_groups(loss: object) -> bool:
     """Whether all rows of a group must lie in one pass, as the two rows of a pair."""
     whole: bool = getattr(loss, "whole_groups", False)
     return whole
+
+
+def candidates_of(loss: object) -> str | None:
+    """Name of the column with the tokens whose log-probabilities a policy's loss asks for."""
+    name: str | None = getattr(loss, "candidates", None)
+    return name
 
 
 def _column(columns: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

@@ -58,6 +58,44 @@ class cross_entropy:
 
 
 @dataclass(frozen=True)
+class top_k_distill:
+    """KL(π_θ ‖ π_teacher) at each sampled token, over the teacher's K likeliest tokens and all
+    others as one: GKD, 2306.13649, with its reverse divergence at λ = 1.
+
+    With K as large as the vocabulary it is the whole divergence, with fewer less than that. No
+    gradient flows through the sampling, as in the paper, so that there is no ratio.
+    """
+
+    denominator: ClassVar[str] = "none"
+    uses_advantages: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ("teacher_top_k",)
+    candidates: ClassVar[str] = "teacher_top_k"
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        student, teacher = inputs.candidate_logprobs, inputs.column(self.candidates)
+        if student is None or teacher.shape != (len(student), 2 * student.shape[1]):
+            raise ValueError(
+                f"top_k_distill is given {tuple(teacher.shape)} values of teacher_top_k and "
+                f"{None if student is None else tuple(student.shape)} log-probabilities of the "
+                "student; let flow.infer(teacher, ..., top_k=K) write teacher_top_k."
+            )
+        student, teacher = floored(student), floored(teacher[:, student.shape[1] :])  # [N, K]
+        probs = student.exp()
+        rest, teacher_rest = _rest(probs), _rest(teacher.exp())
+        divergence = (probs * (student - teacher)).sum(-1) + rest * (rest / teacher_rest).log()
+        return divergence, {"kl/teacher": divergence.detach()}
+
+
+# The least that all tokens beyond the likeliest are taken to weigh: what rounding leaves of 1.
+MIN_REST = 1e-6
+
+
+def _rest(probs: torch.Tensor) -> torch.Tensor:
+    """1 − Σ p, [N], of probabilities [N, K]."""
+    return (1 - probs.sum(-1)).clamp(min=MIN_REST)
+
+
+@dataclass(frozen=True)
 class clipped_surrogate:
     """−min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A): PPO, 1707.06347, equation 7; r is ρ or u.
 

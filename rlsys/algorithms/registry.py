@@ -49,6 +49,7 @@ _BY_KIND: dict[Kind, tuple[Callable[..., Any], ...]] = {
     "loss": (
         losses.reinforce,
         losses.cross_entropy,
+        losses.top_k_distill,
         losses.clipped_surrogate,
         composed.decoupled_clipped_surrogate,
         losses.gspo,

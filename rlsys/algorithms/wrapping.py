@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rlsys.algorithms.inputs import LossFn, needs_of, uses_advantages, whole_groups
+from rlsys.algorithms.inputs import (
+    LossFn,
+    candidates_of,
+    needs_of,
+    uses_advantages,
+    whole_groups,
+)
 from rlsys.user_functions import name_of
 
 
@@ -30,6 +36,10 @@ class Wrapper:
     @property
     def whole_groups(self) -> bool:
         return whole_groups(self.loss)
+
+    @property
+    def candidates(self) -> str | None:
+        return candidates_of(self.loss)
 
 
 # What a loss may divide by; "interpolated" is that of interpolate_proximal (composed.py) alone.

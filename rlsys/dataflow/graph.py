@@ -149,16 +149,29 @@ class Dataflow:
         )
         return tuple(column for column in columns if column.name != SAMPLER_COLUMN)
 
-    def infer(self, model: Model, rollouts: Sequence[Column], *, writes: str) -> Column:
+    def infer(
+        self, model: Model, rollouts: Sequence[Column], *, writes: str, top_k: int = 0
+    ) -> Column:
         """What `model` makes of each rollout: log-probabilities of its tokens (head "logits"),
         their values ("value"), or its score ("score"). A model that is trained does so at the
-        beginning of each step, with the weights of then."""
+        beginning of each step, with the weights of then.
+
+        `top_k`: in place of its tokens' log-probabilities those of the top_k likeliest tokens at
+        each of them, for losses that read such a column (rlsys.algorithms.top_k_distill): 2 top_k
+        values a token, the ids and then their log-probabilities. Of frozen models only."""
+        require(top_k >= 0, f"flow.infer: top_k={top_k} is negative; use 0 for none.")
+        require(
+            not top_k or (model.head == "logits" and not model.may_train),
+            f"flow.infer({model.name!r}, top_k={top_k}): only a frozen language model tells its "
+            "likeliest tokens; give flow.model a RoleConfig and no other head.",
+        )
         return self._add(
             InferStage(
                 name=f"infer {writes}",
                 reads=tuple(rollouts),
-                writes=(Column(writes, PER[model.head]),),
+                writes=(Column(writes, PER[model.head], 2 * top_k or 1),),
                 model=model,
+                top_k=top_k,
             )
         )
 
@@ -317,7 +330,7 @@ class Dataflow:
             model.may_train,
             f"flow.train({model.name!r}): it has no trainer; give flow.model a TrainedRoleConfig.",
         )
-        from rlsys.algorithms.inputs import needs_of, uses_advantages
+        from rlsys.algorithms.inputs import candidates_of, needs_of, uses_advantages
 
         if PREFERENCE in columns:
             size = self.source.group_size
@@ -335,6 +348,16 @@ class Dataflow:
                 f"flow.train({model.name!r}): {name_of(loss)} compares the policy with the one "
                 "that sampled the rollouts, and those of a dataset have none; use a loss without "
                 "advantages, such as one of rlsys.algorithms.preferences.",
+            )
+        of_loss = candidates_of(loss)
+        for column in columns:
+            require(
+                (column.width > 1) == (column.name == of_loss),
+                f"flow.train({model.name!r}): {name_of(loss)} takes one value a token of "
+                f"{column.name!r}, which has {column.width}; leave top_k out of flow.infer."
+                if column.width > 1
+                else f"flow.train({model.name!r}): {name_of(loss)} reads the likeliest tokens from "
+                f"{column.name!r}; let flow.infer(..., top_k=16) write it.",
             )
         lacks = [name for name in needs if name not in has]
         require(
@@ -392,6 +415,11 @@ class Dataflow:
         late = self.step_columns
         for stage in self.stages:
             for column in stage.reads:
+                require(
+                    column.width == 1 or isinstance(stage, TrainStage),
+                    f"stage {stage.name!r} reads {column.name!r}, which has {column.width} values "
+                    "a token; only the loss of flow.train reads such columns.",
+                )
                 require(
                     column.name not in late
                     or isinstance(stage, TrainStage | PerBatchStage | ControlStage),
@@ -490,7 +518,7 @@ class Dataflow:
             columns = [c for c in stage.writes if c.per == "token" and c.name not in late]
             for column in columns:
                 length = max_prompt_tokens if column.name == PROMPT_COLUMN else max_tokens
-                num_bytes += length * BYTES_PER_VALUE
+                num_bytes += length * column.width * BYTES_PER_VALUE
             if columns:
                 num_bytes += PADDING_BYTES
         return num_bytes

@@ -48,6 +48,7 @@ class Column:
 
     name: str
     per: Per = "row"
+    width: int = 1  # values of each row or token; those of a token stand one after another
 
 
 # Of every rollout, for functions over groups and batches, and for losses: what no stage writes, and
@@ -146,7 +147,11 @@ class DatasetStage(SourceStage):
 
 @dataclass(frozen=True, kw_only=True)
 class InferStage(Stage):
+    """With `top_k` it writes the likeliest tokens of each place and their log-probabilities,
+    otherwise what the model's head says of the token there."""
+
     model: Model
+    top_k: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +21,17 @@ from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.device_turn import DeviceTurn
 from rlsys.engines.training.collate import split_passes
 from rlsys.engines.training.ranks import Ranks
-from rlsys.engines.training.roles import HeadKind, Role, load_role
+from rlsys.engines.training.roles import HeadKind, Policy, Role, load_role
 from rlsys.types import Float32Array, TrainRow
 
 
 def infer(
-    role: Role, rows: Sequence[TrainRow], *, max_tokens: int, ranks: Ranks
+    role: Role, rows: Sequence[TrainRow], *, max_tokens: int, ranks: Ranks, top_k: int = 0
 ) -> list[Float32Array]:
     """Of each row, whatever its loss mask and columns: log-probabilities or values [T], or a score
-    [1]; without gradient. A collective: every rank brings its share of rows, which may be none."""
+    [1]; with `top_k`, of a Policy, the likeliest tokens and their log-probabilities [T * 2 top_k];
+    without gradient. A collective: every rank brings its share of rows, which may be none."""
+    ask = partial(role.infer, top_k=top_k) if isinstance(role, Policy) else role.infer
     found = [np.zeros(role.num_inferred(row), np.float32) for row in rows]
     indices = [index for index, array in enumerate(found) if len(array)]
     chosen_rows = [rows[index] for index in indices]
@@ -36,10 +39,10 @@ def infer(
     with torch.no_grad():
         for number in range(ranks.max(len(passes))):
             chosen = [indices[i] for i in passes[number]] if number < len(passes) else []
-            numbers = role.infer([rows[index] for index in chosen])
+            numbers = ask([rows[index] for index in chosen])
             lengths = [len(found[index]) for index in chosen]
             for index, part in zip(chosen, numbers.cpu().split(lengths), strict=True):
-                found[index] = part.numpy()
+                found[index] = part.flatten().numpy()
     return found
 
 
@@ -56,13 +59,16 @@ class InferenceEngine:
         num_threads: int | None = None,
         max_tokens: int = 16384,
         temperature: float = 1.0,
+        top_k: int = 0,
         shares_device: bool = False,
     ) -> None:
         """`max_tokens`: of one pass. `temperature`: of the log-probabilities. `num_threads`: of
-        this process; by default as it is. `shares_device`: the weights are there only while this
-        engine works, and no other that shares it does meanwhile.
+        this process; by default as it is. `top_k`: the likeliest tokens are asked for, not those of
+        the rows. `shares_device`: the weights are there only while this engine works, and no other
+        that shares it does meanwhile.
 
-        Raises ValueError for a directory that holds no model with this head.
+        Raises ValueError for a directory that holds no model with this head, and for a `top_k`
+        beyond its vocabulary.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -70,6 +76,7 @@ class InferenceEngine:
         if self._device.type == "cpu":
             keep_freed_memory()
         self._max_tokens = max_tokens
+        self._top_k = top_k
         self._role = load_role(
             model_path,
             head=head,
@@ -86,9 +93,15 @@ class InferenceEngine:
         config = network.model.config
         self._vocab_size: int = config.get_text_config().vocab_size
         self._context = context_length(config)
+        if top_k > self._vocab_size:
+            raise ValueError(
+                f"top_k={top_k} asks for more tokens than the {self._vocab_size} of the vocabulary "
+                f"of {str(model_path)!r}; use at most that."
+            )
 
     def infer(self, rows: Sequence[TrainRow]) -> list[Float32Array]:
-        """In the rows' order: log-probabilities [T] of the completion tokens (head "logits"),
+        """In the rows' order: log-probabilities [T] of the completion tokens (head "logits"), or
+        [T * 2 top_k] (the likeliest tokens' ids, and then their log-probabilities, of each),
         values [T] of the text before each of them ("value"), or the row's score [1] ("score").
 
         Raises ValueError for a row without a prompt, longer than the model's context, or with a
@@ -108,4 +121,6 @@ class InferenceEngine:
                         f"has {self._vocab_size} tokens; give one with the policy's tokenizer."
                     )
         with self._turn():
-            return infer(self._role, rows, max_tokens=self._max_tokens, ranks=Ranks(0, 1))
+            return infer(
+                self._role, rows, max_tokens=self._max_tokens, ranks=Ranks(0, 1), top_k=self._top_k
+            )

@@ -50,6 +50,9 @@ PAIR_LOSSES = (
 
 LOSSES = ("cross_entropy", *POLICY_LOSSES, *PAIR_LOSSES, "distill(reinforce)", "distill(cispo)")
 
+# Of more than the tokens that were sampled.
+WIDE_LOSSES = ("top_k_distill", "entropy_bonus(top_k_distill, 0.01)")
+
 OTHERS = {
     "value_loss": ("value_loss", "clipped_value_loss(0.5)"),
     "score_loss": ("bradley_terry", "bradley_terry(0.01)"),

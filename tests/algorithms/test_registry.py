@@ -15,10 +15,10 @@ from rlsys.algorithms.corrections import tis
 from rlsys.algorithms.inputs import LossInputs, ScoreInputs, ValueInputs, needs_of
 from rlsys.algorithms.losses import cispo, clipped_surrogate, gspo
 from rlsys.algorithms.registry import REGISTRY, Kind, names, parse, tables
-from tests.algorithms.examples import LOSSES, OTHERS
+from tests.algorithms.examples import LOSSES, OTHERS, WIDE_LOSSES
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES: list[tuple[Any, str]] = [("loss", text) for text in LOSSES]
+EXAMPLES: list[tuple[Any, str]] = [("loss", text) for text in (*LOSSES, *WIDE_LOSSES)]
 EXAMPLES += [(kind, text) for kind, texts in OTHERS.items() for text in texts]
 
 

@@ -13,6 +13,7 @@ from recipes.ppo import PPOConfig, ppo
 from recipes.reward_model import RewardModelConfig, reward_model
 from rlsys.algorithms import (
     bradley_terry,
+    cispo,
     clipped_surrogate,
     constant_length,
     corrected,
@@ -27,6 +28,7 @@ from rlsys.algorithms import (
     simpo,
     tis,
     token_mean,
+    top_k_distill,
     value_loss,
     whitened,
     with_kl,
@@ -415,3 +417,52 @@ def test_a_reward_function_takes_a_rollout() -> None:
 def test_rows_of_a_recipe_are_a_list_of_dictionaries(rows: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Prompts(config=DataConfig(), rows=rows)
+
+
+def wide_flow(*, top_k: int, loss: Any) -> Dataflow:
+    flow = Dataflow()
+    policy, teacher = flow.model("policy"), flow.model("teacher", RoleConfig())
+    rollouts = flow.generate(policy, PROMPTS, group_size=4)
+    said = flow.infer(teacher, rollouts, writes="teacher_top_k", top_k=top_k)
+    flow.train(policy, rollouts, said, loss=loss, aggregation=token_mean)
+    return flow
+
+
+def test_likeliest_tokens_go_to_a_loss_that_asks_for_them() -> None:
+    flow = wide_flow(top_k=3, loss=top_k_distill())
+    flow.check()
+    narrow = wide_flow(top_k=0, loss=reads_one_value)
+    sizes = [one.row_bytes(max_prompt_tokens=0, max_tokens=100) for one in (flow, narrow)]
+    assert sizes[0] - sizes[1] == 5 * 100 * 4
+    with pytest.raises(ValueError, match=r"reads the likeliest tokens from .* let flow.infer"):
+        wide_flow(top_k=0, loss=top_k_distill())
+    with pytest.raises(ValueError, match="one value a token of 'teacher_top_k', which has 6"):
+        wide_flow(top_k=3, loss=reads_one_value)
+
+
+def reads_one_value(inputs: Any) -> Any:
+    return inputs.trainer_logprobs * inputs.column("teacher_top_k"), {}
+
+
+reads_one_value.needs = ("teacher_top_k",)  # type: ignore[attr-defined]
+reads_one_value.uses_advantages = False  # type: ignore[attr-defined]
+
+
+def test_only_frozen_language_models_tell_their_likeliest_tokens() -> None:
+    flow = Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, PROMPTS, group_size=4)
+    judge = flow.model("judge", RoleConfig(), head="score")
+    for model, top_k, message in (
+        (policy, 2, "only a frozen"),
+        (judge, 2, "only a frozen"),
+        (judge, -1, "top_k=-1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flow.infer(model, rollouts, writes="likeliest", top_k=top_k)
+    teacher = flow.model("teacher", RoleConfig())
+    said = flow.infer(teacher, rollouts, writes="likeliest", top_k=2)
+    (advantages,) = flow.per_batch(lambda likeliest, row_offsets: likeliest, said, per="token")
+    flow.train(policy, rollouts, advantages, loss=cispo(), aggregation=token_mean)
+    with pytest.raises(ValueError, match="reads 'likeliest', which has 4 values a token"):
+        flow.check()

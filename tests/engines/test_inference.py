@@ -4,32 +4,49 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
+from rlsys.algorithms import top_k_distill
 from rlsys.engines.inference import InferenceEngine
 from rlsys.engines.scalar_lm import load_scalar_lm
 from rlsys.engines.training.scalar_network import ScalarNetwork, WholeScorer
 from rlsys.tiny_models import Family
-from rlsys.types import TrainRow
+from rlsys.types import MicroBatch, TrainRow
 from tests.engines.scalar_models import plain_scores, plain_values, scalar_model, tokens_of
-from tests.engines.training_harness import VOCABULARY, make_engine, make_rows, tiny_model
+from tests.engines.training_harness import (
+    VOCABULARY,
+    gradients,
+    make_engine,
+    make_rows,
+    tiny_model,
+)
 
 FAMILIES: tuple[Family, ...] = ("qwen3", "llama", "gemma2", "gemma3")
 
 
-def plain_logprobs(directory: Path, row: TrainRow, temperature: float) -> torch.Tensor:
+def plain_distributions(
+    directory: Path, row: TrainRow, temperature: float, model: Any = None
+) -> torch.Tensor:
+    """Log-probabilities [T, V] at each token of the completion, with the gradient of `model`."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    grad = model is not None
+    model = model or AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     tokens = tokens_of(row)
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad):
         logprobs = torch.log_softmax(model(input_ids=tokens[None]).logits[0] / temperature, -1)
     first = len(row.prompt_token_ids)
-    return logprobs[torch.arange(first - 1, len(tokens) - 1), tokens[first:]]
+    return logprobs[first - 1 : len(tokens) - 1]
+
+
+def plain_logprobs(directory: Path, row: TrainRow, temperature: float) -> torch.Tensor:
+    tokens = torch.from_numpy(row.token_ids).long()
+    return plain_distributions(directory, row, temperature).gather(-1, tokens[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -192,3 +209,52 @@ def test_a_row_beyond_the_context_is_told(kind: str, tmp_path: Path) -> None:
     assert np.isfinite(engine.infer(rows[:1])[0]).all()
     with pytest.raises(ValueError, match="has 129 tokens, but this model takes 128"):
         engine.infer(rows)
+
+
+def likeliest(values: np.ndarray, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and log-probabilities [T, top_k] of what an engine says of a row."""
+    both = torch.from_numpy(values).view(-1, 2 * top_k)
+    return both[:, :top_k].long(), both[:, top_k:]
+
+
+def test_likeliest_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path)
+    rows = make_rows(5)
+    engine = InferenceEngine(path, head="logits", temperature=0.8, max_tokens=50, top_k=4)
+    for row, found in zip(rows, engine.infer(rows), strict=True):
+        expected = plain_distributions(path, row, 0.8).topk(4)
+        ids, logprobs = likeliest(found, 4)
+        assert torch.equal(ids, expected.indices)
+        np.testing.assert_allclose(logprobs, expected.values, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=f"top_k=99 asks for more tokens than the {VOCABULARY}"):
+        InferenceEngine(path, head="logits", top_k=99)
+
+
+def test_a_student_learns_from_likeliest_tokens_as_by_autograd(tmp_path: Path) -> None:
+    """Of several chunks of logits, and of rows that share what they begin with."""
+    student, teacher = tiny_model(tmp_path / "student"), tiny_model(tmp_path / "teacher", "llama")
+    rows = [row for row in make_rows(6) if len(row.token_ids)]
+    rows.append(rows[0])
+    told = InferenceEngine(teacher, head="logits", top_k=VOCABULARY).infer(rows)
+    rows = [
+        replace(row, columns={"teacher_top_k": values})
+        for row, values in zip(rows, told, strict=True)
+    ]
+    engine = make_engine(student, loss=top_k_distill(), temperature=1.0)
+    engine._role.network.chunk_tokens = 7
+    engine.accumulate(MicroBatch(rows=rows))
+    found = gradients(engine)
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(student, attn_implementation="eager")
+    total = torch.zeros(())
+    for row in rows:
+        p = plain_distributions(student, row, 1.0, model).exp()[row.loss_mask]
+        q = plain_distributions(teacher, row, 1.0)[row.loss_mask]
+        total = total + (p * (p.log() - q)).sum()
+    total.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        error = (found[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-4, (name, error)

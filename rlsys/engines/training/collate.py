@@ -40,7 +40,7 @@ class Batch:
     policy_versions: torch.Tensor  # [N] int64, of the targets; of whole rows 0
     row_index: torch.Tensor  # [N] int64, into the pass
     group_ids: torch.Tensor  # [N] int64
-    columns: Mapping[str, torch.Tensor]  # each [N] float32
+    columns: Mapping[str, torch.Tensor]  # each [N] float32, or [N, K] where a place has K values
 
     def spread(self, read: torch.Tensor) -> torch.Tensor:
         """What was read [U], at each place [N]."""
@@ -277,13 +277,16 @@ def _last(row: TrainRow, name: str) -> float:
 
 
 def _column(row: TrainRow, name: str) -> Float32Array:
-    values = row.columns[name]
-    if values.shape != row.token_ids.shape:
+    """[T], or [T, K]."""
+    values, num_tokens = row.columns[name], len(row.token_ids)
+    if values.shape == (num_tokens,):
+        return values
+    if values.ndim != 1 or not num_tokens or len(values) % num_tokens:
         raise ValueError(
             f"column {name} of a rollout of group {row.group_id} has shape {values.shape} for "
-            f"{len(row.token_ids)} completion tokens; give one value a token."
+            f"{num_tokens} completion tokens; give one value a token, or as many of each."
         )
-    return values
+    return values.reshape(num_tokens, -1)
 
 
 def _empty_batch(device: torch.device | str, columns: Sequence[str]) -> Batch:

@@ -28,6 +28,7 @@ from rlsys.algorithms.inputs import (
     ScoreInputs,
     TokenLoss,
     ValueInputs,
+    candidates_of,
     needs_of,
     uses_advantages,
     whole_groups,
@@ -130,7 +131,9 @@ class Policy(Role):
         self._temperature = temperature
 
     def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
-        logprobs, entropy = self.network(batch, self._temperature)
+        named = candidates_of(loss)
+        tokens = None if named is None else _token_ids(batch.columns[named])
+        logprobs, entropy, candidates = self.network(batch, self._temperature, candidates=tokens)
         own = logprobs.detach()
         # Where no stage wrote them, the policy at the start of the step is the policy now, and
         # what nobody sampled in this run has no other sampler.
@@ -148,6 +151,7 @@ class Policy(Role):
             row_index=batch.row_index,
             group_index=batch.group_ids,
             columns={name: batch.columns[name] for name in needs_of(loss)},
+            candidate_logprobs=candidates,
         )
         losses, told = self._said(loss, inputs, "trainer_logprobs")
         told |= {metrics.ENTROPY: entropy}
@@ -159,11 +163,12 @@ class Policy(Role):
             }
         return losses, told
 
-    def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
-        logprobs: torch.Tensor
-        logprobs, _ = self.network(
-            self.collate(unmasked(rows)), self._temperature, with_entropy=False
-        )
+    def infer(self, rows: Sequence[TrainRow], *, top_k: int = 0) -> torch.Tensor:
+        batch = self.collate(unmasked(rows))
+        if top_k:
+            likeliest: torch.Tensor = self.network.likeliest(batch, self._temperature, top_k)
+            return likeliest
+        logprobs: torch.Tensor = self.network(batch, self._temperature, with_entropy=False)[0]
         return logprobs
 
     def _asked(self, loss: Loss, rows: Sequence[TrainRow]) -> list[str]:
@@ -248,6 +253,13 @@ def load_role(
     if head == "value":
         return Critic(ScalarNetwork(model), device)
     return RewardModel(scoring_network(model), device)
+
+
+def _token_ids(likeliest: torch.Tensor) -> torch.Tensor:
+    """[N, K] int64 of a column [N, 2K]; of no places, of any width."""
+    if likeliest.ndim == 1:
+        return likeliest.new_zeros(len(likeliest), 0, dtype=torch.int64)
+    return likeliest[:, : likeliest.shape[1] // 2].long()
 
 
 def unmasked(rows: Sequence[TrainRow]) -> list[TrainRow]:

@@ -12,6 +12,7 @@ elsewhere called N too; D width, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,29 +48,47 @@ class TokenPolicy(nn.Module):
         self.chunk_tokens = max(1, max_logits // model.config.get_text_config().vocab_size)
 
     def forward(
-        self, batch: Batch, temperature: float, *, with_entropy: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of the batch's targets under the distribution at `temperature`, and that
-        distribution's entropy in nats.
+        self,
+        batch: Batch,
+        temperature: float,
+        *,
+        with_entropy: bool = True,
+        candidates: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Log-probability of the batch's targets under the distribution at `temperature`, that
+        distribution's entropy in nats, and the log-probabilities of `candidates` [N, K] int64.
 
-        Both are [N] float32 and carry gradients. Without entropy, zeros stand in its place.
+        [N], [N] and [N, K] float32; they carry gradients. Without entropy, zeros stand in its
+        place; without candidates, None.
         """
         hidden = hidden_states(self.model, batch, self._row_limit)  # [U, D]
-        targets = batch.targets  # [U]
-        head = Head(self.model).for_chunks()
+        if candidates is not None:
+            # At every place for itself: the tokens asked for may differ where the places do not.
+            places = (batch.spread(hidden), batch.spread(batch.targets), candidates)
+            logprobs, entropy, asked = self._scored(_score_candidates, temperature, *places)
+            return logprobs, entropy, asked
         score = _score if with_entropy else _score_alone
-        if len(targets) <= self.chunk_tokens:
-            logprobs, entropy = score(head, hidden, targets, temperature)
-            return batch.spread(logprobs), batch.spread(entropy)
+        logprobs, entropy = self._scored(score, temperature, hidden, batch.targets)
+        return batch.spread(logprobs), batch.spread(entropy), None
+
+    def likeliest(self, batch: Batch, temperature: float, top_k: int) -> torch.Tensor:
+        """[N, 2 top_k]: at each target the ids of the likeliest tokens, and then their
+        log-probabilities."""
+        hidden = hidden_states(self.model, batch, self._row_limit)
+        (found,) = self._scored(partial(_likeliest, top_k), temperature, hidden)
+        return batch.spread(found)
+
+    def _scored(self, score: Any, temperature: float, *places: torch.Tensor) -> Any:
+        """What `score(head, *places, temperature)` says of hidden states and what belongs to each,
+        a chunk at a time."""
+        head = Head(self.model).for_chunks()
+        if len(places[0]) <= self.chunk_tokens:
+            return score(head, *places, temperature)
         chunks = [
             checkpoint(score, head, *chunk, temperature, use_reentrant=False)
-            for chunk in zip(
-                hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True
-            )
+            for chunk in zip(*(each.split(self.chunk_tokens) for each in places), strict=True)
         ]
-        of_chunks = zip(*chunks, strict=True)
-        logprobs, entropy = (batch.spread(torch.cat(parts)) for parts in of_chunks)
-        return logprobs, entropy
+        return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
 
 def _logits(head: Head, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -90,6 +109,27 @@ def _score_alone(
     logprobs = torch.log_softmax(_logits(head, hidden, temperature), dim=-1)
     found = -F.nll_loss(logprobs, targets, reduction="none")
     return found, torch.zeros_like(found)
+
+
+def _score_candidates(
+    head: Head,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    candidates: torch.Tensor,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = _logits(head, hidden, temperature)
+    logprobs, entropy = token_logprobs(logits, targets)
+    return logprobs, entropy, torch.log_softmax(logits, dim=-1).gather(-1, candidates)
+
+
+def _likeliest(
+    top_k: int, head: Head, hidden: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor]:
+    logprobs = torch.log_softmax(_logits(head, hidden, temperature), dim=-1)
+    best = logprobs.topk(top_k, dim=-1)
+    # Ids of a float32 column are exact below 2^24.
+    return (torch.cat((best.indices.float(), best.values), dim=-1),)
 
 
 def token_logprobs(
