@@ -78,9 +78,9 @@ def _ranks(name: str, trainer: TrainerConfig) -> list[Need]:
             name=f"{name}-{rank}",
             num_cpus=trainer.num_cpus,
             num_gpus=trainer.num_gpus,
-            fix=f"{name}.num_ranks, {name}.num_cpus or {name}.num_gpus",
+            fix=f"{name}.num_ranks or {name}.layout, {name}.num_cpus or {name}.num_gpus",
         )
-        for rank in range(trainer.num_ranks)
+        for rank in range(trainer.parallel.num_ranks)
     ]
 
 
@@ -106,7 +106,7 @@ class TrainerFactory:
         model, trainer = config.model, config.trainer
         if isinstance(role, TrainedRoleConfig):
             model, trainer = role.model, role.trainer
-        world_size = trainer.num_ranks
+        world_size = trainer.parallel.num_ranks
         device = "cuda" if trainer.num_gpus else "cpu"
         torch.set_num_threads(compute_threads(trainer.num_cpus))
         if world_size > 1:

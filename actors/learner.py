@@ -16,6 +16,7 @@ from typing import Any
 
 from rlsys.checkpoint import Checkpoint
 from rlsys.dataflow.stages import PerBatchStage
+from rlsys.layout.mesh import Layout
 from rlsys.types import StepResult, WeightManifest
 from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, Rows, RowsLost, Written
@@ -118,7 +119,7 @@ class RayLearner:
         hire: Callable[[int], Worker],
         keepers: SnapshotKeepers,
         *,
-        num_ranks: int,
+        layout: Layout,
         keeps_snapshots: bool,
         start_timeout_s: float,
         newest_checkpoint: Callable[[], Checkpoint | None],
@@ -132,7 +133,8 @@ class RayLearner:
         self.node_id = ""  # of rank 0, from `start` on
         self._hire = hire
         self._keepers = keepers
-        self._num_ranks = num_ranks
+        self._layout = layout
+        self._num_ranks = layout.num_ranks
         self._keeps_snapshots = keeps_snapshots
         self._start_timeout_s = start_timeout_s
         self._newest_checkpoint = newest_checkpoint
@@ -217,23 +219,34 @@ class RayLearner:
         self._began_warm = True
 
     @property
-    def num_ranks(self) -> int:
-        return self._num_ranks
+    def num_data(self) -> int:
+        return self._layout.num_data
 
     @property
     def attention_tokens(self) -> float:
         return self._attention_tokens
 
     async def infer(self, writes: str, shares: Sequence[Rows]) -> Sequence[Written]:
-        per_token = self._per_token
-        return await self._crew.each("infer", [[writes, per_token, share] for share in shares])
+        # Of the ranks that have the same rows, one answers for them.
+        speak = [rank for rank in range(self._num_ranks) if self._layout.counts(rank)]
+        written = await self._crew.each(
+            "infer",
+            [
+                [writes, self._per_token, share, rank in speak]
+                for rank, share in enumerate(self._by_rank(shares))
+            ],
+        )
+        return [written[rank] for rank in sorted(speak, key=self._layout.data_index)]
 
     async def compute(self, stage: str, rows: Rows) -> Written:
         written: Written = await self._crew.first("compute", self._stages[stage], rows)
         return written
 
     async def accumulate(self, shares: Sequence[Rows]) -> None:
-        await self._crew.each("accumulate", [[share] for share in shares])
+        await self._crew.each("accumulate", [[share] for share in self._by_rank(shares)])
+
+    def _by_rank(self, shares: Sequence[Rows]) -> list[Rows]:
+        return [shares[self._layout.data_index(rank)] for rank in range(self._num_ranks)]
 
     async def optimizer_step(self, *, last: bool = True) -> StepResult:
         result: StepResult = (await self._crew.all("optimizer_step", last))[0]

@@ -23,6 +23,7 @@ from rlsys.errors import Mistakes
 from rlsys.estimate import ModelShape
 from rlsys.held_out import evaluation_config, rewards_of
 from rlsys.launching import HeldOut
+from rlsys.layout.fits import check_fits
 from rlsys.model_evaluation import held_out_prompts
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.tiny_models import OwnModel
@@ -59,6 +60,8 @@ def load_prompts(
     """The data, after all that can be told about it and the graph has been checked. Raises
     ValueError with every mistake that was found."""
     mistakes = Mistakes()
+    with mistakes.noted():
+        check_fits(config.trainer.parallel, shape.config)
     if (shared := flow.source.prompts.shared) is not None:
         with mistakes.noted():
             shared.check(config)

@@ -273,7 +273,7 @@ class _Actors:
                 heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
             ),
             model=model.name,
-            num_ranks=trainer.num_ranks,
+            layout=trainer.parallel,
             keeps_snapshots=trainer.snapshot_every > 0,
             start_timeout_s=config.cluster.start_timeout_s,
             newest_checkpoint=self._checkpoints.newest,

@@ -119,10 +119,12 @@ class TrainerActor(Heartbeat):
         with self._working("accumulate", rows=len(rows)):
             self._engine.accumulate(MicroBatch(rows=read_rows(rows, self._store)))
 
-    def infer(self, writes: str, per_token: bool, rows: Rows) -> Written:
-        """What the model says now."""
+    def infer(self, writes: str, per_token: bool, rows: Rows, speaks: bool) -> Written:
+        """What the model says now; nothing is written where another rank speaks for these rows."""
         with self._working("infer", rows=len(rows)):
             made = self._engine.infer(read_rows(rows, self._store))
+            if not speaks:
+                return Written()
             return write_column(writes, made, self._store, per_token=per_token)
 
     def compute(self, stage: PerBatchStage, rows: Rows) -> Written:

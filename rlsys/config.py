@@ -14,6 +14,7 @@ from typing import Literal
 
 from rlsys.evaluation import check_k
 from rlsys.fields import conform
+from rlsys.layout.mesh import Layout
 from rlsys.types import SamplingParams
 
 # A whole number of seconds that every clock and lock takes; a limit of months is none.
@@ -234,6 +235,9 @@ class TrainerConfig:
 
     num_ranks: int = 1
     """Data-parallel ranks (FSDP2), one process each."""
+    layout: str = ""
+    """Ranks along several dimensions, such as tp2, dp2tp2, cp2, ep2 or dp2x4, in place of num_ranks
+    (docs/training.md)."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
@@ -272,6 +276,15 @@ class TrainerConfig:
             1 <= self.num_ranks <= MAX_PROCESSES,
             f"trainer.num_ranks={self.num_ranks} is no number of processes; use 1 to "
             f"{MAX_PROCESSES}.",
+        )
+        try:
+            layout = self.parallel
+        except ValueError as error:
+            raise ValueError(f"trainer.layout: {error}") from None
+        require(
+            self.num_ranks in (1, layout.num_ranks) and layout.num_ranks <= MAX_PROCESSES,
+            f"trainer.layout={self.layout!r} has {layout.num_ranks} ranks, and trainer.num_ranks="
+            f"{self.num_ranks}; leave trainer.num_ranks out, and use {MAX_PROCESSES} at most.",
         )
         require(
             0 < self.learning_rate <= 1,
@@ -323,6 +336,11 @@ class TrainerConfig:
             f"trainer.num_gpus={self.num_gpus}: a rank drives exactly one device; use 0 or 1, and "
             "trainer.num_ranks for more devices.",
         )
+
+    @property
+    def parallel(self) -> Layout:
+        """How the ranks are laid out."""
+        return Layout.parse(self.layout) if self.layout else Layout(dp_shard=self.num_ranks)
 
     @property
     def updates_per_step(self) -> int:
@@ -655,10 +673,10 @@ class RunConfig:
             'where vLLM samples; change it, or use rollout.engine="torch".',
         )
         require(
-            self.prompts_per_step % self.trainer.num_ranks == 0,
-            f"prompts_per_step={self.prompts_per_step} does not divide over "
-            f"trainer.num_ranks={self.trainer.num_ranks}: every rank trains the same number of "
-            "groups; use a multiple.",
+            self.prompts_per_step % self.trainer.parallel.num_data == 0,
+            f"prompts_per_step={self.prompts_per_step} does not divide over the "
+            f"{self.trainer.parallel.num_data} data ranks of the trainer: every one trains the "
+            "same number of groups; use a multiple.",
         )
         require(
             self.checkpoint_every >= 0,
@@ -676,10 +694,12 @@ class RunConfig:
             f"tokens {updates - 1} updates old at least; use max_staleness >= {updates - 1}.",
         )
         require(
-            self.prompts_per_step % (self.trainer.num_ranks * self.trainer.num_minibatches) == 0,
-            f"prompts_per_step={self.prompts_per_step} does not divide over trainer.num_ranks="
-            f"{self.trainer.num_ranks} and trainer.num_minibatches={self.trainer.num_minibatches}; "
-            "use a multiple of their product.",
+            self.prompts_per_step % (self.trainer.parallel.num_data * self.trainer.num_minibatches)
+            == 0,
+            f"prompts_per_step={self.prompts_per_step} does not divide over the "
+            f"{self.trainer.parallel.num_data} data ranks of the trainer and "
+            f"trainer.num_minibatches={self.trainer.num_minibatches}; use a multiple of their "
+            "product.",
         )
 
     @property

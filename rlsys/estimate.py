@@ -8,6 +8,7 @@ longest rollouts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ class ModelShape:
     num_parameters: int
     kv_values_per_token: int  # elements of keys and values over all layers
     max_context: int
+    config: Any  # the Hugging Face configuration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ def model_shape(path: str, head: Head = "logits") -> ModelShape:
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         kv_values_per_token=2 * text.num_hidden_layers * num_kv_heads * head_dim,
         max_context=context_length(config),
+        config=config,
     )
 
 
@@ -79,11 +82,11 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     else:
         kv_cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
     state_bytes = shape.num_parameters * (MASTER_BYTES + ADAM_BYTES)
+    layout = config.trainer.parallel
+    num_shards = layout.num_ranks // layout.dp_replicate
     return MemoryEstimate(
-        trainer_rank_bytes=shape.num_parameters * per_parameter // config.trainer.num_ranks,
-        snapshot_bytes=2 * state_bytes // config.trainer.num_ranks
-        if config.trainer.snapshot_every
-        else 0,
+        trainer_rank_bytes=shape.num_parameters * per_parameter // num_shards,
+        snapshot_bytes=2 * state_bytes // num_shards if config.trainer.snapshot_every else 0,
         replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
         checkpoint_bytes=state_bytes,
     )

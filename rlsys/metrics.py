@@ -33,7 +33,8 @@ LOSS = "loss"
 GRAD_NORM = "grad_norm"  # before clipping
 ENTROPY = "entropy"  # nats per token
 KL_SAMPLER_TRAINER = "kl/sampler_trainer"  # mean(log μ − log π_prox), nats per token
-KL_SAMPLER_TRAINER_K3 = "kl/sampler_trainer_k3"  # mean(exp(x) − 1 − x), x = log π_prox − log μ
+# mean(exp(x) − 1 − x), x = log π_prox − log μ, of each token at most 10 (algorithms/kl.py)
+KL_SAMPLER_TRAINER_K3 = "kl/sampler_trainer_k3"
 VALUE_MEAN = "value/mean"  # of a critic, over tokens
 SCORE_MEAN = "score/mean"  # of a reward model, over rows
 

@@ -205,22 +205,22 @@ class Learner(Protocol):
     """
 
     @property
-    def num_ranks(self) -> int: ...
+    def num_data(self) -> int:
+        """Shares into which rows are split: ranks with rows of their own."""
 
     @property
     def attention_tokens(self) -> float:
         """Of a row, when attention to them costs as much as all the rest of the model does."""
 
     async def infer(self, writes: str, shares: Sequence[Rows]) -> Sequence[Written]:
-        """What the model says now, as column `writes`; `shares[r]` goes to rank r, which answers
-        for it. Raises RowsLost."""
+        """What the model says now, as column `writes`, of each share. Raises RowsLost."""
 
     async def compute(self, stage: str, rows: Rows) -> Written:
         """A stage's function over all rows of a step, where its numbers lie with the tokens. Raises
         RowsLost."""
 
     async def accumulate(self, shares: Sequence[Rows]) -> None:
-        """Forward and backward; `shares[r]` goes to rank r. Raises RowsLost."""
+        """Forward and backward, each share on the ranks that it is for. Raises RowsLost."""
 
     async def optimizer_step(self, *, last: bool = True) -> StepResult:
         """Answers when the snapshot of the new state is safe, where one is due. The `last` update

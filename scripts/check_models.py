@@ -151,7 +151,7 @@ def _check_gradients(path: Path, model: Any, rows: Sequence[TrainRow]) -> str:
     ours = load_causal_lm(path, dtype="float32")
     use_fast_norms(ours)
     policy = TokenPolicy(ours)
-    logprobs, _ = policy(collate(rows, packed=policy.packs, shares=policy.shares), 1.0)
+    logprobs, _, _ = policy(collate(rows, packed=policy.packs, shares=policy.shares), 1.0)
     logprobs.sum().backward()
     model.zero_grad()
     torch.stack([_expected(model, row).sum() for row in rows]).sum().backward()

@@ -89,7 +89,7 @@ class Reference(SimulatedPool):
 
 def with_four_models(w: World, rng: random.Random, *, losing: float = 0.0) -> World:
     w.dataflow = four_models(w.config.group_size)
-    w.others = {"critic": SimulatedLearner(num_ranks=2, row_s=0.05, restart_s=2.0)}
+    w.others = {"critic": SimulatedLearner(num_data=2, row_s=0.05, restart_s=2.0)}
 
     def loses() -> bool:
         return rng.random() < losing

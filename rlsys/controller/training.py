@@ -88,7 +88,7 @@ class TrainingSide:
         self._between = between
         self._assembler = StepAssembler(
             groups_per_step=config.prompts_per_step,
-            num_ranks=config.trainer.num_ranks,
+            num_ranks=config.trainer.parallel.num_data,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             stream=config.asynchrony.stream and not self._waits_for_step,
         )
@@ -187,7 +187,7 @@ class TrainingSide:
         reads = [column.name for column in stage.reads]
         if isinstance(stage, InferStage):
             learner = self._learners[stage.model.name]
-            shares = split(groups, learner.num_ranks)
+            shares = split(groups, learner.num_data)
             written = await learner.infer(
                 stage.writes[0].name, [self._rows.rows(share, reads) for share in shares]
             )
@@ -301,7 +301,7 @@ class TrainingSide:
         passes = plan_passes(
             [ready.lengths for ready in groups],
             Budget(
-                num_ranks=learner.num_ranks,
+                num_ranks=learner.num_data,
                 max_tokens=trainer.micro_batch_tokens,
                 attention_tokens=learner.attention_tokens,
             ),

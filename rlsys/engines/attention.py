@@ -17,7 +17,7 @@ Shape legend: B rows, T tokens, H key/value heads, G query heads per key/value h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +66,23 @@ class KeyValueCache(Protocol):
         rule: AttentionRule,
     ) -> torch.Tensor:
         """Keep key and value [B, H, T, D] of a layer; returns attended values [B, T, H·G, D]."""
+
+
+class Shards(Protocol):
+    """Ranks that share the tokens of a pass."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """`attend` over all tokens, for some of the heads that this rank has."""
+
+    def own_heads(self, per_head: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Those of all heads' values that this rank attends with, where it has `num_heads` before
+        ranks exchange them."""
 
 
 def register_attention() -> None:
@@ -182,6 +199,7 @@ def _attention(
     s_aux: torch.Tensor | None = None,
     kv_cache: KeyValueCache | None = None,
     packing: Packing | None = None,
+    shards: Shards | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature. Raises ValueError for what a model asks for beyond it."""
@@ -197,7 +215,9 @@ def _attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    if packing is not None:
+    if shards is not None:
+        attended = _sharded_attention(query, key, value, rule, packing, shards, dropout)
+    elif packing is not None:
         attended = packed_attention(query, key, value, rule, packing, dropout=dropout)
     elif kv_cache is None:
         attended = causal_attention(query, key, value, rule, dropout=dropout)
@@ -205,6 +225,26 @@ def _attention(
         layer: Any = module.layer_idx
         attended = kv_cache.attend(layer, query, key, value, rule)
     return attended.contiguous(), None
+
+
+def _sharded_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: AttentionRule,
+    packing: Packing | None,
+    shards: Shards,
+    dropout: float,
+) -> torch.Tensor:
+    if rule.sinks is not None:
+        rule = replace(rule, sinks=shards.own_heads(rule.sinks, query.shape[1]))
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if packing is None:
+            return causal_attention(query, key, value, rule, dropout=dropout)
+        return packed_attention(query, key, value, rule, packing, dropout=dropout)
+
+    return shards.attend(query, key, value, attend)
 
 
 def _band(

@@ -123,7 +123,8 @@ class Head:
         if not self._is_16_bit:
             logits = self._output_embeddings(hidden)
             return logits
-        weight, bias = self._output_embeddings.weight, self._output_embeddings.bias
+        weight = local_part(self._output_embeddings.weight)
+        bias = local_part(self._output_embeddings.bias)
         if torch.is_grad_enabled():
             total = gradient_sum(weight) if self._sum is None else self._sum
             logits = float32_product(hidden, weight, total)
@@ -132,6 +133,11 @@ class Head:
             self._copy = self._copy or Float32Copy(weight)
             logits = mm(hidden, self._copy.get().t())
         return logits if bias is None else logits + bias.float()
+
+
+def local_part(tensor: Any) -> Any:
+    """Of a tensor that is cut over ranks, differentiable; anything else as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -242,7 +242,7 @@ class SimulatedLearner:
     loses: int = 0  # optimizer steps that a restart cannot bring back
     version: int = 0
     deaths: int = 0
-    num_ranks: int = 1
+    num_data: int = 1
     attention_tokens: float = 4096.0
     trained: list[list[Rows]] = field(default_factory=lambda: [[]])  # by step; and the next
     updates: int = 0  # of the weights; several may make a version

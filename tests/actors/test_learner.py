@@ -26,6 +26,7 @@ from actors.store import StoreAddress
 from actors.trainer import TrainerActor
 from rlsys.checkpoint import Checkpoint
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
+from rlsys.layout.mesh import Layout
 from rlsys.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult
 from rlsys.user_functions import FunctionFailed
@@ -239,7 +240,7 @@ async def running(
     learner = RayLearner(
         hire,
         keepers,
-        num_ranks=num_ranks,
+        layout=Layout(dp_shard=num_ranks),
         keeps_snapshots=snapshot_every > 0,
         start_timeout_s=TIMEOUT_S,
         newest_checkpoint=lambda: checkpoints[-1] if checkpoints else None,
@@ -484,7 +485,7 @@ def test_ranks_that_die_while_they_load_are_told_with_their_model(tmp_path: Path
         lambda rank: StillbornWorker(f"critic-{rank}", None, timeout_s=1),
         SnapshotKeepers(timeout_s=1, heartbeat_timeout_s=1),
         model="critic",
-        num_ranks=1,
+        layout=Layout(),
         keeps_snapshots=False,
         start_timeout_s=1,
         newest_checkpoint=lambda: None,

@@ -22,6 +22,7 @@ from actors.snapshots import SnapshotKeepers
 from actors.store import StoreAddress
 from actors.trainer import TrainerActor
 from rlsys.checkpoint import Checkpoint
+from rlsys.layout.mesh import Layout
 from rlsys.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult
 from rlsys.workers import LearnerDied
@@ -121,7 +122,7 @@ def hired(
     learner = RayLearner(
         hire,
         SnapshotKeepers(timeout_s=TIMEOUT_S, heartbeat_timeout_s=60.0),
-        num_ranks=num_ranks,
+        layout=Layout(dp_shard=num_ranks),
         keeps_snapshots=True,
         start_timeout_s=TIMEOUT_S,
         newest_checkpoint=newest_checkpoint,

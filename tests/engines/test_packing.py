@@ -70,7 +70,7 @@ def test_packed_rows_give_what_padded_rows_give(family: Any, tmp_path: Path) -> 
     results = []
     for packed in (True, False):
         model.zero_grad()
-        logprobs, entropy = policy(collate(make_rows(9), packed=packed), 0.7)
+        logprobs, entropy, _ = policy(collate(make_rows(9), packed=packed), 0.7)
         (logprobs.sum() + entropy.sum()).backward()
         results.append([logprobs, entropy, *(p.grad.clone() for p in model.parameters())])
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=2e-4)
@@ -98,7 +98,7 @@ def test_shared_beginnings_give_what_rows_apart_give(
     for shares in (True, False):
         model.zero_grad()
         batch = collate(rows, shares=shares)
-        logprobs, entropy = policy(batch, 0.7)
+        logprobs, entropy, _ = policy(batch, 0.7)
         weights = torch.linspace(-1, 2, len(logprobs))
         (weights * (logprobs + 0.5 * entropy)).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])

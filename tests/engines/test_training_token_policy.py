@@ -7,7 +7,7 @@ import torch
 
 from rlsys.engines.causal_lm import Head, head_logits, load_causal_lm
 from rlsys.engines.training.collate import collate
-from rlsys.engines.training.token_policy import TokenPolicy, _score, token_logprobs
+from rlsys.engines.training.token_policy import TokenPolicy, token_logprobs
 from tests.engines.training_harness import VOCABULARY, make_rows, tiny_model
 
 
@@ -105,9 +105,9 @@ def test_a_16_bit_heads_gradient_is_rounded_once_after_the_sum_over_chunks(tmp_p
 def test_16_bit_log_probabilities_do_not_depend_on_chunks(tmp_path: Path) -> None:
     model = large_logits(tmp_path)
     batch = collate(make_rows(3))
-    whole = TokenPolicy(model, max_logits=1 << 20)(batch, 0.7)
+    whole = TokenPolicy(model, max_logits=1 << 20)(batch, 0.7)[:2]
     assert {tensor.dtype for tensor in whole} == {torch.float32}
-    torch.testing.assert_close(TokenPolicy(model, max_logits=40)(batch, 0.7), whole)
+    torch.testing.assert_close(TokenPolicy(model, max_logits=40)(batch, 0.7)[:2], whole)
 
 
 def test_chunks_of_the_head_change_nothing(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_chunks_of_the_head_change_nothing(tmp_path: Path) -> None:
     for max_logits in (1 << 20, 40):  # one chunk, and chunks of two tokens
         policy = TokenPolicy(model, max_logits=max_logits)
         model.zero_grad()
-        logprobs, entropy = policy(batch, 0.7)
+        logprobs, entropy, _ = policy(batch, 0.7)
         (logprobs.sum() + 0.1 * entropy.sum()).backward()
         results.append([logprobs, entropy, *(p.grad.clone() for p in model.parameters())])
     torch.testing.assert_close(results[0], results[1])
@@ -125,8 +125,8 @@ def test_chunks_of_the_head_change_nothing(tmp_path: Path) -> None:
 
 def test_a_large_vocabulary_is_never_held_at_once(tmp_path: Path) -> None:
     """The largest tensor saved for the backward pass is the head's weight, far below [N, V]."""
-    model = load_causal_lm(tiny_model(tmp_path), dtype="float32")
-    head = Head(model).for_chunks()
+    policy = TokenPolicy(load_causal_lm(tiny_model(tmp_path), dtype="float32"))
+    head = Head(policy.model).for_chunks()
     saved: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_a_large_vocabulary_is_never_held_at_once(tmp_path: Path) -> None:
     positions = torch.arange(50)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for chunk in hidden.split(2):
-            _score(head, chunk, positions[:2], 1.0)
+            policy._score(True, head, chunk, positions[:2, None], 1.0)
     # The head's own weight; of the chunks, two rows of hidden states and of logits.
     assert max(saved) <= VOCABULARY * 32
 
@@ -151,7 +151,7 @@ def test_logprobs_are_those_of_the_model_at_temperature(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = model(input_ids=tokens[None]).logits[0, first - 1 : -1]
         expected = torch.log_softmax(logits / 0.5, -1)[chosen]  # [N, V]
-        found, entropy = TokenPolicy(model)(collate([row]), 0.5)
+        found, entropy, _ = TokenPolicy(model)(collate([row]), 0.5)
     targets = tokens[first:][chosen][:, None]
     torch.testing.assert_close(found, expected.gather(1, targets)[:, 0])
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))

@@ -182,6 +182,7 @@ def test_it_lives_in_an_asynchronous_ray_actor(tmp_path: Path) -> None:
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=100_000_000,
+        _system_config={"worker_niceness": 0},
         runtime_env={"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}"}},
     )
     try:

@@ -62,9 +62,10 @@ def make_engine(model_path: Path, **options: Any) -> FSDPEngine:
     }
     loss: LossFn = clipped_surrogate(0.2, 0.28)
     aggregation: Aggregation = token_mean
+    world_size = 1 if "layout" in trainer else options.get("world_size", 1)
     arguments: dict[str, Any] = {
         "model_path": model_path,
-        "trainer": TrainerConfig(**{"learning_rate": 1e-2, **trainer}),
+        "trainer": TrainerConfig(**{"learning_rate": 1e-2, "num_ranks": world_size, **trainer}),
         "model": ModelConfig(**model),
         "loss": loss,
         "aggregation": aggregation,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,14 @@ class Batch:
     row_index: torch.Tensor  # [N] int64, into the pass
     group_ids: torch.Tensor  # [N] int64
     columns: Mapping[str, torch.Tensor]  # each [N] float32, or [N, K] where a place has K values
+
+    @property
+    def each_read(self) -> Batch:
+        """The same, with every place read for itself."""
+        if self.read_at is None:
+            return self
+        positions, targets = self.spread(self.positions), self.spread(self.targets)
+        return replace(self, positions=positions, targets=targets, read_at=None)
 
     def spread(self, read: torch.Tensor) -> torch.Tensor:
         """What was read [U], at each place [N]."""

@@ -37,10 +37,11 @@ from rlsys.engines.training.optimizer import (
     set_learning_rate,
     squared_norm,
 )
+from rlsys.engines.training.parallel.tensor import is_cut, sum_replicated
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks
 from rlsys.engines.training.roles import HeadKind, Loss, Policy, Role, load_role
-from rlsys.engines.training.sharding import recompute_activations, shard, whole
+from rlsys.engines.training.sharding import build_mesh, recompute_activations, shard, whole
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.statistics import StepStatistics, StepSums, over_updates
 from rlsys.engines.training.supervised import supervised_row
@@ -85,6 +86,12 @@ class FSDPEngine:
         self._aggregation = aggregation
         self._num_total_steps = num_total_steps
         self._ranks = Ranks(rank, world_size)
+        self._layout = trainer.parallel
+        if self._layout.num_ranks != world_size:
+            raise ValueError(
+                f"trainer.layout={str(self._layout)!r} has {self._layout.num_ranks} ranks, but "
+                f"{world_size} have met; make one engine for each rank of the layout."
+            )
         self._device = torch.device(device)
         torch.manual_seed(seed)
         if self._device.type == "cpu":
@@ -110,7 +117,8 @@ class FSDPEngine:
         self._attention_tokens = attention_tokens(self._model)
         if model.gradient_checkpointing:
             recompute_activations(network)
-        shard(network, world_size=world_size, dtype=model.dtype, device=device)
+        self._mesh = build_mesh(self._layout, rank=rank, dtype=model.dtype, device=device)
+        shard(network, self._mesh, dtype=model.dtype, device=device)
         self._parameters = dict(self._model.named_parameters())  # tied ones stand once
         self._tensors = model_tensors(self._model)  # these and the persistent buffers
         self.reset_optimizer()
@@ -166,7 +174,7 @@ class FSDPEngine:
                 "optimizer_step first."
             )
         examples = list(zip(token_ids, prompt_lengths, strict=True))
-        share = examples[self._ranks.rank :: self._ranks.world_size]
+        share = examples[self._layout.data_index(self._ranks.rank) :: self._layout.num_data]
         rows = [supervised_row(tokens, length) for tokens, length in share]
         role = Policy(self._role.network, self._device, temperature=1.0)
         self._accumulate(role, rows, cross_entropy(), token_mean)
@@ -271,7 +279,7 @@ class FSDPEngine:
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._statistics = StepStatistics()
+        self._statistics = StepStatistics(counts=self._layout.counts(self._ranks.rank))
         self._optimizer.zero_grad()
 
     def _accumulate(
@@ -316,11 +324,21 @@ class FSDPEngine:
         total.backward()
         self._statistics.add_pass(total, told)
 
+    def _squared_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        """This rank's part of it: what several ranks hold counts once."""
+        if self._mesh is None or self._layout.size("tp", "dp_replicate") == 1:
+            return squared_norm(parameters)
+        if self._layout.tp > 1:
+            sum_replicated(parameters, self._mesh)
+        cut = squared_norm([one for one in parameters if is_cut(one)])
+        whole = squared_norm([one for one in parameters if not is_cut(one)])
+        return (cut + whole / self._layout.tp) / self._layout.dp_replicate
+
     def _apply_gradients(self, rate: float, what: str) -> StepSums:
         """Normalise, clip and update, then begin the next update; the weights change only if all
         is finite."""
         parameters = list(self._parameters.values())
-        sums = self._statistics.reduce(self._ranks, squared_norm(parameters))
+        sums = self._statistics.reduce(self._ranks, self._squared_norm(parameters))
         if not (np.isfinite(sums.loss) and np.isfinite(sums.grad_norm)):
             self._begin_batch()
             raise FloatingPointError(

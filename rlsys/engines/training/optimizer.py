@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rlsys.config import TrainerConfig
 from rlsys.engines.training.sharding import local
@@ -17,14 +19,16 @@ from rlsys.engines.training.sharding import local
 
 def build_adamw(parameters: Sequence[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
     """Weight decay on matrices only: norms and biases have no scale to be pulled back from."""
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    others = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        # One operation updates a group, and takes tensors that lie on the ranks alike.
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": group, "weight_decay": config.weight_decay if is_matrix else 0.0}
+            for (is_matrix, _), group in groups.items()
+        ],
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         fused=True,

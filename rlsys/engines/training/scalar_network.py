@@ -25,6 +25,7 @@ from rlsys.engines.scalar_lm import (
 )
 from rlsys.engines.training.collate import Batch
 from rlsys.engines.training.hidden_states import hidden_states
+from rlsys.engines.training.parallel.groups import Mesh
 
 
 class ScalarNetwork(nn.Module):
@@ -50,11 +51,13 @@ class ScalarNetwork(nn.Module):
         self.fill = 0
         """With which rows are padded."""
         self._row_limit = row_limit(model.config)
+        self.mesh: Mesh | None = None
+        """Of ranks that share the tokens of a batch."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[N] float32, with gradient."""
-        hidden = hidden_states(self.model, batch, self._row_limit)
-        return batch.spread(scalar_outputs(self.model, hidden))
+        hidden, places = hidden_states(self.model, batch, self._row_limit, self.mesh)
+        return batch.spread(places.whole(scalar_outputs(self.model, hidden)))
 
 
 class WholeScorer(nn.Module):

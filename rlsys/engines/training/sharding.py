@@ -1,4 +1,4 @@
-"""How a model lies on the ranks: FSDP2 over one data-parallel mesh.
+"""How a model lies on the ranks: cut over tensor and expert ranks, FSDP2 over all that remain.
 
 Each decoder layer is gathered before it runs and let go after it; embedding, last norm and head
 stay for a whole pass. Gradients are summed over ranks, never averaged: the optimizer step divides
@@ -16,33 +16,65 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from rlsys.engines.training.parallel.experts import cut_experts, expert_modules
+from rlsys.engines.training.parallel.groups import Mesh
+from rlsys.engines.training.parallel.tensor import cut_tensors
 from rlsys.engines.training.ranks import init_single_process_group
+from rlsys.layout.fits import check_fits
+from rlsys.layout.mesh import Layout
+
+SHARDED = ("dp_shard", "ep", "cp")  # ranks that have different rows or tokens, and equal weights
+SHARDED_EXPERTS = ("dp_shard", "cp")
 
 
-def shard(network: Any, *, world_size: int, dtype: str, device: str) -> None:
-    """Shard a role's `network` in place over all ranks, and move it to their devices.
-
-    One float32 rank shards nothing and needs no process group. One bfloat16 rank does, in a group
-    of its own, because the mixed precision is FSDP2's.
-    """
-    if world_size == 1 and dtype == "float32":
-        network.to(device)
-        return
+def build_mesh(layout: Layout, *, rank: int, dtype: str, device: str) -> Mesh | None:
+    """One float32 rank shards nothing and needs no process group. One bfloat16 rank does, in a
+    group of its own, because the mixed precision is FSDP2's. A collective."""
+    if layout.num_ranks == 1 and dtype == "float32":
+        return None
     if not dist.is_initialized():
         init_single_process_group(device)
-    mesh = init_device_mesh(torch.device(device).type, (world_size,), mesh_dim_names=("data",))
+    return Mesh(layout, rank, device)
+
+
+def shard(network: Any, mesh: Mesh | None, *, dtype: str, device: str) -> None:
+    """Lay a role's `network` out on the ranks of a mesh, in place, and move it to their devices.
+
+    Raises ValueError for a model that does not fit the layout.
+    """
+    if mesh is None:
+        network.to(device)
+        return
+    layout, experts = mesh.layout, []
+    check_fits(layout, network.model.config)
+    if mesh.num_token_shards > 1:
+        if not network.packs:
+            raise ValueError(
+                f"{type(network.model).__name__} cannot be packed into one row, which layouts with "
+                f"tp or cp cut ({layout}); use dp alone."
+            )
+        network.mesh = mesh
+    if layout.size("ep", "tp") > 1:
+        cut_experts(network.model, mesh)
+        experts = expert_modules(network.model)
+    if layout.tp > 1:
+        cut_tensors(network.model, mesh)
+    network.to(device)
+    if layout.size("dp_replicate", *SHARDED) == 1 and dtype == "float32":
+        return
     precision = (
         MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
         if dtype != "float32"
         else MixedPrecisionPolicy()
     )
+    for module in experts:
+        fully_shard(module, mesh=mesh.sharding(*SHARDED_EXPERTS), mp_policy=precision)
     for module in (*decoder_layers(network.model), network):
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(module, mesh=mesh.sharding(*SHARDED), mp_policy=precision)
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

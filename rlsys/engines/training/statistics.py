@@ -36,7 +36,11 @@ class StepSums:
 
 
 class StepStatistics:
-    def __init__(self) -> None:
+    """`counts`: this rank's rows are its own, or it is the one that speaks for those that have the
+    same."""
+
+    def __init__(self, *, counts: bool = True) -> None:
+        self._counts_here = counts
         self._denominator = 0.0
         self._num_rollouts = 0
         self._num_tokens = 0
@@ -81,13 +85,10 @@ class StepStatistics:
             *(float(self._counts[name]) for name in names),
         ]
         device = [_total(self._loss), *(_total(self._totals[name]) for name in names)]
-        vector = torch.cat(
-            [
-                torch.tensor(host, dtype=torch.float64),
-                squared_norm.reshape(1),
-                torch.stack(device).cpu(),
-            ]
-        )
+        told = torch.tensor(host, dtype=torch.float64), torch.stack(device).cpu()
+        if not self._counts_here:
+            told = torch.zeros_like(told[0]), torch.zeros_like(told[1])
+        vector = torch.cat((told[0], squared_norm.reshape(1), told[1]))
         gathered = ranks.gather(vector)  # [R, K]
         rollouts, tokens, denominator, staleness, _, *rest = gathered.sum(0).tolist()
         counts, (squares, loss, *totals) = rest[: len(names)], rest[len(names) :]

@@ -26,6 +26,9 @@ from rlsys.engines.causal_lm import Head
 from rlsys.engines.context import row_limit
 from rlsys.engines.training.collate import Batch
 from rlsys.engines.training.hidden_states import hidden_states
+from rlsys.engines.training.parallel.groups import Mesh
+from rlsys.engines.training.parallel.tensor import cuts_vocabulary
+from rlsys.engines.training.parallel.vocabulary import cut_logprobs
 
 MAX_LOGITS = 1 << 26  # of one chunk: 256 MiB in float32
 # exp of this is 0 in any precision, and so are its products with 0, where those of −inf are NaN: a
@@ -45,6 +48,8 @@ class TokenPolicy(nn.Module):
         self.shares = architecture.shares
         """Whether what packed rows begin with alike may stand once."""
         self._row_limit = row_limit(model.config)
+        self.mesh: Mesh | None = None
+        """Of ranks that share the tokens of a batch."""
         self.chunk_tokens = max(1, max_logits // model.config.get_text_config().vocab_size)
 
     def forward(
@@ -61,22 +66,49 @@ class TokenPolicy(nn.Module):
         [N], [N] and [N, K] float32; they carry gradients. Without entropy, zeros stand in its
         place; without candidates, None.
         """
-        hidden = hidden_states(self.model, batch, self._row_limit)  # [U, D]
         if candidates is not None:
-            # At every place for itself: the tokens asked for may differ where the places do not.
-            places = (batch.spread(hidden), batch.spread(batch.targets), candidates)
-            logprobs, entropy, asked = self._scored(_score_candidates, temperature, *places)
-            return logprobs, entropy, asked
-        score = _score if with_entropy else _score_alone
-        logprobs, entropy = self._scored(score, temperature, hidden, batch.targets)
-        return batch.spread(logprobs), batch.spread(entropy), None
+            # The tokens asked for may differ where the places do not.
+            batch = batch.each_read
+        hidden, places = hidden_states(self.model, batch, self._row_limit, self.mesh)
+        tokens = places.of(batch.targets)[:, None]  # [U', 1 + K]
+        if candidates is not None:
+            tokens = torch.cat((tokens, places.of(candidates)), -1)
+        score = partial(self._score, with_entropy)
+        logprobs, entropy = map(places.whole, self._scored(score, temperature, hidden, tokens))
+        asked = None if candidates is None else logprobs[:, 1:]
+        own = logprobs[:, 0].clone()  # FSDP2 wants no view of another output
+        return batch.spread(own), batch.spread(entropy), asked
 
     def likeliest(self, batch: Batch, temperature: float, top_k: int) -> torch.Tensor:
         """[N, 2 top_k]: at each target the ids of the likeliest tokens, and then their
         log-probabilities."""
-        hidden = hidden_states(self.model, batch, self._row_limit)
+        hidden, _ = hidden_states(self.model, batch, self._row_limit)
         (found,) = self._scored(partial(_likeliest, top_k), temperature, hidden)
         return batch.spread(found)
+
+    def _score(
+        self,
+        with_entropy: bool,
+        head: Head,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """log p [N, J] of tokens [N, J], and the entropy [N]."""
+        logits = _logits(head, hidden, temperature)
+        if cuts_vocabulary(self.model) and self.mesh is not None:
+            return cut_logprobs(logits, tokens, self.mesh.group("tp"))
+        if tokens.shape[1] > 1:
+            logprobs = torch.log_softmax(logits, dim=-1)
+            own, entropy = token_logprobs(logits, tokens[:, 0])
+            return torch.cat((own[:, None], logprobs.gather(-1, tokens[:, 1:])), -1), entropy
+        if with_entropy:
+            own, entropy = token_logprobs(logits, tokens[:, 0])
+            return own[:, None], entropy
+        # The same log-probabilities, without what the entropy costs.
+        logprobs = torch.log_softmax(logits, dim=-1)
+        own = -F.nll_loss(logprobs, tokens[:, 0], reduction="none")
+        return own[:, None], torch.zeros_like(own)
 
     def _scored(self, score: Any, temperature: float, *places: torch.Tensor) -> Any:
         """What `score(head, *places, temperature)` says of hidden states and what belongs to each,
@@ -94,33 +126,6 @@ class TokenPolicy(nn.Module):
 def _logits(head: Head, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
     logits = head(hidden)
     return logits / temperature if temperature != 1 else logits
-
-
-def _score(
-    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return token_logprobs(_logits(head, hidden, temperature), targets)
-
-
-def _score_alone(
-    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same log-probabilities, without what the entropy costs."""
-    logprobs = torch.log_softmax(_logits(head, hidden, temperature), dim=-1)
-    found = -F.nll_loss(logprobs, targets, reduction="none")
-    return found, torch.zeros_like(found)
-
-
-def _score_candidates(
-    head: Head,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    candidates: torch.Tensor,
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logits = _logits(head, hidden, temperature)
-    logprobs, entropy = token_logprobs(logits, targets)
-    return logprobs, entropy, torch.log_softmax(logits, dim=-1).gather(-1, candidates)
 
 
 def _likeliest(

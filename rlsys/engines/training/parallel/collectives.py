@@ -1,0 +1,123 @@
+"""What ranks exchange within a forward pass, and the gradient of it.
+
+The rule that all of it keeps: what a rank computes of something that others compute too has the
+part of the gradient that flows through this rank, and the parts add up to the whole.
+
+Shape legend: n ranks of a group, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+Group = dist.ProcessGroup
+
+
+def gather(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
+    """All ranks' parts, one after another along `dim`. Its gradient is summed over the ranks."""
+    moved = x.movedim(dim, 0).contiguous()
+    gathered: torch.Tensor = _Gather.apply(moved, group)
+    return gathered.movedim(0, dim)
+
+
+def scatter_sum(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
+    """This rank's part along `dim` of the sum of all ranks' x."""
+    moved = x.movedim(dim, 0).contiguous()
+    scattered: torch.Tensor = _ScatterSum.apply(moved, group)
+    return scattered.movedim(0, dim)
+
+
+def own_part(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
+    """This rank's part of x, which is the same on all ranks."""
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+
+
+def total(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of all ranks' x, whose gradient is the same on all of them."""
+    summed: torch.Tensor = _Total.apply(x, group)
+    return summed
+
+
+def exchange(
+    x: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
+) -> torch.Tensor:
+    """`sent[r]` rows of x go to rank r, one after another; `received[r]` come from it."""
+    arrived: torch.Tensor = _Exchange.apply(x.contiguous(), group, list(sent), list(received))
+    return arrived
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _reduce_scatter(grad.contiguous(), ctx.group), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_gather(grad.contiguous(), ctx.group), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        summed = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: Group, sent: list[int], received: list[int]
+    ) -> torch.Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return _all_to_all(x, group, sent, received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        back = _all_to_all(grad.contiguous(), ctx.group, ctx.received, ctx.sent)
+        return back, None, None, None
+
+
+def _all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
+    gathered = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+    dist.all_gather_single(gathered, x, group=group)
+    return gathered
+
+
+def _reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
+    scattered = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+    dist.reduce_scatter_single(scattered, x, group=group)
+    return scattered
+
+
+def _all_to_all(
+    x: torch.Tensor, group: Group, sent: list[int], received: list[int]
+) -> torch.Tensor:
+    arrived = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(arrived, x, received, sent, group=group)
+    return arrived

@@ -1,0 +1,98 @@
+"""Expert parallelism: each rank holds some experts of a mixture, and tokens travel to them.
+
+    tokens of this rank ─router─► (token, expert) pairs, by expert ─exchange─► the expert's rank
+                                                 weighted sum ◄─exchange─ what the experts say
+
+Experts are cut over the expert and tensor ranks together, which all have tokens of their own. The
+auxiliary loss that balances a router during pre-training is left out: it would pull the policy away
+from what its rewards say, and no engine samples with it.
+
+Shape legend: T tokens, K experts of each, P = T·K pairs, E experts, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from rlsys.engines.causal_lm import local_part
+from rlsys.engines.training.parallel.collectives import exchange
+from rlsys.engines.training.parallel.groups import Mesh
+
+EXPERTS = ("ep", "tp")
+
+
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """Those that hold the weights of all experts of a layer, [E, ...] each."""
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def cut_experts(model: Any, mesh: Mesh) -> None:
+    """Cut them in place. Raises ValueError where they cannot be."""
+    found = expert_modules(model)
+    if mesh.layout.ep > 1 and not found:
+        raise ValueError(
+            f"{type(model).__name__} has no experts that transformers knows how to run apart; use "
+            "a layout without ep."
+        )
+    for module in found:
+        _Cut(module, mesh)
+
+
+class _Cut:
+    """One layer's experts."""
+
+    def __init__(self, module: Any, mesh: Mesh) -> None:
+        self._module = module
+        self._group = mesh.group(*EXPERTS)
+        self._num_ranks = mesh.layout.size(*EXPERTS)
+        self._forward: Callable[..., torch.Tensor] = module.forward
+        self._num_local = module.num_experts // self._num_ranks
+        device_mesh, rank = mesh.along(*EXPERTS), mesh.index(*EXPERTS)
+        for name, whole in list(module.named_parameters(recurse=False)):
+            part = whole.detach().chunk(self._num_ranks)[rank].clone()
+            cut = DTensor.from_local(part, device_mesh, [Shard(0)], run_check=False)
+            setattr(module, name, nn.Parameter(cut, requires_grad=whole.requires_grad))
+        module.num_experts = self._num_local
+        module.forward = self.forward
+
+    def forward(
+        self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, D] of hidden states [T, D] and of each token's experts and their weights [T, K]."""
+        num_chosen = indices.shape[1]
+        order = indices.flatten().argsort(stable=True)  # [P]
+        sent = torch.bincount(indices.flatten() // self._num_local, minlength=self._num_ranks)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        to, back = sent.tolist(), received.tolist()
+        pairs = hidden_states.index_select(0, order // num_chosen)  # [P, D]
+        arrived = exchange(pairs, self._group, to, back)
+        experts = torch.empty(sum(back), dtype=indices.dtype, device=indices.device)
+        local = indices.flatten()[order] % self._num_local
+        dist.all_to_all_single(experts, local, back, to, group=self._group)
+        said = exchange(self._local(arrived, experts), self._group, back, to)  # [P, D]
+        weighted = said * weights.flatten()[order, None].to(said.dtype)
+        summed = torch.zeros_like(hidden_states)
+        return summed.index_add(0, order // num_chosen, weighted)
+
+    def _local(self, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts say of tokens, each of one expert, with weight 1."""
+        module = self._module
+        held = module._parameters
+        local: dict[str, Any] = {name: local_part(weight) for name, weight in held.items()}
+        module._parameters = local
+        try:
+            if not len(tokens):
+                # Every rank has gradients of its experts, if only zeros, in every pass.
+                return tokens + torch.stack([w[:1].sum() * 0 for w in local.values()]).sum()
+            ones = tokens.new_ones(len(tokens), 1)
+            said: torch.Tensor = self._forward(tokens, experts[:, None], ones)
+            return said
+        finally:
+            module._parameters = held

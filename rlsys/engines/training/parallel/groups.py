@@ -1,0 +1,58 @@
+"""A layout as process groups: this rank's place in it, and with whom it exchanges what."""
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rlsys.engines.training.parallel.collectives import Group
+from rlsys.layout.mesh import DIMENSIONS, Layout
+
+# That gathering what is cut twice, over data and tensor ranks, takes two steps.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+class Mesh:
+    """Of the ranks that have met. A collective."""
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device | str) -> None:
+        self.layout = layout
+        self.rank = rank
+        self._at = layout.coordinates(rank)
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        sizes = tuple(layout.size(name) for name in DIMENSIONS)
+        self._root = init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=DIMENSIONS)
+
+    def index(self, *dimensions: str) -> int:
+        """This rank's number along these dimensions together."""
+        index = 0
+        for name in dimensions:
+            index = index * self.layout.size(name) + self._at[name]
+        return index
+
+    def along(self, *dimensions: str) -> DeviceMesh:
+        """The ranks that differ from this one in these dimensions only, as one dimension; those of
+        several dimensions in their order."""
+        if dimensions not in self._meshes:
+            found = self._root[dimensions if len(dimensions) > 1 else dimensions[0]]
+            if len(dimensions) > 1:
+                found = found._flatten("_".join(dimensions))
+            self._meshes[dimensions] = found
+        return self._meshes[dimensions]
+
+    def group(self, *dimensions: str) -> Group:
+        return self.along(*dimensions).get_group()
+
+    def sharding(self, *dimensions: str) -> DeviceMesh:
+        """Over which FSDP shards; with copies of it, a mesh of two dimensions."""
+        shards = self.along(*dimensions)
+        if self.layout.dp_replicate == 1:
+            return shards
+        return DeviceMesh._concatenate([self.along("dp_replicate"), shards])
+
+    @cached_property
+    def num_token_shards(self) -> int:
+        return self.layout.num_token_shards

@@ -1,0 +1,38 @@
+"""Whether a model can be laid out so, told from its configuration before any weight is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlsys.layout.mesh import Layout
+
+# As configurations of transformers name it.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def check_fits(layout: Layout, config: Any) -> None:
+    """Raise ValueError where the layout does not divide the model of this Hugging Face
+    configuration."""
+    text = config.get_text_config()
+    heads = layout.size("tp", "cp")
+    for names, dimensions, size in (
+        (("num_attention_heads",), "tp x cp", heads),
+        (("num_key_value_heads", "intermediate_size"), "tp", layout.tp),
+        (NUM_EXPERTS, "ep x tp", layout.size("ep", "tp")),
+    ):
+        for name in names:
+            number = getattr(text, name, None)
+            if isinstance(number, int) and number % size:
+                raise ValueError(
+                    f"trainer.layout={str(layout)!r}: {dimensions} = {size} does not divide this "
+                    f"model's {name}={number}; use a layout that does."
+                )
+    if layout.ep > 1 and not any(getattr(text, name, None) for name in NUM_EXPERTS):
+        raise ValueError(
+            f"trainer.layout={str(layout)!r}: this model has no experts; leave ep out."
+        )
+    if layout.pp > 1:
+        raise ValueError(
+            f"trainer.layout={str(layout)!r}: pipelines are not built yet; use tp or dp in place "
+            "of pp."
+        )

@@ -1,0 +1,118 @@
+"""How the ranks of one model are laid out: a short string, and each rank's coordinates.
+
+    "dp2tp2pp2"   2 x 2 x 2 ranks        "dp2x4"   two copies of four shards each (HSDP)
+
+    dp    data: other rows; parameters sharded over it (FSDP). dp2x4: 2 copies of 4 shards
+    tp    tensor: heads, MLP widths and vocabulary cut; between them each rank keeps its tokens
+    pp    pipeline: other layers
+    cp    context: other tokens of the same rows; heads exchanged for tokens in attention (Ulysses)
+    ep    expert: other rows, and other experts of a mixture
+
+Ranks are numbered with the last of DIMENSIONS fastest, so that what talks most lies closest.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields
+
+# From the outermost, whose ranks talk least, to the innermost.
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+# Ranks that differ in these only have different rows; in the others, the same.
+DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "ep")
+_PART = re.compile(r"(dp|tp|pp|cp|ep)(\d+)(?:x(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Number of ranks along each dimension."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            size = getattr(self, each.name)
+            if size < 1:
+                raise ValueError(f"a layout with {each.name}={size} has no rank; use at least 1.")
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Raises ValueError for what is no layout."""
+        sizes: dict[str, int] = {}
+        at = 0
+        while at < len(text):
+            found = _PART.match(text, at)
+            if found is None or (found[3] and found[1] != "dp"):
+                raise ValueError(_unread(text, at))
+            if found[1] in {name.partition("_")[0] for name in sizes}:
+                raise ValueError(f"layout {text!r} says {found[1]} twice; say it once.")
+            if found[1] != "dp":
+                sizes[found[1]] = int(found[2])
+            elif found[3]:
+                sizes |= {"dp_replicate": int(found[2]), "dp_shard": int(found[3])}
+            else:
+                sizes["dp_shard"] = int(found[2])
+            at = found.end()
+        if not sizes:
+            raise ValueError(_unread(text, 0))
+        return cls(**sizes)
+
+    def __str__(self) -> str:
+        """The shortest string that parses to it."""
+        data = f"dp{self.dp_shard}" if self.dp_shard > 1 else ""
+        if self.dp_replicate > 1:
+            data = f"dp{self.dp_replicate}x{self.dp_shard}"
+        others = (
+            f"{name}{size}" for name in ("tp", "pp", "cp", "ep") if (size := self.size(name)) > 1
+        )
+        return data + "".join(others) or "dp1"
+
+    def size(self, *dimensions: str) -> int:
+        """Ranks along these dimensions together."""
+        return math.prod(getattr(self, name) for name in dimensions)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.size(*DIMENSIONS)
+
+    @property
+    def num_data(self) -> int:
+        """Of ranks with rows of their own."""
+        return self.size(*DATA_DIMENSIONS)
+
+    @property
+    def num_token_shards(self) -> int:
+        """Of ranks that share the tokens of the same rows."""
+        return self.size("cp", "tp")
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Along each dimension."""
+        found = {}
+        for name in reversed(DIMENSIONS):
+            rank, found[name] = divmod(rank, self.size(name))
+        return found
+
+    def data_index(self, rank: int) -> int:
+        """Which of `num_data` shares of rows a rank trains on."""
+        coordinates, index = self.coordinates(rank), 0
+        for name in DATA_DIMENSIONS:
+            index = index * self.size(name) + coordinates[name]
+        return index
+
+    def counts(self, rank: int) -> bool:
+        """Whether what this rank says of its rows counts: of those with the same rows, one."""
+        coordinates = self.coordinates(rank)
+        return all(not coordinates[name] for name in DIMENSIONS if name not in DATA_DIMENSIONS)
+
+
+def _unread(text: str, at: int) -> str:
+    return (
+        f"layout {text!r} cannot be read from {text[at:]!r} on; write dimensions and their sizes, "
+        "such as dp4, dp2tp2pp2, dp2x4 (two copies of four shards), cp2 or ep2."
+    )

@@ -1,0 +1,83 @@
+"""Layouts: what a string says, and where a rank stands."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.config import TrainerConfig
+from rlsys.layout.mesh import DATA_DIMENSIONS, DIMENSIONS, Layout
+
+layouts = st.builds(Layout, **{name: st.integers(1, 3) for name in DIMENSIONS})
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("dp1", {}),
+        ("dp4", {"dp_shard": 4}),
+        ("dp2x4", {"dp_replicate": 2, "dp_shard": 4}),
+        ("dp2tp2pp2", {"dp_shard": 2, "tp": 2, "pp": 2}),
+        ("dp1tp2", {"tp": 2}),
+        ("cp2ep4", {"cp": 2, "ep": 4}),
+    ],
+)
+def test_a_string_says_the_sizes(text: str, sizes: dict[str, int]) -> None:
+    assert Layout.parse(text) == Layout(**sizes)
+
+
+@given(layouts)
+def test_every_layout_has_a_string(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot be read from '' on"),
+        ("tp", "cannot be read from 'tp' on"),
+        ("dp2zz3", "cannot be read from 'zz3' on"),
+        ("tp2x2", "cannot be read from 'tp2x2' on"),
+        ("tp2tp2", "says tp twice"),
+        ("dp2dp2x2", "says dp twice"),
+        ("tp0", "tp=0 has no rank"),
+    ],
+)
+def test_what_is_no_layout_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout.parse(text)
+
+
+@given(layouts)
+def test_coordinates_number_the_ranks(layout: Layout) -> None:
+    places = [tuple(layout.coordinates(rank).values()) for rank in range(layout.num_ranks)]
+    assert len(set(places)) == layout.num_ranks
+    sizes = [layout.size(name) for name in reversed(DIMENSIONS)]
+    assert all(0 <= at < size for place in places for at, size in zip(place, sizes, strict=True))
+
+
+@given(layouts)
+def test_of_ranks_with_the_same_rows_one_counts(layout: Layout) -> None:
+    speakers: dict[int, list[int]] = {index: [] for index in range(layout.num_data)}
+    for rank in range(layout.num_ranks):
+        if layout.counts(rank):
+            speakers[layout.data_index(rank)].append(rank)
+    assert all(len(ranks) == 1 for ranks in speakers.values())
+    for one, other in itertools.combinations(range(min(layout.num_ranks, 12)), 2):
+        there, here = layout.coordinates(one), layout.coordinates(other)
+        same = all(there[name] == here[name] for name in DATA_DIMENSIONS)
+        assert same == (layout.data_index(one) == layout.data_index(other))
+
+
+def test_a_trainer_is_laid_out_by_either_option() -> None:
+    assert TrainerConfig(num_ranks=3).parallel == Layout(dp_shard=3)
+    assert TrainerConfig(layout="dp2tp2").parallel == Layout(dp_shard=2, tp=2)
+    for options, message in (
+        ({"layout": "dp2tp2", "num_ranks": 2}, "has 4 ranks, and trainer.num_ranks=2"),
+        ({"layout": "dp2yy2"}, r"trainer.layout: layout 'dp2yy2' cannot be read from 'yy2'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrainerConfig(**options)
