@@ -15,7 +15,7 @@ from rlsys.algorithms.values import value_loss
 from rlsys.engines.training.parallel.tensor import sum_replicated
 from rlsys.layout.mesh import Layout
 from rlsys.types import MicroBatch, TrainRow
-from tests.engines.layout_models import build_model
+from scripts.bench.layouts import build_model
 from tests.engines.training_harness import (
     Weights,
     gradients,
@@ -105,7 +105,7 @@ FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_moe")
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 def test_ranks_share_the_tokens_of_a_row(layout: str, tmp_path: Path) -> None:
-    families = (*FAMILIES, "mistral", "olmo2", "deepseek_v3")
+    families = (*FAMILIES, "mistral", "olmo2", "gpt_oss", "deepseek_v3")
     compare(tmp_path, [(family, layout, {}) for family in families])
 
 

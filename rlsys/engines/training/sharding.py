@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from rlsys.engines.training.parallel.experts import cut_experts, expert_modules
+from rlsys.engines.training.parallel.experts import cut_experts
 from rlsys.engines.training.parallel.groups import Mesh
-from rlsys.engines.training.parallel.tensor import cut_tensors
+from rlsys.engines.training.parallel.tensor import cut_tensors, expert_modules
 from rlsys.engines.training.ranks import init_single_process_group
 from rlsys.layout.fits import check_fits
 from rlsys.layout.mesh import Layout

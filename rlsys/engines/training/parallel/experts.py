@@ -23,13 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 from rlsys.engines.causal_lm import local_part
 from rlsys.engines.training.parallel.collectives import exchange
 from rlsys.engines.training.parallel.groups import Mesh
+from rlsys.engines.training.parallel.tensor import expert_modules
 
 EXPERTS = ("ep", "tp")
-
-
-def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """Those that hold the weights of all experts of a layer, [E, ...] each."""
-    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
 
 
 def cut_experts(model: Any, mesh: Mesh) -> None:

@@ -44,7 +44,7 @@ def cut_tensors(model: Any, mesh: Mesh) -> None:
     for name, style in styles.items():
         cutter.linear(modules[name], style)
         blocks[modules[name.rpartition(".")[0]]] = None
-    if not blocks:
+    if not blocks and not expert_modules(model):
         raise ValueError(
             f"{type(model).__name__} has no plan for tensor parallelism in transformers; use a "
             "layout without tp."
@@ -55,6 +55,11 @@ def cut_tensors(model: Any, mesh: Mesh) -> None:
         if module not in blocks and hasattr(module, "is_causal") and hasattr(module, "layer_idx"):
             _wrap(module, mesh, whole_output=True)
     cutter.vocabulary(model)
+
+
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """Those that hold the weights of all experts of a layer, [E, ...] each."""
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
 
 
 def cuts_vocabulary(model: Any) -> bool:

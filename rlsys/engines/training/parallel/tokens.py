@@ -65,6 +65,11 @@ class TokenShards:
         """`attend` over all M tokens of the pass, for some heads: query, key and value
         [1, heads, chunk, D]; returns [1, chunk, H, D]."""
         num_ranks = self.mesh.layout.cp
+        if query.shape[2] != self._shard * self.mesh.layout.tp:
+            raise ValueError(
+                "attention sees the tokens of one tensor rank only: this model's attention is not "
+                "cut as its plan says; use a layout without tp."
+            )
         if key.shape[1] % num_ranks:
             # Each rank needs the keys of its own queries.
             copies = query.shape[1] // key.shape[1]
