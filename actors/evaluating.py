@@ -184,7 +184,7 @@ class Evaluator:
 
     async def _evaluate(self, step: int, path: Path) -> None:
         reason = ""
-        for _ in range(MAX_DEATHS):
+        for attempt in range(1, MAX_DEATHS + 1):
             try:
                 found = await self._found(path)
                 if self._is_given_up:
@@ -192,6 +192,8 @@ class Evaluator:
                 line = await asyncio.to_thread(self._scoreboard.add, step, found, path)
             except WorkerDied as death:
                 reason, self._worker = str(death), None
+                if attempt < MAX_DEATHS:
+                    self._warn(f"{reason}; another takes its place")
             except (WorkerError, EngineError, ValueError, OSError) as error:
                 reason = str(error)
                 break

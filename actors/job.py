@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import signal
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -46,18 +44,9 @@ from .evaluating import EvaluationFactory, Evaluator
 from .factories import needs, role_needs
 from .local_ray import ends_with_ray
 from .placement import reserved
+from .signals import cancel_on_signals
 from .store import StoreClient
 from .team import Team, hired
-
-
-def cancel_on_signals() -> None:
-    """SIGTERM ends the run in good order, as Ctrl-C does; so do a terminal that closes (SIGHUP,
-    unless nohup has switched that off) and SIGQUIT. Signals come to the main thread only."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and (task := asyncio.current_task()) is not None:
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
 class Job:
@@ -107,7 +96,7 @@ class Job:
             prompts = cluster.enter_context(self._prompts_of_all())
             with self._console.phase("Starting Ray"):
                 cluster.enter_context(connected(config.cluster))
-                cancel_on_signals()  # again: Ray's own handler has just replaced it
+                cancel_on_signals()  # again: since Ray's start they interrupt system calls
                 await cluster.enter_async_context(ends_with_ray())
                 places = await cluster.enter_async_context(
                     reserved(

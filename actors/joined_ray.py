@@ -17,6 +17,7 @@ from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
 from .local_ray import RayFailed, last_line, stop_ray
+from .signals import signals_raise
 
 PROBE_TIMEOUT_S = 10.0
 
@@ -31,7 +32,7 @@ REASONS = {
 @contextlib.contextmanager
 def joined_ray(address: str) -> Iterator[None]:
     """Raises ValueError for an address at which no Ray cluster answers, RayFailed for one that
-    cannot be joined."""
+    cannot be joined, CancelledError for a signal meanwhile."""
     try:
         found = services.canonicalize_bootstrap_address(address)
     except Exception as error:  # noqa: BLE001  (of any kind, from the parsing of addresses)
@@ -45,9 +46,12 @@ def joined_ray(address: str) -> Iterator[None]:
             code = error.code()
             raise _refused(address, REASONS.get(code, f"it answers {code.name}")) from None
     try:
-        ray.init(address=found, logging_level="ERROR")
-    except Exception as error:  # noqa: BLE001  (Ray raises whatever it met)
+        with signals_raise():
+            ray.init(address=found, logging_level="ERROR")
+    except BaseException as error:  # Ray raises whatever it met
         stop_ray()
+        if not isinstance(error, Exception):
+            raise
         raise RayFailed(
             f"the Ray cluster at {found} cannot be joined: {last_line(error)}."
         ) from None

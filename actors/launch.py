@@ -46,8 +46,9 @@ from rlsys.workers import LearnerDied, ReplicaDied, RowsLost
 from .calls import WorkerError
 from .cluster import check_runs_dir
 from .dry_run import describe
-from .job import Job, cancel_on_signals
+from .job import Job
 from .preparation import check_held_out, hub_of, load_prompts, with_model
+from .signals import cancel_on_signals, cancel_without_main_thread
 
 # What goes wrong in the world: told in one message. A ValueError is a user's mistake, and told so
 # too; anything else is a bug and keeps its trace.
@@ -80,7 +81,7 @@ def launch(
     held_out: HeldOut | None = None,
     dry_run: bool = False,
 ) -> RunResult:
-    """See rlsys.launch, which calls it."""
+    """See rlsys.launch, which calls it for one run at a time."""
     require(
         warm_start is None or flow.main.head == "logits",
         f"a warm start teaches a model its next tokens, which {flow.main.name!r} (head "
@@ -126,6 +127,9 @@ async def _run(
     held_out: HeldOut,
 ) -> RunResult:
     cancel_on_signals()
+    task = asyncio.current_task()
+    assert task is not None
+    watching = asyncio.create_task(cancel_without_main_thread(task))
     check_runs_dir(config.runs_dir)
     console = RunConsole(
         num_steps=config.num_steps,
@@ -135,6 +139,7 @@ async def _run(
         print_samples=config.observe.print_samples,
     )
     with contextlib.ExitStack() as stack:
+        stack.callback(watching.cancel)
         with console.phase("Reading model and prompts"):
             stack.enter_context(hub_of(config, flow))
             check_room(Path(config.runs_dir), RECORDS_BYTES)

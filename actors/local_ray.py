@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import re
+import resource
 import secrets
 import shutil
 import signal
@@ -31,6 +32,7 @@ from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from .janitor import janitor, users_of
+from .signals import signals_raise
 
 # Of one machine: a node that does not answer is busy or was put to sleep with all the others. Ray's
 # own limit takes it for dead after half a minute, and the run with it; this one is ten.
@@ -57,6 +59,8 @@ LOOK_EVERY_S = 0.2  # whether Ray's processes still live
 VITAL = ("gcs_server", "raylet")  # its other processes serve people who look on
 SIGNAL_S = 1.0  # until a signal to all processes has reached this one too
 
+MIN_OPEN_FILES = 256  # with one worker of each kind; a few dozen more for each other one
+
 NUM_ATTEMPTS = 2
 MAX_CAUSE_LENGTH = 200
 
@@ -68,7 +72,8 @@ class RayFailed(OSError):
 @contextlib.contextmanager
 def local_ray() -> Iterator[None]:
     """Start Ray, and end it with the block. Raises RayFailed where it does not start twice, and
-    CancelledError for a SIGTERM meanwhile."""
+    CancelledError for a signal meanwhile."""
+    _check_open_files()
     root = _root()
     remove_orphans(root)
     with _own_directory(root) as directory, janitor(directory), _own_settings():
@@ -166,15 +171,15 @@ def _start(directory: Path) -> None:
     for attempt in range(1, NUM_ATTEMPTS + 1):
         before = _children()
         try:
-            _init(directory)
+            with signals_raise():
+                _init(directory)
             return
-        except SystemExit:  # Ray's handler of SIGTERM, until the run has its own again
-            _end(_children() - before)
-            raise asyncio.CancelledError("ended while Ray started") from None
-        except Exception as error:  # noqa: BLE001  (Ray raises whatever its processes met)
+        except BaseException as error:  # Ray raises whatever its processes met
             started = _children() - before  # those of a process that ends are no children any more
             stop_ray()
             _end(started | (_children() - before))
+            if not isinstance(error, Exception):
+                raise
             if attempt == NUM_ATTEMPTS:
                 cause = _said(directory) or last_line(error)
                 raise RayFailed(
@@ -183,6 +188,17 @@ def _start(directory: Path) -> None:
                     "short: python scripts/doctor.py; or whether the machine has too much else to "
                     "do."
                 ) from None
+
+
+def _check_open_files() -> None:
+    """Ray's own processes would die of it a minute later, with nothing but a dump to tell why."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < MIN_OPEN_FILES:
+        raise RayFailed(
+            f"Ray cannot start on this machine: a process may have {limit} open files (ulimit -n), "
+            f"fewer than the {MIN_OPEN_FILES} that Ray needs at least; raise the limit first: "
+            "ulimit -n 4096."
+        )
 
 
 def _init(directory: Path) -> None:

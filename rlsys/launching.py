@@ -8,10 +8,12 @@ The work is done by the Ray actors' package, found when it is first needed: `act
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import reprlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,9 @@ from rlsys.tiny_models import OwnModel
 
 if TYPE_CHECKING:
     from rlsys.dataflow.stages import RewardFn
+
+# Held by a run: imports of its libraries, Ray and the hub's settings are the process's.
+_RUNNING = threading.Lock()
 
 # Exit codes of a recipe, beside 0 and, for a wrong option, 2.
 FAILED, INTERRUPTED, NOBODY_READS = 1, 130, 141
@@ -152,12 +157,12 @@ def launch(
     `own_model` is trained where config.model.path is empty. `held_out` says what is evaluated
     beside training, where config.evaluation does not say it. With `dry_run` nothing is started and
     nothing written: the configuration, the graph, the placement, the memory and one prompt are
-    printed. Works in any thread, in a notebook too.
+    printed. Works in any thread, in a notebook too, for one run at a time.
 
     Raises ValueError for a mistake in the configuration, the model, the data or the rewards, before
     Ray starts where it can be told by then; RunFailed for a run that could not go on; and
-    KeyboardInterrupt, in the main thread, for Ctrl-C and SIGTERM. Every process that was started is
-    ended by then.
+    KeyboardInterrupt, in the main thread, for Ctrl-C and SIGTERM, in another one when the main
+    thread has ended. Every process that was started is ended by then.
     """
     _check_kind("config", config, RunConfig, "a RunConfig, such as rlsys.parse(...).config")
     _check_kind("flow", flow, Dataflow, "the Dataflow that the recipe's function returns")
@@ -170,15 +175,31 @@ def launch(
         fix = "rlsys.HeldOut(rows=..., rewards=...), or leave it out"
         _check_kind("held_out", held_out, HeldOut, fix)
     _check_kind("dry_run", dry_run, bool, "True or False")
-    result: RunResult = _actors_package("launch").launch(
-        config,
-        flow,
-        own_model=own_model,
-        warm_start=warm_start,
-        held_out=held_out,
-        dry_run=dry_run,
-    )
+    with _alone(config.name):
+        result: RunResult = _actors_package("launch").launch(
+            config,
+            flow,
+            own_model=own_model,
+            warm_start=warm_start,
+            held_out=held_out,
+            dry_run=dry_run,
+        )
     return result
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Raise ValueError for a second run while another thread runs one."""
+    require(
+        _RUNNING.acquire(blocking=False),
+        f"rlsys.launch is called for name={name!r} while another run of this process is under way, "
+        "and a process runs one at a time; wait for its end, or start this one in a process of its "
+        "own.",
+    )
+    try:
+        yield
+    finally:
+        _RUNNING.release()
 
 
 def _check_kind(name: str, given: object, kind: type[Any], fix: str) -> None:

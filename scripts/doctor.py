@@ -36,7 +36,7 @@ GOOD_SHM_GIB = 0.5
 MIN_DISK_GIB, GOOD_DISK_GIB = 0.5, 10.0
 SETUP = "bash scripts/setup.sh"
 
-GOOD_OPEN_FILES = 4096  # Ray opens a few dozen per worker
+MIN_OPEN_FILES, GOOD_OPEN_FILES = 256, 4096  # Ray opens a few dozen per worker
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ def check_port(port: int, purpose: str) -> Check:
 
 def check_open_files(limit: int) -> Check:
     if limit < GOOD_OPEN_FILES:
-        return Check("warn", "open files", f"limit {limit}", f"ulimit -n {GOOD_OPEN_FILES}")
+        status: Literal["warn", "fail"] = "fail" if limit < MIN_OPEN_FILES else "warn"
+        return Check(status, "open files", f"limit {limit}", f"ulimit -n {GOOD_OPEN_FILES}")
     return Check("ok", "open files", f"limit {limit}")
 
 

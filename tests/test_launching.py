@@ -164,6 +164,10 @@ def launch(tmp_path: Path, rows: Any = None, **fields: Any) -> rlsys.RunResult:
     sizes: dict[str, Any] = {"prompts_per_step": 4, "group_size": 2, "runs_dir": f"{tmp_path}/runs"}
     own = fields.pop("own_model", OwnModel(name="own"))
     config = rlsys.RunConfig(**(sizes | fields))
+    return rlsys.launch(config, small_flow(config, rows), own_model=own, dry_run=True)
+
+
+def small_flow(config: rlsys.RunConfig, rows: Any) -> rlsys.Dataflow:
     flow = rlsys.Dataflow()
     policy = flow.model("policy")
     rollouts = flow.generate(policy, rlsys.Prompts(config=config.data, rows=rows), group_size=2)
@@ -175,7 +179,7 @@ def launch(tmp_path: Path, rows: Any = None, **fields: Any) -> rlsys.RunResult:
         loss=rlsys.algorithms.clipped_surrogate(0.2, 0.2),
         aggregation=rlsys.algorithms.token_mean,
     )
-    return rlsys.launch(config, flow, own_model=own, dry_run=True)
+    return flow
 
 
 ROWS = [{"prompt": f"{n}=", "answer": str(n)} for n in range(8)]
@@ -566,6 +570,61 @@ def test_a_dry_run_works_in_a_thread_and_beside_a_loop(tmp_path: Path) -> None:
 
     asyncio.run(notebook())
     assert found == ["dry run", "dry run"]
+
+
+def test_a_second_run_of_the_process_is_refused_while_one_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, ends = threading.Event(), threading.Event()
+
+    async def wait(*_: Any) -> None:
+        started.set()
+        assert await asyncio.to_thread(ends.wait, 120)
+
+    monkeypatch.setattr(importlib.import_module("actors.launch"), "_dry_run", wait)
+    thread = threading.Thread(target=lambda: launch(tmp_path, ROWS))
+    thread.start()
+    assert started.wait(120)
+    try:
+        with pytest.raises(ValueError, match=r"name='second' while another run .* one at a time;"):
+            launch(tmp_path, ROWS, name="second")
+    finally:
+        ends.set()
+        thread.join(120)
+    launch(tmp_path, ROWS, name="second")
+
+
+INTERRUPTED_PROGRAM = """
+import asyncio, pathlib, sys, threading
+import rlsys
+from actors import launch, preparation
+from tests.test_launching import ROWS, small_flow
+
+class Endless:
+    def __init__(self, *_): pass
+
+    async def run(self, warm_start):
+        print("under way", flush=True)
+        await asyncio.Event().wait()
+
+launch.Job = Endless
+config = rlsys.RunConfig(prompts_per_step=4, group_size=2, runs_dir=sys.argv[1])
+start = lambda: rlsys.launch(config, small_flow(config, ROWS), own_model=rlsys.OwnModel(name="own"))
+threading.Thread(target=rlsys.main(start)).start()
+sys.stdin.read()
+"""
+
+
+def test_a_run_in_a_thread_ends_with_the_main_thread(tmp_path: Path) -> None:
+    process = started(INTERRUPTED_PROGRAM, str(tmp_path))
+    assert process.stdout is not None
+    while "under way" not in (line := process.stdout.readline()):
+        assert line, process.communicate()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert "Interrupted: 0 of " in out
+    assert err.rstrip().endswith("Interrupted.")
+    assert process.returncode == 130
 
 
 # What a recipe's main makes of it.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
+import logging
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +22,7 @@ import grpc
 import psutil
 import pytest
 import ray
+from ray._private import utils as ray_utils
 
 from actors import local_ray
 from actors.cluster import connected
@@ -122,6 +127,52 @@ def test_a_start_that_fails_is_tried_once_more_and_leaves_nothing(
     assert not any(psutil.pid_exists(process.pid) for process in sleeping)
     assert list(tmp_path.iterdir()) == []
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("within", ["a fork", "nothing"])
+def test_a_signal_while_ray_starts_ends_the_run_and_leaves_no_lock_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals, within: str
+) -> None:
+    """Python holds the lock of logging around each fork."""
+    monkeypatch.setattr(local_ray, "_root", lambda: tmp_path)
+    to_send: list[int] = []
+
+    def send() -> None:
+        if to_send:
+            os.kill(os.getpid(), to_send.pop())
+
+    def init(**options: Any) -> None:
+        ray_utils.set_sigterm_handler(lambda *_: sys.exit(15))  # as Ray itself does
+        to_send.append(number)
+        if within == "nothing":
+            send()
+        process = subprocess.Popen([sys.executable, "-c", ""], preexec_fn=lambda: None)
+        assert process.wait() == 0
+        time.sleep(TIMEOUT_S)  # for processes that have had the signal too
+        raise AssertionError("the signal is lost")
+
+    before = [signal.getsignal(one) for one in signal.valid_signals()]
+    os.register_at_fork(after_in_parent=send)
+    monkeypatch.setattr(ray, "init", init)
+    start = time.monotonic()
+    with pytest.raises(asyncio.CancelledError, match=number.name), connected(ClusterConfig()):
+        raise AssertionError("the run goes on")
+    assert time.monotonic() - start < TIMEOUT_S / 2
+    assert [signal.getsignal(one) for one in signal.valid_signals()] == before
+    assert list(tmp_path.iterdir()) == []
+    logged = threading.Thread(target=logging.getLogger, args=("other",), daemon=True)
+    logged.start()
+    logged.join(TIMEOUT_S)
+    assert not logged.is_alive()
+
+
+def test_too_few_open_files_are_told_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 1024))
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("it starts"))
+    message = r"may have 64 open files \(ulimit -n\), fewer than the 256 .*: ulimit -n 4096\."
+    with pytest.raises(RayFailed, match=message), connected(ClusterConfig()):
+        raise AssertionError("it cannot start")
 
 
 KILLED_RUN = """

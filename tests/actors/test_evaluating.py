@@ -136,7 +136,11 @@ def test_a_worker_that_dies_is_followed_by_another_and_then_by_a_warning(tmp_pat
         await world.after(10)
         await world.finish()  # the last one
         assert [line["step"] for line in world.results] == [10]
-        assert world.warnings == ["the model of step 0 is not evaluated: evaluation died"]
+        assert world.warnings == [
+            "evaluation died; another takes its place",
+            "the model of step 0 is not evaluated: evaluation died",
+            "evaluation died; another takes its place",
+        ]
         assert len(world.hired) == MAX_DEATHS + 2
         assert not list(world.files.evaluating.iterdir())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from actors import local_ray
 from scripts.doctor import (
     Check,
     check_amount,
@@ -108,6 +109,8 @@ def test_ports() -> None:
 def test_open_files() -> None:
     assert check_open_files(1024).fix == "ulimit -n 4096"
     assert check_open_files(4096).status == "ok"
+    assert check_open_files(local_ray.MIN_OPEN_FILES).status == "warn"  # a run starts
+    assert check_open_files(local_ray.MIN_OPEN_FILES - 1).status == "fail"
 
 
 def test_a_place_for_runs(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""Signals, and the end of the program, end the run in good order: they cancel its task."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from ray._private import utils as ray_utils
+
+LOOK_EVERY_S = 0.5  # whether the main thread still runs
+
+AGAIN_S = 0.05  # until a signal is tried again that must not raise yet
+HOLDING_LOCKS = {subprocess.__file__, logging.__file__}
+
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # beside SIGINT, which asyncio.run takes
+
+
+def cancel_on_signals() -> None:
+    """SIGTERM ends the run in good order, as Ctrl-C does; so do a terminal that closes (SIGHUP,
+    unless nohup has switched that off) and SIGQUIT. Signals come to the main thread only."""
+    if _is_main() and (task := asyncio.current_task()) is not None:
+        for number in ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """A signal that comes in the block, in which Ray starts, raises CancelledError there.
+
+    But not within a fork or a line of the log: these hold locks of Python's own, which would stay
+    locked for ever. There it waits for a moment. Ray's own handler would raise everywhere.
+    """
+    if not _is_main():  # no handler runs in another thread
+        yield
+        return
+    received: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGALRM:
+            received.append(number)
+        if _holds_locks(frame):
+            signal.signal(signal.SIGALRM, end)
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+        else:
+            raise asyncio.CancelledError
+
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGALRM, *ENDING)}
+    ignored = (None, signal.SIG_IGN)
+    before = {number: own for number, own in handlers.items() if own not in ignored}
+    set_rays_own = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda handler: None
+    for number in before.keys() - {signal.SIGALRM}:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        if received:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        ray_utils.set_sigterm_handler = set_rays_own
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if received:
+            raise asyncio.CancelledError(f"{signal.Signals(received[0]).name} while Ray started")
+
+
+def _holds_locks(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename in HOLDING_LOCKS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+async def cancel_without_main_thread(task: asyncio.Task[object]) -> None:
+    """Cancel the task of a run in another thread when the main thread has ended: Python waits for
+    the other threads then, and no signal reaches them."""
+    while threading.main_thread().is_alive() and not task.done():
+        await asyncio.wait([task], timeout=LOOK_EVERY_S)
+    task.cancel()
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
