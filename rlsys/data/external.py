@@ -29,6 +29,9 @@ from rlsys.types import Completion, FinishReason, Prompt
 
 logger = logging.getLogger(__name__)
 
+# A run whose peers offer nothing for so many steps says so: they may be slower, but hardly so much.
+VAIN_STEPS = 20
+
 
 class Encoder:
     """Groups of other runs as this run's model reads them: `prompts` renders their prompts,
@@ -123,6 +126,7 @@ class ExternalPrompts:
         self._encode = encode
         self._log = log
         self._refused: set[str] = set()  # peers of which something was
+        self._num_vain = 0  # places in a row for which there was no group
 
     def row(self, index: int) -> int:
         """Which row of the run's own data it is; -1 for another run's prompt."""
@@ -164,9 +168,21 @@ class ExternalPrompts:
                     logger.warning("%s It is passed over, as others of the kind are.", error)
                 continue
             self._log.decide(index, group)
+            self._num_vain = 0
             return prompt
         self._log.decide(index, None)
+        self._count_vain()
         return self._own.at(index)
+
+    def _count_vain(self) -> None:
+        self._num_vain += 1
+        if self._num_vain == VAIN_STEPS * self._groups_per_step:
+            logger.warning(
+                "no other run has offered a group to train on for %d steps: its peers have not "
+                "begun, are gone, or get equal rewards within each group. The run samples all by "
+                "itself meanwhile.",
+                VAIN_STEPS,
+            )
 
 
 @contextlib.contextmanager

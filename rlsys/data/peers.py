@@ -6,8 +6,11 @@ A peer that is slow, dead or gone just has nothing new; nobody waits for it.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,10 +20,15 @@ from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
 from rlsys.json_text import parse_json
 from rlsys.types import INJECTED
 
+logger = logging.getLogger(__name__)
+
 FILE = "rollouts.jsonl"
 
 # Of one file at one reading, at most: of a peer that is further ahead only the newest are read.
 READ_BYTES = 16 << 20
+
+# Lists and objects within each other in a prompt or a row; Python follows a thousand, at most.
+MAX_NESTING = 50
 
 # Between two readings. Files may lie on another machine's disk, where nothing tells of a change.
 EVERY_S = 0.5
@@ -55,7 +63,7 @@ class Tail:
         # The file is kept open, so that no other can have its inode.
         if self._file is None or not os.path.samestat(there, os.fstat(self._file.fileno())):
             self.close()
-            self._file = self._path.open("rb")
+            self._file = _opened(self._path)
             self._offset = 0
         if there.st_size < self._offset:
             self._offset = 0
@@ -70,6 +78,15 @@ class Tail:
         return read[:end].splitlines()
 
 
+def _opened(path: Path) -> IO[bytes]:
+    """Raises OSError for what is no ordinary file: a pipe would be waited for, without end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no ordinary file")
+    return os.fdopen(descriptor, "rb")
+
+
 class Peer:
     """One run whose groups are read: the first `group_size` rollouts of each group that has as
     many, less what it has itself taken from others."""
@@ -79,21 +96,47 @@ class Peer:
         self._group_size = group_size
         self._tail = Tail(directory / FILE)
         self._begun: list[dict[str, Any]] = []  # rollouts of a group that is not whole yet
+        self._has_warned = False
 
     def read(self) -> list[SharedGroup]:
         groups = []
         for line in self._tail.read():
             try:
                 record = parse_json(line)
+            except ValueError:  # as the rest of a line may be
+                self._begun = []
+                continue
+            try:
                 if (group := self._add(record)) is not None:
                     groups.append(group)
             # Somebody else's file: what is no record of ours is passed over.
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except (
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                ArithmeticError,
+                RecursionError,
+            ) as error:
                 self._begun = []
+                self._warn(error)
         return groups
 
     def close(self) -> None:
         self._tail.close()
+
+    def _warn(self, error: Exception) -> None:
+        """Once."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a group in %s of %s cannot be read (%s: %s). It is passed over, as others of the "
+                "kind are.",
+                FILE,
+                self._name,
+                type(error).__name__,
+                error,
+            )
 
     def _add(self, record: dict[str, Any]) -> SharedGroup | None:
         """The group that this record makes whole. Records of one stand together, in order."""
@@ -115,11 +158,14 @@ class Peer:
         first = records[0]
         rewards = [float(one["reward"]) for one in records]
         if not all(map(math.isfinite, rewards)):
-            return None
+            raise ValueError(f"the rewards {rewards} are not all finite")
+        asked = first["prompt"] if first.get("asked") is None else first["asked"]
+        if not _is_flat([asked, first["row"]], MAX_NESTING):
+            raise ValueError(f"its prompt or row is nested more than {MAX_NESTING} deep")
         return SharedGroup(
             peer=self._name,
             group_id=int(first["group_id"]),
-            asked=first["prompt"] if first.get("asked") is None else first["asked"],
+            asked=asked,
             row=dict(first["row"]),
             completions=[
                 SharedCompletion(
@@ -131,13 +177,22 @@ class Peer:
         )
 
 
+def _is_flat(value: object, levels: int) -> bool:
+    """Whether no more lists and objects are within each other, itself included."""
+    if not isinstance(value, list | dict):
+        return True
+    within = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_flat(one, levels - 1) for one in within)
+
+
 class Peers:
-    """All runs below `runs_dir` that `shared` names, but for `own`; looked for at each reading."""
+    """All runs below `runs_dir` that `shared` names, but for `own`; looked for at each reading. A
+    run with several names, through links, counts once."""
 
     def __init__(self, runs_dir: Path, shared: Shared, *, own: str, group_size: int) -> None:
-        self._runs_dir = runs_dir
+        self._runs_dir = runs_dir.resolve()
         self._shared = shared
-        self._own = own
+        self._own_file = self._runs_dir / own / FILE
         self._group_size = group_size
         self._peers: dict[str, Peer] = {}
 
@@ -158,16 +213,24 @@ class Peers:
             peer.close()
 
     def _names(self) -> Sequence[str]:
-        found: set[str] = set()
+        paths: set[Path] = set()
         for pattern in self._shared.peers:
-            try:
-                found.update(
-                    str(path.parent.relative_to(self._runs_dir))
-                    for path in self._runs_dir.glob(f"{pattern}/{FILE}")
-                )
-            except OSError:  # as of a tail
-                continue
-        return sorted(found - {self._own})
+            with contextlib.suppress(OSError):  # as of a tail
+                paths.update(self._runs_dir.glob(f"{pattern}/{FILE}"))
+        by_file: dict[tuple[int, int], Path] = {}
+        # Links come last, so that a run goes by its own name.
+        for path in [
+            self._own_file,
+            *sorted(paths, key=lambda p: (os.path.realpath(p) != str(p), p)),
+        ]:
+            with contextlib.suppress(OSError):
+                there = os.stat(path)
+                by_file.setdefault((there.st_dev, there.st_ino), path)
+        return [
+            str(path.parent.relative_to(self._runs_dir))
+            for path in by_file.values()
+            if path != self._own_file
+        ]
 
 
 class Reading:

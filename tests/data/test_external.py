@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import DataConfig, ObserveConfig, RunConfig, SamplingConfig
-from rlsys.data.external import Encoder, ExternalPrompts, external_prompts
+from rlsys.data.external import VAIN_STEPS, Encoder, ExternalPrompts, external_prompts
 from rlsys.data.external_log import ExternalLog, read_external
 from rlsys.data.prompts import PromptSource
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
@@ -178,6 +178,22 @@ def test_a_step_has_just_as_many_as_it_may() -> None:
         prompts = prompts_of(Forgetful(), Endless([]), number)  # type: ignore[arg-type]
         external = [bool(prompts.at(index).shared_by) for index in range(12)]
         assert [sum(external[start : start + 4]) for start in range(9)] == [number] * 9
+
+
+def test_a_run_says_once_that_its_peers_offer_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = ExternalLog(tmp_path / "external.jsonl")
+    offers = ["good"]
+    prompts = prompts_of(log, Peers(offers), 2)
+    for index in range(4 * VAIN_STEPS):
+        prompts.at(index)
+    assert caplog.messages == []
+    for index in range(4 * VAIN_STEPS, 12 * VAIN_STEPS):
+        prompts.at(index)
+    assert len(caplog.messages) == 1
+    assert "offered a group to train on for 20 steps" in caplog.messages[0]
+    log.close()
 
 
 def test_a_log_that_lacks_what_was_issued_is_refused(tmp_path: Path) -> None:

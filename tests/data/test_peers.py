@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -209,3 +211,70 @@ def test_a_thread_that_a_bug_ends_says_so(tmp_path: Path) -> None:
 def test_a_group_that_nothing_scored_is_not_shared(tmp_path: Path) -> None:
     written(tmp_path / "peer", records(1, 4), records(1, 5, reward=None), records(1, 6))
     assert ids(Peer("a", tmp_path / "peer", group_size=2).read()) == [4, 6]
+
+
+def test_a_group_that_is_no_group_is_passed_over_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    deep: object = []
+    for _ in range(300):
+        deep = [deep]
+    bad = [
+        records(1, 1, reward=10**400),
+        records(1, 2, reward=float("nan")),
+        records(1, float("inf")),  # type: ignore[arg-type]
+        records(1, 3, row={"answer": "4", "more": deep}),
+        records(1, 4, asked=deep),
+    ]
+    for number, group in enumerate(bad):
+        caplog.clear()
+        directory = tmp_path / f"peer-{number}"
+        directory.mkdir()
+        lines = [json.dumps(vars(one)) for one in [*records(1, 0), *group, *group, *records(2, 9)]]
+        (directory / "rollouts.jsonl").write_text("\n".join([*lines, ""]))
+        peer = Peer("a", directory, group_size=2)
+        assert ids(peer.read()) == [0, 9]
+        peer.close()
+        (warning,) = caplog.messages
+        assert warning.startswith("a group in rollouts.jsonl of a cannot be read (")
+
+
+def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    os.mkfifo(tmp_path / "a" / "rollouts.jsonl")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "rollouts.jsonl").symlink_to("/dev/zero")
+    written(tmp_path / "c", records(1, 2)).close()
+    told: list[SharedGroup] = []
+    arrived = threading.Event()
+
+    def tell(groups: list[SharedGroup]) -> None:
+        told.extend(groups)
+        arrived.set()
+
+    shared = Shared(peers=["*"], groups_per_step=1)
+    reading = Reading(Peers(tmp_path, shared, own="d", group_size=2), tell)
+    try:
+        assert arrived.wait(30)
+    finally:
+        reading.close()
+    reading.check()
+    assert ids(told) == [2]
+
+
+def test_a_run_with_several_names_counts_once_and_the_own_one_not_at_all(tmp_path: Path) -> None:
+    written(tmp_path / "own", records(1, 0)).close()
+    written(tmp_path / "node", records(1, 1)).close()
+    for name, target in (("a-link", "node"), ("own-link", "own"), ("gone", "nowhere")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    for name, target in (("soft", "own"), ("z", "node")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rollouts.jsonl").symlink_to(tmp_path / target / "rollouts.jsonl")
+    (tmp_path / "hard").mkdir()
+    (tmp_path / "hard" / "rollouts.jsonl").hardlink_to(tmp_path / "own" / "rollouts.jsonl")
+    (tmp_path / "runs").symlink_to(tmp_path)
+    shared = Shared(peers=["*"], groups_per_step=1)
+    for runs_dir in (tmp_path, tmp_path / "runs"):
+        found = Peers(runs_dir, shared, own="own", group_size=2)
+        assert [(group.peer, group.group_id) for group in found.read()] == [("node", 1)]
+        found.close()
