@@ -140,6 +140,7 @@ async def _run(
     )
     with contextlib.ExitStack() as stack:
         stack.callback(watching.cancel)
+        stack.enter_context(console.telling_logged())
         with console.phase("Reading model and prompts"):
             stack.enter_context(hub_of(config, flow))
             check_room(Path(config.runs_dir), RECORDS_BYTES)

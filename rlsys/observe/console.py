@@ -9,9 +9,11 @@ summary.py.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -158,6 +160,17 @@ class RunConsole:
 
     def warn(self, message: str) -> None:
         self._print(f"warning: {message}", style="yellow")
+
+    @contextmanager
+    def telling_logged(self) -> Iterator[None]:
+        """What rlsys's modules log as a warning meanwhile is told as one."""
+        logger, handler = logging.getLogger("rlsys"), logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self.warn(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
 
     def close(
         self,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -289,3 +290,12 @@ def test_the_trend_keeps_the_scale_of_the_whole_run() -> None:
     assert sparkline([0.3] * 4, last=8) == "▁▁▁▁"
     assert sparkline([0.0, 1.0], last=8, ascii_only=True) == "_#"
     assert sparkline([], last=8) == ""
+
+
+def test_what_modules_log_as_a_warning_is_told_as_one() -> None:
+    screen = Screen()
+    with screen.run.telling_logged():
+        logging.getLogger("rlsys.data.external").warning("group %d is passed over", 3)
+        logging.getLogger("rlsys.data.external").info("group 4")
+    logging.getLogger("rlsys.data.external").warning("group 5")
+    assert screen.lines == ["warning: group 3 is passed over"]
