@@ -28,40 +28,53 @@ def run_nodes(script: str, name: str, num_nodes: int, seed: int, runs_dir: str) 
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for number, node in enumerate(names):
-            options = node_options(name, number, num_nodes * seed + number)
-            processes.append(
-                _start([script, *sys.argv[1:], *options], Path(runs_dir, f"{node}.log"))
-            )
+            options = node_options(sys.argv[1:], name, number, num_nodes * seed + number)
+            processes.append(_start([script, *options], Path(runs_dir, f"{node}.log")))
         print(
             f"{num_nodes} nodes are training; {runs_dir}/{name}-*.log tell how it goes", flush=True
         )
         codes = [process.wait() for process in processes]
     finally:
         _end(processes)
-    failed = [node for node, code in zip(names, codes, strict=True) if code]
+    failed = {node: code for node, code in zip(names, codes, strict=True) if code}
     earned = {node: cumulative_reward(Path(runs_dir, node)) for node in names if node not in failed}
     for node, reward in earned.items():
         print(f"{node}: cumulative reward {reward:.2f}")
     print(f"all: cumulative reward {sum(earned.values()):.2f}")
     if failed:
-        raise RunFailed(f"{', '.join(failed)} failed; see {runs_dir}/{failed[0]}.log")
+        ends = ", ".join(f"{node} {_ended(code)}" for node, code in failed.items())
+        raise RunFailed(f"{ends}; see {runs_dir}/{next(iter(failed))}.log")
 
 
 def node_names(name: str, num_nodes: int) -> list[str]:
     return [f"{name}-{number}" for number in range(num_nodes)]
 
 
-def node_options(name: str, number: int, seed: int) -> list[str]:
-    """What is its own, behind the options of the whole swarm."""
-    options = ["--num-nodes", "1", "--name", f"{name}-{number}", "--seed", str(seed)]
-    has_peers = any(argument.partition("=")[0] == "--peers" for argument in sys.argv[1:])
-    return options if has_peers else [*options, "--peers", f"{name}-*"]
+def node_options(arguments: Sequence[str], name: str, number: int, seed: int) -> list[str]:
+    """The options of the whole swarm, with what is the node's own in the place of the swarm's."""
+    own = {"--num-nodes": "1", "--name": f"{name}-{number}", "--seed": str(seed)}
+    options: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        option, equals, _ = argument.partition("=")
+        if option.replace("_", "-") not in own:
+            options.append(argument)
+        elif not equals:
+            next(rest)  # its value
+    if not any(option.partition("=")[0] == "--peers" for option in options):
+        own["--peers"] = f"{name}-*"
+    return [*options, *(text for pair in own.items() for text in pair)]
 
 
 def cumulative_reward(directory: Path) -> float:
     """Sum over the steps of the mean reward of what the node's own policy sampled."""
     lines = read_metrics(directory / "metrics.jsonl")
     return sum(line.get(metrics.REWARD_SAMPLED_MEAN, line[metrics.REWARD_MEAN]) for line in lines)
+
+
+def _ended(code: int) -> str:
+    """How a node failed."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else "failed"
 
 
 def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import rlsys
 from recipes import sums_in_words
 from recipes.dapo import penalised_advantage
+from recipes.swarm_nodes import node_options, run_nodes
 from rlsys.algorithms import grpo_advantage
 from rlsys.cli import parse
 from rlsys.config import ObserveConfig
@@ -144,3 +146,36 @@ def test_each_recipe_has_its_row() -> None:
 def test_each_command_of_the_table_can_be_parsed(command: str) -> None:
     script, *arguments = command.split()
     parse(CONFIGS[script], arguments)
+
+
+def test_a_node_of_a_swarm_has_each_option_once(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--name", "s", "--num_nodes=3", "--clip-low", "0.1", "--seed=4", "--runs-dir", "r"]
+    options = node_options(given, "s", 2, 14)
+    config = parse(CONFIGS["swarm.py"], options).config
+    assert (config.name, config.num_nodes, config.seed) == ("s-2", 1, 14)
+    assert (config.clip_low, config.runs_dir, config.peers) == (0.1, "r", ("s-*",))
+    assert "twice" not in capsys.readouterr().err
+    assert options.count("--peers") == 1
+    assert node_options(["--peers", "a"], "s", 0, 0)[:2] == ["--peers", "a"]
+    assert node_options(["--peers", "a"], "s", 0, 0).count("--peers") == 1
+
+
+def test_a_node_that_a_signal_ends_is_told_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "node.py"
+    script.write_text(
+        "import os, sys\n"
+        "if 's-1' in sys.argv:\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "sys.exit('s-0' in sys.argv)\n"
+    )
+    monkeypatch.setattr("sys.argv", ["swarm.py"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(
+            rlsys.RunFailed, match=r"s-0 failed, s-1 was ended by SIGKILL; see .*s-0"
+        ):
+            run_nodes(str(script), "s", 2, 0, str(tmp_path / "runs"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
