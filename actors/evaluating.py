@@ -170,7 +170,11 @@ class Evaluator:
             )
         await self._changed.until(lambda: len(self._waiting) < MAX_WAITING)
         path = export_path(self._directory, step)
-        await self._export(path)
+        try:
+            await self._export(path)
+        except OSError as error:  # a full disk, for one
+            self._warn(f"the model of step {step} is not evaluated: {error}")
+            return
         self._waiting[step] = path
         self._changed.notify()
 

@@ -268,7 +268,10 @@ class RayLearner:
         await self._crew.all("snapshot")
 
     async def export(self, directory: Path) -> None:
-        await self._crew.all("export", _absolute(directory))
+        """Raises OSError for an unwritable directory or a full disk; the trainer goes on."""
+        refused: OSError | None = (await self._crew.all("export", _absolute(directory)))[0]
+        if refused is not None:
+            raise refused
 
     async def export_the_end(self, directory: Path) -> None:
         """A rank's death in the middle is outlived: the trained state is exported all the same."""

@@ -182,9 +182,14 @@ class TrainerActor(Heartbeat):
         with self._call("load"):
             self._engine.load(directory)
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path) -> OSError | None:
+        """What the disk refused, which does the trainer no harm."""
         with self._call("export"):
-            self._engine.export(directory)
+            try:
+                self._engine.export(directory)
+            except OSError as error:
+                return error
+        return None
 
     def close(self) -> None:
         if self._engine is not None:

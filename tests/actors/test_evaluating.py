@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -52,6 +53,7 @@ class World:
         self.warnings: list[str] = []
         self.num_signs_of_life = 0
         self.hired: list[FakeWorker] = []
+        self.is_full = False
         self.evaluator = Evaluator(
             CONFIG,
             self.board,
@@ -73,6 +75,8 @@ class World:
         return cast(Worker, self.hired[-1])
 
     async def export(self, directory: Path) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "the disk is full")
         exported(self.files, int(directory.name.removeprefix("step_")))
 
     async def after(self, *steps: int) -> None:
@@ -161,6 +165,22 @@ def test_an_evaluation_that_fails_is_told_and_the_worker_goes_on(tmp_path: Path)
         ]
         assert [line["step"] for line in world.results] == [10]
         assert len(world.hired) == 1
+
+    run(work())
+
+
+def test_a_model_for_which_the_disk_has_no_room_is_not_evaluated(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path, lambda name: found(0.5))
+        world.is_full = True
+        await world.after(0)
+        world.is_full = False
+        await world.after(10)
+        await world.finish()
+        assert world.warnings == [
+            "the model of step 0 is not evaluated: [Errno 28] the disk is full"
+        ]
+        assert [line["step"] for line in world.results] == [10]
 
     run(work())
 

@@ -494,3 +494,18 @@ def test_ranks_that_die_while_they_load_are_told_with_their_model(tmp_path: Path
     told = r"^model 'critic' could not be loaded, its process died meanwhile \(critic-0 died during"
     with pytest.raises(LearnerDied, match=told):
         asyncio.run(learner.start())
+
+
+def test_an_export_that_the_disk_refuses_does_the_trainer_no_harm(
+    cluster: None, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path) as world:
+            assert await world.step(1) == [1]
+            with pytest.raises(IsADirectoryError):
+                await world.learner.export(tmp_path)
+            assert await world.step(2) == [1, 2]
+            await world.learner.export(tmp_path / "hf")
+            assert (tmp_path / "hf").read_text() == "2"
+
+    asyncio.run(run())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from rlsys.algorithms.aggregation import (
     Aggregation,
@@ -419,6 +423,53 @@ def test_an_export_is_a_hugging_face_checkpoint(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.encode("1+2=") == AutoTokenizer.from_pretrained(model_path).encode("1+2=")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+class FullAfter:
+    """A stream to a disk that has room for so many bytes more."""
+
+    def __init__(self, stream: Any, num_bytes: int) -> None:
+        self._stream = stream
+        self._left = num_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, data: Any) -> int:
+        self._left -= len(data)
+        if self._left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return int(self._stream.write(data))
+
+
+def test_a_checkpoint_on_a_full_disk_is_told_as_one(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = FileSystem.create_stream
+
+    @contextlib.contextmanager
+    def full(self: FileSystem, path: Path, mode: str) -> Any:
+        with real(self, path, mode) as stream:
+            yield FullAfter(stream, 2000)
+
+    monkeypatch.setattr(FileSystem, "create_stream", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        make_engine(model_path).save(tmp_path / "saved")
+    assert raised.value.errno == errno.ENOSPC
+
+
+def test_an_export_to_a_full_disk_is_told_as_one_and_leaves_nothing(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        said = "Error while serializing: I/O error: No space left on device (os error 28)"
+        raise SafetensorError(said)
+
+    engine = make_engine(model_path)
+    monkeypatch.setattr(type(engine._model), "save_pretrained", full)
+    with pytest.raises(OSError, match=r"cannot write .*hf: the disk is full"):
+        engine.export(tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(model_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rlsys.checkpoint import new_directory
+from rlsys.engines.causal_lm import save_model
 
 
 def export_model(
@@ -28,7 +29,7 @@ def export_model(
     from transformers import AutoTokenizer
 
     with new_directory(directory) as unfinished:
-        model.save_pretrained(unfinished, state_dict=dict(tensors))
+        save_model(model, unfinished, state_dict=dict(tensors))
         # What was written there is the dtype of `model`, whose parameters are float32 masters.
         config = copy.deepcopy(model.config)
         config.dtype = dtype

@@ -239,18 +239,13 @@ class FSDPEngine:
         self._begin_batch()
 
     def export(self, directory: Path) -> None:
-        error = None
         tensors = {}
         for name, tensor in self._tensors.items():
             gathered = whole(tensor)
             if self._ranks.rank == 0:
                 tensors[name] = gathered.to("cpu", self._dtype_of(name))
         if self._ranks.rank == 0:
-            try:
-                export_model(self._model, tensors, self._dtype, self._model_path, directory)
-            except OSError as failure:
-                error = failure
-        self._ranks.raise_together(error)
+            export_model(self._model, tensors, self._dtype, self._model_path, directory)
 
     def close(self) -> None:
         if self._publisher is not None:

@@ -103,7 +103,11 @@ class TrainingEngine(Protocol):
     def export(self, directory: Path) -> None:
         """A Hugging Face checkpoint with its tokenizer, which AutoTokenizer loads and, by the
         head, AutoModelForCausalLM or AutoModelForSequenceClassification. A critic is one of the
-        latter, whose head is applied to every token."""
+        latter, whose head is applied to every token.
+
+        Raises OSError on rank 0, which writes it, for an unwritable directory or a full disk; all
+        ranks can go on.
+        """
 
     def close(self) -> None:
         """Unlink what was published. Idempotent."""

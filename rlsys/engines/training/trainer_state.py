@@ -18,9 +18,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+
+class _Writer(FileSystemWriter):
+    """Raises a full disk's OSError where torch's zip writer ends with an error of its own."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def save_state(
@@ -40,7 +55,7 @@ def save_state(
     state["policy_version"] = torch.tensor(policy_version)
     state["rng"] = torch.get_rng_state()
     with _plain_errors(sharded):
-        save(state, checkpoint_id=directory, no_dist=not sharded)
+        save(state, storage_writer=_Writer(directory), no_dist=not sharded)
 
 
 def load_state(
