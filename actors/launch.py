@@ -83,6 +83,11 @@ def launch(
 ) -> RunResult:
     """See rlsys.launch, which calls it for one run at a time."""
     require(
+        sys.flags.optimize < 2,
+        "PYTHONOPTIMIZE=2 (python -OO) strips docstrings, which transformers reads; unset it, or "
+        "use 1.",
+    )
+    require(
         warm_start is None or flow.main.head == "logits",
         f"a warm start teaches a model its next tokens, which {flow.main.name!r} (head "
         f"{flow.main.head!r}) does not give; launch it without one.",

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -753,3 +754,12 @@ def test_a_reward_model_without_weights_of_its_own_is_refused(tmp_path: Path) ->
         rlsys.launch(
             config, ppo(config, [right], rows=ROWS), own_model=OwnModel(name="own"), dry_run=True
         )
+
+
+def test_an_interpreter_that_strips_docstrings_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stripping = SimpleNamespace(flags=SimpleNamespace(optimize=2))
+    monkeypatch.setattr("actors.launch.sys", stripping)
+    with pytest.raises(ValueError, match=r"PYTHONOPTIMIZE=2 .* unset it"):
+        launch(tmp_path)
