@@ -151,7 +151,7 @@ def test_each_command_of_the_table_can_be_parsed(command: str) -> None:
 def test_a_node_of_a_swarm_has_each_option_once(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--name", "s", "--num_nodes=3", "--clip-low", "0.1", "--seed=4", "--runs-dir", "r"]
     options = node_options(given, "s", 2, 14)
-    config = parse(CONFIGS["swarm.py"], options).config
+    config: Any = parse(CONFIGS["swarm.py"], options).config
     assert (config.name, config.num_nodes, config.seed) == ("s-2", 1, 14)
     assert (config.clip_low, config.runs_dir, config.peers) == (0.1, "r", ("s-*",))
     assert "twice" not in capsys.readouterr().err
