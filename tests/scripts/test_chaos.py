@@ -246,8 +246,11 @@ def test_a_run_that_is_hurt_ends_well() -> None:
 def test_runs_that_are_hurt_end_well() -> None:
     found = chaos("--runs", "14", "--seed", "1", timeout_s=7100)
     assert (found["ended_well"], found["audit_errors"], found["leftovers"]) == (14, 0, 0)
-    assert found["replica_back_s"] <= 15
-    assert found["rank_back_s"] <= 20
+    # Which of the two is measured depends on who was hit when.
+    back = {name: found[name] for name in ("replica_back_s", "rank_back_s") if found[name]}
+    assert back
+    assert back.get("replica_back_s", 0) <= 15
+    assert back.get("rank_back_s", 0) <= 20
 
 
 @pytest.mark.slow
