@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import ray
+from ray._private.utils import get_num_cpus
 
 from rlsys.config import ClusterConfig, require
 
@@ -18,18 +20,35 @@ from .local_ray import local_ray
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
+# Times the CPUs of one machine that a run may ask for there; its processes take turns then.
+OVERBOOKED = 4
+
+
 @contextlib.contextmanager
-def connected(config: ClusterConfig) -> Iterator[None]:
-    """Join the cluster of cluster.address or RAY_ADDRESS, or start one on this machine; leave it,
-    or stop what was started, at the end. Raises ValueError or RayFailed with what is wrong."""
+def connected(config: ClusterConfig, *, asked_cpus: float = 0) -> Iterator[str]:
+    """Join the cluster of cluster.address or RAY_ADDRESS, or start one on this machine, that gives
+    out `asked_cpus` if that is within reason; leave it, or stop what was started, at the end. Gives
+    a warning, or nothing. Raises ValueError or RayFailed with what is wrong."""
     if ray.is_initialized():
         raise ValueError(
             "this process is connected to Ray already, and a run connects by itself; call "
             "ray.shutdown() first."
         )
     address = config.address or os.environ.get("RAY_ADDRESS")
-    with local_ray() if address in (None, "", "local") else joined_ray(address):
-        yield
+    if address not in (None, "", "local"):
+        with joined_ray(address):
+            yield ""
+        return
+    num_cpus, warning = int(get_num_cpus()), ""
+    if num_cpus < asked_cpus <= OVERBOOKED * num_cpus:
+        warning = (
+            f"the run asks for {asked_cpus:g} CPUs, of which this machine has {num_cpus}: its "
+            "processes take turns; lower num_cpus, num_ranks, layout or num_replicas where that is "
+            "slow."
+        )
+        num_cpus = math.ceil(asked_cpus)
+    with local_ray(num_cpus):
+        yield warning
 
 
 def check_runs_dir(runs_dir: str) -> None:

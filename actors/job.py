@@ -92,21 +92,26 @@ class Job:
         if warm_start and self._begins_alike and self._resume_from:
             await asyncio.to_thread(self._checkpoints.check_beginning)
         ranks, replicas = needs(config, self._flow)
+        roles = role_needs(config, self._flow)
+        every = [*ranks, *replicas, *(need for some in roles.values() for need in some)]
+        asked = sum(need.num_cpus for need in every)
         async with contextlib.AsyncExitStack() as cluster:
             prompts = cluster.enter_context(self._prompts_of_all())
             with self._console.phase("Starting Ray"):
-                cluster.enter_context(connected(config.cluster))
+                warning = cluster.enter_context(connected(config.cluster, asked_cpus=asked))
                 cancel_on_signals()  # again: since Ray's start they interrupt system calls
                 await cluster.enter_async_context(ends_with_ray())
                 places = await cluster.enter_async_context(
                     reserved(
                         ranks,
                         replicas,
-                        roles=role_needs(config, self._flow),
+                        roles=roles,
                         min_replicas=config.rollout.num_first,
                         timeout_s=config.cluster.start_timeout_s,
                     )
                 )
+            if warning:
+                self._console.warn(warning)
             team = await cluster.enter_async_context(
                 hired(
                     config,

@@ -70,14 +70,15 @@ class RayFailed(OSError):
 
 
 @contextlib.contextmanager
-def local_ray() -> Iterator[None]:
-    """Start Ray, and end it with the block. Raises RayFailed where it does not start twice, and
+def local_ray(num_cpus: int | None = None) -> Iterator[None]:
+    """Start Ray, and end it with the block; `num_cpus`: that it gives out, by default as many as
+    there are. Raises RayFailed where it does not start twice, and
     CancelledError for a signal meanwhile."""
     _check_open_files()
     root = _root()
     remove_orphans(root)
     with _own_directory(root) as directory, janitor(directory), _own_settings():
-        _start(directory)
+        _start(directory, num_cpus)
         try:
             yield
         finally:
@@ -167,12 +168,12 @@ def remove_orphans(root: Path) -> None:
             _remove(directory)
 
 
-def _start(directory: Path) -> None:
+def _start(directory: Path, num_cpus: int | None) -> None:
     for attempt in range(1, NUM_ATTEMPTS + 1):
         before = _children()
         try:
             with signals_raise():
-                _init(directory)
+                _init(directory, num_cpus)
             return
         except BaseException as error:  # Ray raises whatever its processes met
             started = _children() - before  # those of a process that ends are no children any more
@@ -201,13 +202,14 @@ def _check_open_files() -> None:
         )
 
 
-def _init(directory: Path) -> None:
+def _init(directory: Path, num_cpus: int | None) -> None:
     # The only way to keep Ray's processes, and not just its dashboard, off the other interfaces:
     # it does so on systems where it supports no clusters.
     ray_constants.ENABLE_RAY_CLUSTER, before = False, ray_constants.ENABLE_RAY_CLUSTER
     try:
         ray.init(
             address="local",
+            num_cpus=num_cpus,
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             logging_level="CRITICAL",

@@ -24,7 +24,7 @@ import pytest
 import ray
 from ray._private import utils as ray_utils
 
-from actors import local_ray
+from actors import cluster, local_ray
 from actors.cluster import connected
 from actors.local_ray import FILES, OWNER, PREFIX, RayFailed, remove_orphans
 from rlsys.config import ClusterConfig
@@ -93,6 +93,19 @@ def test_what_is_no_address_is_refused(address: str, monkeypatch: pytest.MonkeyP
         connected(ClusterConfig()),
     ):
         raise AssertionError("there is nothing to join")
+
+
+@pytest.mark.parametrize(("asked", "given"), [(1.5, 2), (2.2, 3), (8, 8), (9, 2)])
+def test_a_machine_gives_out_more_cpus_than_it_has_within_reason(
+    asked: float, given: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local_ray, "_root", lambda: tmp_path)
+    monkeypatch.setattr(cluster, "get_num_cpus", lambda: 2)
+    found: list[int] = []
+    monkeypatch.setattr(ray, "init", lambda **options: found.append(options["num_cpus"]))
+    with connected(ClusterConfig(), asked_cpus=asked) as warning:
+        assert found == [given]
+        assert ("this machine has 2: its processes take turns" in warning) == (given > 2)
 
 
 def test_a_start_that_fails_is_tried_once_more_and_leaves_nothing(
