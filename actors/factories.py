@@ -78,7 +78,7 @@ def _ranks(name: str, trainer: TrainerConfig) -> list[Need]:
             name=f"{name}-{rank}",
             num_cpus=trainer.num_cpus,
             num_gpus=trainer.num_gpus,
-            fix=f"{name}.num_ranks or {name}.layout, {name}.num_cpus or {name}.num_gpus",
+            fix=f"{name}.layout, {name}.num_cpus or {name}.num_gpus",
         )
         for rank in range(trainer.parallel.num_ranks)
     ]

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlsys.checkpoint import Checkpoint
 from rlsys.dataflow.stages import PerBatchStage
-from rlsys.layout.mesh import Layout
+from rlsys.mesh import Layout
 from rlsys.types import StepResult, WeightManifest
 from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, Rows, RowsLost, Written

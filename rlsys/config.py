@@ -14,7 +14,7 @@ from typing import Literal
 
 from rlsys.evaluation import check_k
 from rlsys.fields import conform
-from rlsys.layout.mesh import Layout
+from rlsys.mesh import Layout
 from rlsys.types import SamplingParams
 
 # A whole number of seconds that every clock and lock takes; a limit of months is none.
@@ -233,10 +233,8 @@ class RolloutConfig:
 class TrainerConfig:
     """The training ranks and the optimizer."""
 
-    num_ranks: int = 1
-    """Data-parallel ranks (FSDP2), one process each."""
-    layout: str = ""
-    """Ranks along several dimensions, such as tp2, dp2tp2, cp2, ep2 or dp2x4, in place of num_ranks
+    layout: str = "dp1"
+    """Ranks, one process each: dp4 (FSDP2 over rows), tp2, dp2tp2, pp2, cp2, ep2, dp2x4 and so on
     (docs/training.md)."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
@@ -272,19 +270,13 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         conform(self, "trainer")
-        require(
-            1 <= self.num_ranks <= MAX_PROCESSES,
-            f"trainer.num_ranks={self.num_ranks} is no number of processes; use 1 to "
-            f"{MAX_PROCESSES}.",
-        )
         try:
-            layout = self.parallel
+            num_ranks = self.parallel.num_ranks
         except ValueError as error:
             raise ValueError(f"trainer.layout: {error}") from None
         require(
-            self.num_ranks in (1, layout.num_ranks) and layout.num_ranks <= MAX_PROCESSES,
-            f"trainer.layout={self.layout!r} has {layout.num_ranks} ranks, and trainer.num_ranks="
-            f"{self.num_ranks}; leave trainer.num_ranks out, and use {MAX_PROCESSES} at most.",
+            num_ranks <= MAX_PROCESSES,
+            f"trainer.layout={self.layout!r} has {num_ranks} ranks; use {MAX_PROCESSES} at most.",
         )
         require(
             0 < self.learning_rate <= 1,
@@ -334,13 +326,13 @@ class TrainerConfig:
         require(
             self.num_gpus in (0, 1),
             f"trainer.num_gpus={self.num_gpus}: a rank drives exactly one device; use 0 or 1, and "
-            "trainer.num_ranks for more devices.",
+            "trainer.layout for more devices.",
         )
 
     @property
     def parallel(self) -> Layout:
         """How the ranks are laid out."""
-        return Layout.parse(self.layout) if self.layout else Layout(dp_shard=self.num_ranks)
+        return Layout.parse(self.layout)
 
     @property
     def updates_per_step(self) -> int:
@@ -675,8 +667,8 @@ class RunConfig:
         require(
             self.prompts_per_step % self.trainer.parallel.num_data == 0,
             f"prompts_per_step={self.prompts_per_step} does not divide over the "
-            f"{self.trainer.parallel.num_data} data ranks of the trainer: every one trains the "
-            "same number of groups; use a multiple.",
+            f"{self.trainer.parallel.num_data} data ranks of trainer.layout="
+            f"{self.trainer.layout!r}: every one trains the same number of groups; use a multiple.",
         )
         require(
             self.checkpoint_every >= 0,
@@ -697,7 +689,7 @@ class RunConfig:
             self.prompts_per_step % (self.trainer.parallel.num_data * self.trainer.num_minibatches)
             == 0,
             f"prompts_per_step={self.prompts_per_step} does not divide over the "
-            f"{self.trainer.parallel.num_data} data ranks of the trainer and "
+            f"{self.trainer.parallel.num_data} data ranks of trainer.layout and "
             f"trainer.num_minibatches={self.trainer.num_minibatches}; use a multiple of their "
             "product.",
         )

@@ -62,7 +62,6 @@ MAY_CHANGE = {
     "rollout.gpu_memory_frac",
     "rollout.num_cpus",
     "rollout.num_gpus",
-    "trainer.num_ranks",
     "trainer.layout",
     "trainer.micro_batch_tokens",
     "trainer.snapshot_every",

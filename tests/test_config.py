@@ -49,7 +49,7 @@ from rlsys.types import SamplingParams
         (RolloutConfig, {"gpu_memory_frac": 1.5}, "rollout.gpu_memory_frac=1.5"),
         (RolloutConfig, {"num_cpus": 0}, "rollout.num_cpus=0"),
         (RolloutConfig, {"num_gpus": -1}, "rollout.num_gpus=-1"),
-        (TrainerConfig, {"num_ranks": 0}, "trainer.num_ranks=0"),
+        (TrainerConfig, {"layout": "dp0"}, "dp_shard=0 has no rank"),
         (TrainerConfig, {"learning_rate": -1.0}, "trainer.learning_rate=-1.0"),
         (TrainerConfig, {"learning_rate": math.nan}, "trainer.learning_rate=nan"),
         (TrainerConfig, {"warmup_steps": -1}, "trainer.warmup_steps=-1"),
@@ -82,8 +82,8 @@ from rlsys.types import SamplingParams
         (RunConfig, {"group_size": 0}, "group_size=0"),
         (
             RunConfig,
-            {"prompts_per_step": 3, "trainer": TrainerConfig(num_ranks=2)},
-            "prompts_per_step=3 does not divide over trainer.num_ranks=2",
+            {"prompts_per_step": 3, "trainer": TrainerConfig(layout="dp2")},
+            "prompts_per_step=3 does not divide over the 2 data ranks of trainer.layout='dp2'",
         ),
         (
             RunConfig,
@@ -116,7 +116,7 @@ from rlsys.types import SamplingParams
         (RunConfig, {"runs_dir": Path("runs")}, "runs_dir=PosixPath('runs') does not fit"),
         (RunConfig, {"resume": "maybe"}, "resume='maybe' does not fit; give true, false or auto"),
         (RunConfig, {"resume": 1}, "resume=1 does not fit; give true, false or auto"),
-        (RunConfig, {"trainer": {"num_ranks": 2}}, "is no TrainerConfig; give trainer=Trainer"),
+        (RunConfig, {"trainer": {"layout": "dp2"}}, "is no TrainerConfig; give trainer=Trainer"),
         (RunConfig, {"trainer": TrainerConfig}, "is no TrainerConfig"),
         (ModelConfig, {"dtype": "float8"}, "model.dtype='float8' does not fit; give one of"),
         (SamplingConfig, {"temperature": math.inf}, "sampling.temperature=inf is no finite"),
@@ -130,7 +130,7 @@ from rlsys.types import SamplingParams
         (TrainerConfig, {"learning_rate": math.inf}, "trainer.learning_rate=inf is no finite"),
         (TrainerConfig, {"learning_rate": 1e30}, "trainer.learning_rate=1e+30 lies outside"),
         (TrainerConfig, {"weight_decay": math.nan}, "trainer.weight_decay=nan is no finite"),
-        (TrainerConfig, {"num_ranks": 10**9}, "trainer.num_ranks=1000000000 is no number of pro"),
+        (TrainerConfig, {"layout": "dp1000000000"}, "has 1000000000 ranks"),
         (TrainerConfig, {"num_cpus": 1e-9}, "trainer.num_cpus=1e-09"),
         (RolloutConfig, {"num_replicas": 10**9}, "rollout.num_replicas=1000000000"),
         (RolloutConfig, {"num_gpus": 1.5}, "rollout.num_gpus=1.5 is no number that Ray"),
@@ -177,7 +177,7 @@ def test_values_at_the_edge_are_admitted() -> None:
     TrainerConfig(final_lr_frac=0.0, adam_beta1=0.0, num_gpus=1)
     RunConfig(sampling=SamplingConfig(temperature=0.005))
     RunConfig(rollout=RolloutConfig(engine="vllm"), sampling=SamplingConfig(temperature=0.01))
-    RunConfig(name="a.b_c-1", prompts_per_step=4, trainer=TrainerConfig(num_ranks=2))
+    RunConfig(name="a.b_c-1", prompts_per_step=4, trainer=TrainerConfig(layout="dp2"))
 
 
 def test_sampling_parameters_are_those_configured() -> None:

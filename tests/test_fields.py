@@ -34,7 +34,9 @@ def test_a_configuration_survives_json() -> None:
 
 
 def test_keys_that_are_left_out_take_their_defaults() -> None:
-    assert from_dict(RunConfig, {"trainer": {"num_ranks": 2}}).trainer == TrainerConfig(num_ranks=2)
+    assert from_dict(RunConfig, {"trainer": {"layout": "dp2"}}).trainer == TrainerConfig(
+        layout="dp2"
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlsys.layout.mesh import Layout
+from rlsys.mesh import Layout
 
 # As configurations of transformers name it.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -19,6 +19,7 @@ def check_fits(layout: Layout, config: Any) -> None:
         (("num_attention_heads",), "tp x cp", heads),
         (("num_key_value_heads", "intermediate_size"), "tp", layout.tp),
         (NUM_EXPERTS, "ep x tp", layout.size("ep", "tp")),
+        (("num_hidden_layers",), "pp", layout.pp),
     ):
         for name in names:
             number = getattr(text, name, None)
@@ -30,9 +31,4 @@ def check_fits(layout: Layout, config: Any) -> None:
     if layout.ep > 1 and not any(getattr(text, name, None) for name in NUM_EXPERTS):
         raise ValueError(
             f"trainer.layout={str(layout)!r}: this model has no experts; leave ep out."
-        )
-    if layout.pp > 1:
-        raise ValueError(
-            f"trainer.layout={str(layout)!r}: pipelines are not built yet; use tp or dp in place "
-            "of pp."
         )

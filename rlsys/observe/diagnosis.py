@@ -158,7 +158,7 @@ def _staleness(lines: Lines, max_staleness: int) -> Iterator[Finding]:
             "staleness_pinned",
             f"staleness is pinned at its bound (mean {staleness:.2f} of "
             f"asynchrony.max_staleness={max_staleness}): training is the bottleneck and "
-            "generation waits; give the trainer more (trainer.num_ranks, trainer.num_cpus), or "
+            "generation waits; give the trainer more (trainer.layout, trainer.num_cpus), or "
             "take away replicas.",
             BOTTLENECK,
         )

@@ -19,7 +19,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,17 @@ from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.parallel.tensor import is_cut, sum_replicated
 from rlsys.engines.training.ranks import init_process_group
 from rlsys.engines.training.sharding import whole
-from rlsys.layout.mesh import Layout
 from rlsys.layout.transport.shm import open_weights
+from rlsys.mesh import Layout
 from rlsys.tiny_models import build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
 
-LAYOUTS = ("dp2", "tp2", "cp2", "ep2", "dp2tp2", "dp2cp2", "dp2ep2", "tp2cp2", "dp2x2", "tp2ep2")
+LAYOUTS = (
+    *("dp2", "tp2", "pp2", "cp2", "ep2"),
+    *("dp2tp2", "dp2pp2", "tp2pp2", "dp2cp2", "dp2ep2", "tp2cp2", "tp2ep2", "dp2x2"),
+)
 SIZES: dict[str, Any] = {
     "vocab_size": 24,
     "hidden_size": 32,
@@ -199,12 +201,10 @@ def trained(path: Path, layout: Layout, rank: int) -> Step:
     parameters = engine._parameters
     num_tokens = sum(len(row.token_ids) for row in rows())
     copies = {name: one.grad.detach().clone() for name, one in parameters.items()}
-    if layout.tp > 1 and engine._mesh is not None:
-        sum_replicated(parameters.values(), engine._mesh)
+    engine._squared_norm(list(parameters.values()))  # adds up what several ranks have parts of
     gradient = {name: whole(one.grad) / num_tokens for name, one in parameters.items()}
-    for name, one in parameters.items():  # the step adds them up once more
-        if not is_cut(one):
-            one.grad.copy_(copies[name])
+    for name, one in parameters.items():  # as the step does once more
+        one.grad.copy_(copies[name])
     result = engine.optimizer_step()
     manifest = engine.publish()
     weights = {} if manifest is None else open_weights(manifest)
@@ -236,8 +236,7 @@ def _rank(rank: int, port: int, layout: str, families: Sequence[str], directory:
             found[family] = trained(directory / family, parsed, rank)
         except ValueError as refusal:
             found[family] = str(refusal)
-    if rank == 0:
-        (directory / "found").write_bytes(pickle.dumps(found))
+    (directory / f"found-{rank}").write_bytes(pickle.dumps(found))
     if dist.is_initialized():
         dist.barrier()
     os._exit(0)
@@ -249,13 +248,19 @@ def measure(layout: str, families: Sequence[str], directory: Path) -> dict[str, 
         port = probe.getsockname()[1]
     num_ranks = Layout.parse(layout).num_ranks
     spawn(_rank, (port, layout, families, directory), nprocs=num_ranks)
-    found: dict[str, Step | str] = pickle.loads((directory / "found").read_bytes())
+    files = [directory / f"found-{rank}" for rank in range(num_ranks)]
+    ranks: list[dict[str, Step | str]] = [pickle.loads(file.read_bytes()) for file in files]
     worst = {"loss": 0.0, "gradient": 0.0, "weights": 0.0}
     refused = {}
-    for family, step in found.items():
+    for family, step in ranks[0].items():
         if isinstance(step, str):
             refused[family] = step
             continue
+        gradient: dict[str, torch.Tensor] = {}
+        for rank in ranks:  # stages of a pipeline have some each
+            of_rank = rank[family]
+            gradient |= of_rank.gradient if isinstance(of_rank, Step) else {}
+        step = replace(step, gradient=gradient)
         for name, error in errors(step, reference(directory / family)).items():
             worst[name] = max(worst[name], error)
     told = {name: float(f"{error:.2g}") for name, error in worst.items()}

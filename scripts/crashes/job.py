@@ -33,7 +33,7 @@ class Job:
             *("--prompts-per-step", str(PROMPTS_PER_STEP), "--group-size", str(GROUP_SIZE)),
             *("--observe.record-groups", str(PROMPTS_PER_STEP), "--observe.print-samples", "0"),
             *("--sampling.max-tokens", "32", "--cluster.store-gib", "0.03125"),
-            *("--trainer.num-ranks", "2", "--rollout.num-replicas", "2"),
+            *("--trainer.layout", "dp2", "--rollout.num-replicas", "2"),
             *arguments,
         ]
         (directory / "tmp").mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ from actors.store import StoreAddress
 from actors.trainer import TrainerActor
 from rlsys.checkpoint import Checkpoint
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
-from rlsys.layout.mesh import Layout
+from rlsys.mesh import Layout
 from rlsys.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult
 from rlsys.user_functions import FunctionFailed

@@ -22,7 +22,7 @@ from actors.snapshots import SnapshotKeepers
 from actors.store import StoreAddress
 from actors.trainer import TrainerActor
 from rlsys.checkpoint import Checkpoint
-from rlsys.layout.mesh import Layout
+from rlsys.mesh import Layout
 from rlsys.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult
 from rlsys.workers import LearnerDied

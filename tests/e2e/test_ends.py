@@ -66,7 +66,7 @@ def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
     number: signal.Signals, tmp_path: Path, ray_dir: Path
 ) -> None:
     """As systemd and terminals send it, closed ones too. Two ranks, so that these have met too."""
-    ranks = ["--trainer.num-ranks", "2", "--trainer.num-cpus", "0.5", "--rollout.num-cpus", "0.5"]
+    ranks = ["--trainer.layout", "dp2", "--trainer.num-cpus", "0.5", "--rollout.num-cpus", "0.5"]
     arguments = [*ENDLESS, *ranks, "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
     try:

@@ -74,7 +74,7 @@ def test_ranks_and_replica_over_the_network(namespaces: tuple[str, str], tmp_pat
     first, second = namespaces
     # Three ranks find room on two nodes only.
     options = (
-        "--trainer.num-ranks 3 --trainer.num-cpus 0.9 --rollout.num-cpus 0.1 "
+        "--trainer.layout dp3 --trainer.num-cpus 0.9 --rollout.num-cpus 0.1 "
         f"--prompts-per-step 6 --warm-start-batch 9 --runs-dir {tmp_path / 'runs'}"
     )
     # Paths of sockets lie below it, and may have 107 characters.

@@ -100,7 +100,7 @@ def test_two_runs_on_policy_give_the_same_numbers(tmp_path: Path) -> None:
 
 
 def test_two_ranks_and_two_replicas(tmp_path: Path) -> None:
-    options = "--trainer.num-ranks 2 --rollout.num-replicas 2 --trainer.num-cpus 0.5"
+    options = "--trainer.layout dp2 --rollout.num-replicas 2 --trainer.num-cpus 0.5"
     job = quickstart(tmp_path, *options.split(), "--rollout.num-cpus", "0.5")
     assert job.returncode == 0, job.output
     assert len(read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")) == 3

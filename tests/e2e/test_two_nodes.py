@@ -104,14 +104,14 @@ def test_an_address_where_nobody_listens_is_told_at_once() -> None:
 def test_a_cluster_that_is_too_small_says_what_it_lacks(
     two_nodes: TwoNodes, tmp_path: Path
 ) -> None:
-    job = two_nodes.start_job(tmp_path, "--trainer.num-ranks", "2")
+    job = two_nodes.start_job(tmp_path, "--trainer.layout", "dp2")
     try:
         assert job.wait() == 1
     finally:
         job.end()
     assert "needs 4 CPUs (trainer-0 (1 CPU), trainer-1 (1 CPU), rollout-0 (2 CPU))" in job.output
     assert "the cluster has 2 node(s): " in job.output
-    assert "finds no place. Lower trainer.num_ranks" in job.output
+    assert "finds no place. Lower trainer.layout" in job.output
     assert "Traceback" not in job.output
 
 

@@ -12,8 +12,7 @@ import torch
 
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.algorithms.values import value_loss
-from rlsys.engines.training.parallel.tensor import sum_replicated
-from rlsys.layout.mesh import Layout
+from rlsys.mesh import Layout
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.layouts import build_model
 from tests.engines.training_harness import (
@@ -44,15 +43,13 @@ def trained(path: Path, layout: str, rank: int = 0, world_size: int = 1, **optio
 
 
 def summed(engine: Any) -> Weights:
-    """Gradients of all ranks, which the engine adds up in the optimizer step only."""
-    tp, mesh = engine._layout.tp, engine._mesh
-    if tp > 1:
-        sum_replicated(engine._parameters.values(), mesh)
+    """Gradients of all ranks, some of which the engine adds up in the optimizer step only."""
+    parameters = engine._parameters
+    copies = {name: one.grad.detach().clone() for name, one in parameters.items()}
+    engine._squared_norm(list(parameters.values()))
     found = gradients(engine)
-    if tp > 1:  # that step adds them once more
-        for parameter in engine._parameters.values():
-            if "tp" not in str(getattr(parameter, "device_mesh", "")):
-                parameter.grad.div_(tp)
+    for name, one in parameters.items():  # that step adds them up once more
+        one.grad.copy_(copies[name])
     return found
 
 
@@ -88,7 +85,9 @@ def compare(
                     what,
                     name,
                 )
-        assert relative(found[0][number][1], expected[1]) < rtol, what
+        # Stages of a pipeline have some each.
+        gradient = {name: x for rank in found for name, x in rank[number][1].items()}
+        assert relative(gradient, expected[1]) < rtol, what
         if expected[2]:
             # Adam's first step is the gradient's sign times the rate, also where it is all noise.
             assert relative(found[0][number][2], expected[2]) < 100 * rtol, what
@@ -103,8 +102,8 @@ def relative(found: Weights, expected: Weights) -> float:
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_moe")
 
 
-@pytest.mark.parametrize("layout", ["tp2", "cp2"])
-def test_ranks_share_the_tokens_of_a_row(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["tp2", "cp2", "pp2"])
+def test_ranks_share_rows_and_layers(layout: str, tmp_path: Path) -> None:
     families = (*FAMILIES, "mistral", "olmo2", "gpt_oss", "deepseek_v3")
     compare(tmp_path, [(family, layout, {}) for family in families])
 
@@ -117,9 +116,10 @@ def test_experts_lie_on_several_ranks(tmp_path: Path) -> None:
     "cases",
     [
         [(name, layout, {}) for layout in ("dp2tp2", "dp2cp2", "dp2x2") for name in FAMILIES],
+        [(name, layout, {}) for layout in ("dp2pp2", "tp2pp2", "cp2pp2") for name in FAMILIES],
         [("qwen3", "cp2tp2", {}), *(("qwen3_moe", f"{x}2ep2", {}) for x in ("dp", "tp", "cp"))],
     ],
-    ids=["data", "others"],
+    ids=["data", "stages", "others"],
 )
 def test_layouts_compose(cases: list[tuple[str, str, dict[str, Any]]], tmp_path: Path) -> None:
     compare(tmp_path, cases)
@@ -130,7 +130,53 @@ def test_critics_losses_and_recomputation_know_no_layout(tmp_path: Path) -> None
     entropy = {"loss": clipped_surrogate(0.2, 0.28), "gradient_checkpointing": True}
     cases = [
         (family, layout, options)
-        for family, layout in (("qwen3", "tp2"), ("gemma3_text", "cp2"))
+        for family, layout in (("qwen3", "tp2"), ("gemma3_text", "cp2"), ("qwen3", "pp2"))
         for options in (critic, entropy, {"micro_batch_tokens": 1000})
     ]
     compare(tmp_path, cases)
+
+
+def resumed(rank: int, world_size: int, directory: Path, *, before: str, after: str) -> Any:
+    """Two steps, and two of an engine of another layout that takes over after the first; what
+    either infers, and publishes."""
+
+    def engine(layout: str) -> Any:
+        size = Layout.parse(layout).num_ranks
+        return make_engine(
+            directory / "qwen3", layout=layout, rank=rank, world_size=size, micro_batch_tokens=60
+        )
+
+    def step(one: Any) -> None:
+        layout = one._layout
+        one.accumulate(MicroBatch(rows=ROWS[layout.data_index(rank) :: layout.num_data]))
+        one.optimizer_step()
+
+    first = engine(before)
+    step(first)
+    first.save(directory / f"state-{before}")
+    second = engine(after)
+    second.load(directory / f"state-{before}")
+    restored = weights(second)
+    for one in (first, second):
+        step(one)
+    second.export(directory / f"hf-{after}")
+    said = second.infer(ROWS) if second._layout.counts(rank) else second.infer(ROWS) and None
+    return restored, weights(first), weights(second), said
+
+
+@pytest.mark.parametrize(("before", "after"), [("pp2", "tp2"), ("tp2", "pp2"), ("cp2", "dp2")])
+def test_a_checkpoint_goes_on_in_another_layout(before: str, after: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    build_model(tmp_path / "qwen3", "qwen3")
+    found = run_ranks(2, partial(resumed, before=before, after=after), tmp_path)
+    restored, expected, again, _ = found[0]
+    assert restored.keys() == expected.keys() == again.keys()
+    assert relative(again, expected) < 1e-3
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"hf-{after}")
+    for name, parameter in exported.named_parameters():
+        assert torch.equal(parameter, again[name])
+    (said,) = [one[3] for one in found if one[3] is not None][:1]
+    plain = make_engine(tmp_path / f"hf-{after}").infer(ROWS)
+    for one, other in zip(said, plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-4)

@@ -233,4 +233,4 @@ def refused_ranks(rank: int, world_size: int, directory: Path) -> str:
 def test_ranks_cannot_run_rows_one_by_one(tmp_path: Path) -> None:
     scalar_model(tmp_path / "model", "bert", type_vocab_size=2, pad_token_id=None)
     for refusal in run_ranks(2, refused_ranks, tmp_path):
-        assert "set pad_token_id in its config.json, or trainer.num_ranks=1." in refusal
+        assert "set pad_token_id in its config.json, or trainer.layout=dp1." in refusal

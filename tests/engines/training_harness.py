@@ -65,7 +65,7 @@ def make_engine(model_path: Path, **options: Any) -> FSDPEngine:
     world_size = 1 if "layout" in trainer else options.get("world_size", 1)
     arguments: dict[str, Any] = {
         "model_path": model_path,
-        "trainer": TrainerConfig(**{"learning_rate": 1e-2, "num_ranks": world_size, **trainer}),
+        "trainer": TrainerConfig(**{"learning_rate": 1e-2, "layout": f"dp{world_size}", **trainer}),
         "model": ModelConfig(**model),
         "loss": loss,
         "aggregation": aggregation,

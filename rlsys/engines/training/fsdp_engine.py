@@ -11,7 +11,7 @@ together. A batch may take several updates; the version counts batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ from rlsys.engines.training.optimizer import (
     set_learning_rate,
     squared_norm,
 )
+from rlsys.engines.training.parallel.stages import Stage
 from rlsys.engines.training.parallel.tensor import is_cut, sum_replicated
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks
@@ -106,12 +107,13 @@ class FSDPEngine:
             temperature=temperature,
             device=self._device,
         )
+        self._role.hidden_dtype = self._dtype
         network = self._role.network
         if world_size > 1 and getattr(network, "runs_rows_alone", False):
             raise ValueError(
                 f"model.path={str(model_path)!r} has no padding token, so transformers runs its "
                 "rows one by one, which several ranks cannot do in step; set pad_token_id in its "
-                "config.json, or trainer.num_ranks=1."
+                "config.json, or trainer.layout=dp1."
             )
         self._model = network.model
         self._attention_tokens = attention_tokens(self._model)
@@ -123,6 +125,9 @@ class FSDPEngine:
         self._tensors = model_tensors(self._model)  # these and the persistent buffers
         self.reset_optimizer()
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._tensors.items()}
+        if self._role.stage is not None:
+            published = self._role.stage.of_all(published, self._tensors)
+        self._published = published
         self._is_published = head == "logits"
         self._publisher = Publisher(published) if self._is_published and rank == 0 else None
         self._begin_batch()
@@ -177,6 +182,7 @@ class FSDPEngine:
         share = examples[self._layout.data_index(self._ranks.rank) :: self._layout.num_data]
         rows = [supervised_row(tokens, length) for tokens, length in share]
         role = Policy(self._role.network, self._device, temperature=1.0)
+        role.hidden_dtype = self._dtype
         self._accumulate(role, rows, cross_entropy(), token_mean)
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         return self._apply_gradients(rate, "a supervised step").loss
@@ -200,8 +206,7 @@ class FSDPEngine:
             except OSError as failure:
                 error = failure
         self._ranks.raise_together(error)
-        for name, tensor in self._tensors.items():
-            gathered = whole(tensor)
+        for name, gathered in self._gathered():
             if file is not None:
                 file.put(name, gathered)
         if file is None or self._publisher is None:
@@ -240,12 +245,26 @@ class FSDPEngine:
 
     def export(self, directory: Path) -> None:
         tensors = {}
-        for name, tensor in self._tensors.items():
-            gathered = whole(tensor)
+        for name, gathered in self._gathered():
             if self._ranks.rank == 0:
-                tensors[name] = gathered.to("cpu", self._dtype_of(name))
+                tensors[name] = gathered.to("cpu", self._published[name][0])
         if self._ranks.rank == 0:
-            export_model(self._model, tensors, self._dtype, self._model_path, directory)
+            model = self._model
+            if self._role.stage is not None:  # of which this rank has only some layers
+                with torch.device("meta"):
+                    model = type(model)(model.config)
+            export_model(model, tensors, self._dtype, self._model_path, directory)
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors of the model by name, whole on rank 0. A collective."""
+        stage = self._role.stage
+        if stage is None:
+            for name, tensor in self._tensors.items():
+                yield name, whole(tensor)
+            return
+        for name in self._published:
+            own = self._tensors.get(name)
+            yield name, stage.to_first(name, None if own is None else whole(own))
 
     def close(self) -> None:
         if self._publisher is not None:
@@ -274,7 +293,10 @@ class FSDPEngine:
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._statistics = StepStatistics(counts=self._layout.counts(self._ranks.rank))
+        self._statistics = StepStatistics(
+            counts=self._layout.counts(self._ranks.rank),
+            names=self._ranks.union if self._layout.pp > 1 else None,
+        )
         self._optimizer.zero_grad()
 
     def _accumulate(
@@ -292,11 +314,30 @@ class FSDPEngine:
             whole_groups=whole_groups(loss),
         )
         # FSDP2 gathers and reduces in every pass, so all ranks run equally many.
-        for number in range(self._ranks.max(len(passes))):
+        num_passes = self._ranks.max(len(passes))
+
+        def batch_of(number: int) -> tuple[Batch, torch.Tensor]:
             chosen = [trained[i] for i in passes[number]] if number < len(passes) else []
             batch = role.collate([rows[index] for index in chosen], columns)
             row_weights = torch.tensor([weights[index] for index in chosen])
-            self._backward(role, batch, row_weights.to(self._device)[batch.row_index], loss)
+            return batch, row_weights.to(self._device)[batch.row_index]
+
+        if role.stage is not None:
+            self._pipeline(role, role.stage, [batch_of(i) for i in range(num_passes)], loss)
+            return
+        for number in range(num_passes):
+            self._loss_of(role, *batch_of(number), loss).backward()
+
+    def _pipeline(
+        self, role: Role, stage: Stage, batches: Sequence[tuple[Batch, torch.Tensor]], loss: Loss
+    ) -> None:
+        def forward(number: int, received: torch.Tensor | None) -> torch.Tensor:
+            if stage.is_last:
+                return self._loss_of(role, *batches[number], loss, received)
+            hidden: torch.Tensor = role.run(batches[number][0], received)
+            return hidden
+
+        stage.run(len(batches), forward, lambda i: role.room(batches[i][0]))
 
     def _count(self, role: Role, row: TrainRow, aggregation: Aggregation) -> float:
         """Add a rollout to the sums; returns the weight of each of its places."""
@@ -312,19 +353,33 @@ class FSDPEngine:
         )
         return weight
 
-    def _backward(self, role: Role, batch: Batch, weights: torch.Tensor, loss: Loss) -> None:
+    def _loss_of(
+        self,
+        role: Role,
+        batch: Batch,
+        weights: torch.Tensor,
+        loss: Loss,
+        received: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Of a pass, summed: [], with gradient."""
         staleness = self._num_updates - self._config.updates_per_step * batch.policy_versions
-        losses, told = role.learn(loss, batch, staleness)
+        losses, told = role.learn(loss, batch, staleness, received)
         total = (weights * losses).sum()
-        total.backward()
         self._statistics.add_pass(total, told)
+        return total
 
     def _squared_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         """This rank's part of it: what several ranks hold counts once."""
-        if self._mesh is None or self._layout.size("tp", "dp_replicate") == 1:
+        if self._mesh is None or self._layout.size("tp", "pp", "dp_replicate") == 1:
             return squared_norm(parameters)
         if self._layout.tp > 1:
             sum_replicated(parameters, self._mesh)
+        stage = self._role.stage
+        if stage is not None:
+            stage.add_tied()
+            if not stage.is_first:
+                tied = stage.tied_weight()
+                parameters = [one for one in parameters if one is not tied]
         cut = squared_norm([one for one in parameters if is_cut(one)])
         whole = squared_norm([one for one in parameters if not is_cut(one)])
         return (cut + whole / self._layout.tp) / self._layout.dp_replicate

@@ -39,10 +39,36 @@ class Places:
 
 
 def hidden_states(
-    model: Any, batch: Batch, row_limit: int | None, mesh: Mesh | None = None
+    model: Any,
+    batch: Batch,
+    row_limit: int | None,
+    mesh: Mesh | None = None,
+    received: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Places]:
-    """[U', D] of this rank's places. Raises ValueError for a row of more inputs than `row_limit`,
-    if there is one."""
+    """[U', D] of this rank's places. `received`: hidden states of the stage before, [1, T, D], in
+    place of the batch's tokens. Raises ValueError for a row of more inputs than `row_limit`, if
+    there is one."""
+    output, shards = layer_outputs(model, batch, row_limit, mesh, received)
+    if shards is None:
+        places = Places(len(batch.positions))
+        return output.flatten(0, 1).index_select(0, batch.positions), places
+    by_chunk = cuts_vocabulary(model)
+    if by_chunk:
+        output = gather(output, shards.mesh.group("tp"), 1)
+    own = shards.own(batch.positions, by_chunk=by_chunk)
+    within = shards.within(batch.positions[own], by_chunk=by_chunk)
+    places = Places(len(batch.positions), shards, own, by_chunk)
+    return output[0].index_select(0, within), places
+
+
+def layer_outputs(
+    model: Any,
+    batch: Batch,
+    row_limit: int | None,
+    mesh: Mesh | None = None,
+    received: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, TokenShards | None]:
+    """[1, T, D] or [B, L, D]: what the layers of this rank make of a batch."""
     longest = batch.input_ids.shape[1] if batch.packing is None else batch.packing.longest
     if row_limit is not None and longest > row_limit:
         raise ValueError(
@@ -50,36 +76,34 @@ def hidden_states(
             f"tokens of rows of more than {row_limit} by other angles than when they "
             "were sampled; lower data.max_prompt_tokens or sampling.max_tokens."
         )
-    if mesh is not None and mesh.num_token_shards > 1:
-        return _of_shards(model, batch, mesh)
-    packed = {}
+    shards = tokens_of(batch, mesh)
+    options: dict[str, Any] = {}
     if batch.packing is not None:
-        packed = {"packing": batch.packing, "position_ids": batch.packing.position_ids}
-    output = backbone(model)(input_ids=batch.input_ids, use_cache=False, **packed)
+        options = {"packing": batch.packing, "position_ids": batch.packing.position_ids}
+    if mesh is not None and not options:
+        longest = batch.input_ids.shape[1]
+        options = {"position_ids": torch.arange(longest, device=batch.input_ids.device)[None]}
+    input_ids = batch.input_ids
+    if shards is not None:
+        options |= {"position_ids": shards.chunk(options["position_ids"]), "shards": shards}
+        input_ids = shards.chunk(input_ids)
+    given = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
+    output = backbone(model)(**given, **options, use_cache=False)
     hidden: torch.Tensor = output.last_hidden_state
-    places = Places(len(batch.positions))
-    return hidden.flatten(0, 1).index_select(0, batch.positions), places
+    return hidden, shards
 
 
-def _of_shards(model: Any, batch: Batch, mesh: Mesh) -> tuple[torch.Tensor, Places]:
-    """Of a single packed row, whose tokens several ranks share."""
-    num_tokens = batch.input_ids.shape[1]
-    if batch.packing is not None:
-        position_ids = batch.packing.position_ids
-    else:
-        position_ids = torch.arange(num_tokens, device=batch.input_ids.device)[None]
-    shards, by_chunk = TokenShards(mesh, num_tokens), cuts_vocabulary(model)
-    output = backbone(model)(
-        input_ids=shards.chunk(batch.input_ids),
-        position_ids=shards.chunk(position_ids),
-        use_cache=False,
-        packing=batch.packing,
-        shards=shards,
-    )
-    hidden: torch.Tensor = output.last_hidden_state
-    if by_chunk:
-        hidden = gather(hidden, mesh.group("tp"), 1)
-    own = shards.own(batch.positions, by_chunk=by_chunk)
-    within = shards.within(batch.positions[own], by_chunk=by_chunk)
-    places = Places(len(batch.positions), shards, own, by_chunk)
-    return hidden[0].index_select(0, within), places
+def tokens_of(batch: Batch, mesh: Mesh | None) -> TokenShards | None:
+    """How ranks share the tokens of a batch, if they do."""
+    if mesh is None or mesh.num_token_shards == 1:
+        return None
+    return TokenShards(mesh, batch.input_ids.shape[1])
+
+
+def hidden_shape(batch: Batch, mesh: Mesh | None) -> tuple[int, int]:
+    """Of the hidden states that this rank has between layers, but for their width."""
+    shards = tokens_of(batch, mesh)
+    if shards is not None:
+        return 1, shards.size
+    num_rows, length = batch.input_ids.shape
+    return num_rows, length

@@ -106,6 +106,12 @@ class Ranks:
         dist.all_gather_single(gathered, vector)
         return gathered.view(self.world_size, -1)
 
+    def union(self, names: list[str]) -> list[str]:
+        """Of all ranks' names, sorted."""
+        found: list[list[str]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(found, names)
+        return sorted({name for some in found for name in some})
+
     def raise_together(self, error: Exception | None) -> None:
         """Raise on every rank if any of them has an error: none waits for one that gave up."""
         if not self.max(error is not None):

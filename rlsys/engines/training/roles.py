@@ -37,7 +37,9 @@ from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.rms_norm import use_fast_norms
 from rlsys.engines.scalar_lm import load_scalar_lm
 from rlsys.engines.training.collate import Batch, collate, collate_whole
+from rlsys.engines.training.hidden_states import hidden_shape
 from rlsys.engines.training.loss_calls import call_loss
+from rlsys.engines.training.parallel.stages import Stage
 from rlsys.engines.training.scalar_network import ScalarNetwork, scoring_network
 from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.types import TrainRow
@@ -57,6 +59,7 @@ class Role(ABC):
     def __init__(self, network: Any, device: torch.device) -> None:
         self.network = network
         self.device = device
+        self.hidden_dtype = torch.float32  # in which layers compute
 
     @property
     def packs(self) -> bool:
@@ -109,13 +112,43 @@ class Role(ABC):
     def collate(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> Batch:
         return collate(rows, self.device, packed=self.packs, shares=self.shares, columns=columns)
 
+    @property
+    def stage(self) -> Stage | None:
+        """Which of the layers this rank has, if not all."""
+        stage: Stage | None = getattr(self.network, "stage", None)
+        return stage
+
+    def room(self, batch: Batch) -> torch.Tensor:
+        """For the hidden states of a batch that the stage before gives."""
+        width = self.network.model.config.get_text_config().hidden_size
+        shape = hidden_shape(batch, self.network.mesh)
+        return torch.empty(*shape, width, dtype=self.hidden_dtype, device=self.device)
+
     @abstractmethod
-    def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
+    def run(self, batch: Batch, received: torch.Tensor | None, **options: Any) -> Any:
+        """The network over a batch, or over what the stage before gives of it."""
+
+    @abstractmethod
+    def learn(
+        self,
+        loss: Loss,
+        batch: Batch,
+        staleness: torch.Tensor,
+        received: torch.Tensor | None = None,
+    ) -> TokenLoss:
         """What the loss says at each place [N], and metrics [N]."""
 
     @abstractmethod
     def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
         """`num_inferred` numbers of each row, flat."""
+
+    def _answers(self, batch: Batch, num_numbers: int, **options: Any) -> Any:
+        """What the network says, without gradient; on other stages than the last, zeros."""
+        if self.stage is None:
+            return self.run(batch, None, **options)
+        room = None if self.stage.is_first else self.room(batch)
+        said = self.stage.through(room, lambda received: self.run(batch, received, **options))
+        return torch.zeros(num_numbers, device=self.device) if said is None else said
 
     def _asked(self, loss: Loss, rows: Sequence[TrainRow]) -> list[str]:
         return list(needs_of(loss))
@@ -130,10 +163,19 @@ class Policy(Role):
         super().__init__(network, device)
         self._temperature = temperature
 
-    def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
+    def run(self, batch: Batch, received: torch.Tensor | None, **options: Any) -> Any:
+        return self.network(batch, self._temperature, received=received, **options)
+
+    def learn(
+        self,
+        loss: Loss,
+        batch: Batch,
+        staleness: torch.Tensor,
+        received: torch.Tensor | None = None,
+    ) -> TokenLoss:
         named = candidates_of(loss)
         tokens = None if named is None else _token_ids(batch.columns[named])
-        logprobs, entropy, candidates = self.network(batch, self._temperature, candidates=tokens)
+        logprobs, entropy, candidates = self.run(batch, received, candidates=tokens)
         own = logprobs.detach()
         # Where no stage wrote them, the policy at the start of the step is the policy now, and
         # what nobody sampled in this run has no other sampler.
@@ -168,7 +210,9 @@ class Policy(Role):
         if top_k:
             likeliest: torch.Tensor = self.network.likeliest(batch, self._temperature, top_k)
             return likeliest
-        logprobs: torch.Tensor = self.network(batch, self._temperature, with_entropy=False)[0]
+        num_tokens = sum(self.num_inferred(row) for row in rows)
+        said = self._answers(batch, num_tokens, with_entropy=False)
+        logprobs: torch.Tensor = said[0] if isinstance(said, tuple) else said
         return logprobs
 
     def _asked(self, loss: Loss, rows: Sequence[TrainRow]) -> list[str]:
@@ -183,14 +227,24 @@ class Policy(Role):
 
 
 class Critic(Role):
-    def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
-        values = self.network(batch)
+    def run(self, batch: Batch, received: torch.Tensor | None, **options: Any) -> Any:
+        return self.network(batch, received=received)
+
+    def learn(
+        self,
+        loss: Loss,
+        batch: Batch,
+        staleness: torch.Tensor,
+        received: torch.Tensor | None = None,
+    ) -> TokenLoss:
+        values = self.run(batch, received)
         inputs = ValueInputs(values=values, row_index=batch.row_index, columns=batch.columns)
         losses, told = self._said(loss, inputs, "values")
         return losses, {**told, metrics.VALUE_MEAN: values}
 
     def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
-        values: torch.Tensor = self.network(self.collate(unmasked(rows)))
+        num_tokens = sum(self.num_inferred(row) for row in rows)
+        values: torch.Tensor = self._answers(self.collate(unmasked(rows)), num_tokens)
         return values
 
 
@@ -217,14 +271,24 @@ class RewardModel(Role):
             fill=self.network.fill,
         )
 
-    def learn(self, loss: Loss, batch: Batch, staleness: torch.Tensor) -> TokenLoss:
-        scores = self.network(batch)
+    def run(self, batch: Batch, received: torch.Tensor | None, **options: Any) -> Any:
+        # What runs rows as transformers does is never cut into stages.
+        return self.network(batch) if received is None else self.network(batch, received)
+
+    def learn(
+        self,
+        loss: Loss,
+        batch: Batch,
+        staleness: torch.Tensor,
+        received: torch.Tensor | None = None,
+    ) -> TokenLoss:
+        scores = self.run(batch, received)
         inputs = ScoreInputs(scores=scores, group_index=batch.group_ids, columns=batch.columns)
         losses, told = self._said(loss, inputs, "scores")
         return losses, {**told, metrics.SCORE_MEAN: scores}
 
     def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
-        scores: torch.Tensor = self.network(self.collate(rows))
+        scores: torch.Tensor = self._answers(self.collate(rows), len(rows))
         return scores
 
 

@@ -24,8 +24,9 @@ from rlsys.engines.scalar_lm import (
     scalar_outputs,
 )
 from rlsys.engines.training.collate import Batch
-from rlsys.engines.training.hidden_states import hidden_states
+from rlsys.engines.training.hidden_states import hidden_states, layer_outputs
 from rlsys.engines.training.parallel.groups import Mesh
+from rlsys.engines.training.parallel.stages import Stage
 
 
 class ScalarNetwork(nn.Module):
@@ -52,11 +53,16 @@ class ScalarNetwork(nn.Module):
         """With which rows are padded."""
         self._row_limit = row_limit(model.config)
         self.mesh: Mesh | None = None
-        """Of ranks that share the tokens of a batch."""
+        """Of several ranks, where the layout has more than data parallelism."""
+        self.stage: Stage | None = None
+        """Which of the layers this rank has, if not all."""
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """[N] float32, with gradient."""
-        hidden, places = hidden_states(self.model, batch, self._row_limit, self.mesh)
+    def forward(self, batch: Batch, received: torch.Tensor | None = None) -> torch.Tensor:
+        """[N] float32, with gradient. `received`: hidden states of the stage before; what is no
+        last stage gives its own, [1, T, D]."""
+        if self.stage is not None and not self.stage.is_last:
+            return layer_outputs(self.model, batch, self._row_limit, self.mesh, received)[0]
+        hidden, places = hidden_states(self.model, batch, self._row_limit, self.mesh, received)
         return batch.spread(places.whole(scalar_outputs(self.model, hidden)))
 
 

@@ -22,10 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 from rlsys.engines.training.parallel.experts import cut_experts
 from rlsys.engines.training.parallel.groups import Mesh
+from rlsys.engines.training.parallel.stages import Stage
 from rlsys.engines.training.parallel.tensor import cut_tensors, expert_modules
 from rlsys.engines.training.ranks import init_single_process_group
 from rlsys.layout.fits import check_fits
-from rlsys.layout.mesh import Layout
+from rlsys.mesh import Layout
 
 SHARDED = ("dp_shard", "ep", "cp")  # ranks that have different rows or tokens, and equal weights
 SHARDED_EXPERTS = ("dp_shard", "cp")
@@ -49,20 +50,22 @@ def shard(network: Any, mesh: Mesh | None, *, dtype: str, device: str) -> None:
     if mesh is None:
         network.to(device)
         return
-    layout, experts = mesh.layout, []
+    layout = mesh.layout
     check_fits(layout, network.model.config)
-    if mesh.num_token_shards > 1:
+    if layout.size("tp", "cp", "pp") > 1:
         if not network.packs:
             raise ValueError(
-                f"{type(network.model).__name__} cannot be packed into one row, which layouts with "
-                f"tp or cp cut ({layout}); use dp alone."
+                f"{type(network.model).__name__} cannot run packed rows, which layouts with tp, cp "
+                f"or pp cut ({layout}); use dp alone."
             )
         network.mesh = mesh
     if layout.size("ep", "tp") > 1:
         cut_experts(network.model, mesh)
-        experts = expert_modules(network.model)
     if layout.tp > 1:
         cut_tensors(network.model, mesh)
+    if layout.pp > 1:
+        network.stage = Stage(network.model, mesh)
+    experts = expert_modules(network.model) if layout.size("ep", "tp") > 1 else []
     network.to(device)
     if layout.size("dp_replicate", *SHARDED) == 1 and dtype == "float32":
         return
@@ -95,7 +98,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     if not layers:
         raise ValueError(
             f"{type(model).__name__} names no decoder layers (_no_split_modules), so it can be "
-            "neither sharded nor checkpointed layer by layer; use trainer.num_ranks=1, float32 "
+            "neither sharded nor checkpointed layer by layer; use trainer.layout=dp1, float32 "
             "and model.gradient_checkpointing=false with it."
         )
     return layers

@@ -7,7 +7,7 @@ Counts, denominators and metrics are summed in float64 and sent together, once a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +37,16 @@ class StepSums:
 
 class StepStatistics:
     """`counts`: this rank's rows are its own, or it is the one that speaks for those that have the
-    same."""
+    same. `names`: all ranks' names of metrics, of this one's, where not all have seen them."""
 
-    def __init__(self, *, counts: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        counts: bool = True,
+        names: Callable[[list[str]], list[str]] | None = None,
+    ) -> None:
         self._counts_here = counts
+        self._names = names
         self._denominator = 0.0
         self._num_rollouts = 0
         self._num_tokens = 0
@@ -73,18 +79,18 @@ class StepStatistics:
             self._counts[name] = self._counts.get(name, 0) + len(values)
 
     def reduce(self, ranks: Ranks, squared_norm: torch.Tensor) -> StepSums:
-        """A collective. Every rank has seen the same metric names: a pass without tokens, which a
-        rank without rows runs, has them too."""
-        names = sorted(self._totals)
+        """A collective. Every rank that counts has seen the same metric names: a pass without
+        tokens, which a rank without rows runs, has them too."""
+        names = sorted(self._totals) if self._names is None else self._names(sorted(self._totals))
         host = [
             float(self._num_rollouts),
             float(self._num_tokens),
             self._denominator,
             float(self._staleness_sum),
             float(self._staleness_max),
-            *(float(self._counts[name]) for name in names),
+            *(float(self._counts.get(name, 0)) for name in names),
         ]
-        device = [_total(self._loss), *(_total(self._totals[name]) for name in names)]
+        device = [_total(self._loss), *(_total(self._totals.get(name, [])) for name in names)]
         told = torch.tensor(host, dtype=torch.float64), torch.stack(device).cpu()
         if not self._counts_here:
             told = torch.zeros_like(told[0]), torch.zeros_like(told[1])

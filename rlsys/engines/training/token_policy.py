@@ -25,8 +25,9 @@ from rlsys.engines.architecture import check_architecture
 from rlsys.engines.causal_lm import Head
 from rlsys.engines.context import row_limit
 from rlsys.engines.training.collate import Batch
-from rlsys.engines.training.hidden_states import hidden_states
+from rlsys.engines.training.hidden_states import hidden_states, layer_outputs
 from rlsys.engines.training.parallel.groups import Mesh
+from rlsys.engines.training.parallel.stages import Stage
 from rlsys.engines.training.parallel.tensor import cuts_vocabulary
 from rlsys.engines.training.parallel.vocabulary import cut_logprobs
 
@@ -49,7 +50,9 @@ class TokenPolicy(nn.Module):
         """Whether what packed rows begin with alike may stand once."""
         self._row_limit = row_limit(model.config)
         self.mesh: Mesh | None = None
-        """Of ranks that share the tokens of a batch."""
+        """Of several ranks, where the layout has more than data parallelism."""
+        self.stage: Stage | None = None
+        """Which of the layers this rank has, if not all."""
         self.chunk_tokens = max(1, max_logits // model.config.get_text_config().vocab_size)
 
     def forward(
@@ -59,17 +62,21 @@ class TokenPolicy(nn.Module):
         *,
         with_entropy: bool = True,
         candidates: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        received: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | torch.Tensor:
         """Log-probability of the batch's targets under the distribution at `temperature`, that
         distribution's entropy in nats, and the log-probabilities of `candidates` [N, K] int64.
 
         [N], [N] and [N, K] float32; they carry gradients. Without entropy, zeros stand in its
-        place; without candidates, None.
+        place; without candidates, None. `received`: hidden states of the stage before; what is no
+        last stage gives its own, [1, T, D].
         """
+        if self.stage is not None and not self.stage.is_last:
+            return layer_outputs(self.model, batch, self._row_limit, self.mesh, received)[0]
         if candidates is not None:
             # The tokens asked for may differ where the places do not.
             batch = batch.each_read
-        hidden, places = hidden_states(self.model, batch, self._row_limit, self.mesh)
+        hidden, places = hidden_states(self.model, batch, self._row_limit, self.mesh, received)
         tokens = places.of(batch.targets)[:, None]  # [U', 1 + K]
         if candidates is not None:
             tokens = torch.cat((tokens, places.of(candidates)), -1)

@@ -9,10 +9,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlsys.engines.training.parallel.collectives import Group
-from rlsys.layout.mesh import DIMENSIONS, Layout
+from rlsys.mesh import DIMENSIONS, Layout
 
 # That gathering what is cut twice, over data and tensor ranks, takes two steps.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+# Dimensions along which something is exchanged.
+ALONG = (
+    *(("dp_replicate",), ("tp",), ("pp",), ("cp",)),
+    *(("cp", "tp"), ("ep", "tp"), ("dp_shard", "cp"), ("dp_shard", "ep", "cp")),
+)
 
 
 class Mesh:
@@ -21,10 +28,15 @@ class Mesh:
     def __init__(self, layout: Layout, rank: int, device: torch.device | str) -> None:
         self.layout = layout
         self.rank = rank
+        self.device = torch.device(device)
         self._at = layout.coordinates(rank)
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         sizes = tuple(layout.size(name) for name in DIMENSIONS)
         self._root = init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=DIMENSIONS)
+
+        # At once, and all of them: making a group is a collective of all ranks.
+        for dimensions in ALONG:
+            self._meshes[dimensions] = self._made(dimensions)
 
     def index(self, *dimensions: str) -> int:
         """This rank's number along these dimensions together."""
@@ -36,12 +48,12 @@ class Mesh:
     def along(self, *dimensions: str) -> DeviceMesh:
         """The ranks that differ from this one in these dimensions only, as one dimension; those of
         several dimensions in their order."""
-        if dimensions not in self._meshes:
-            found = self._root[dimensions if len(dimensions) > 1 else dimensions[0]]
-            if len(dimensions) > 1:
-                found = found._flatten("_".join(dimensions))
-            self._meshes[dimensions] = found
         return self._meshes[dimensions]
+
+    def _made(self, dimensions: tuple[str, ...]) -> DeviceMesh:
+        if len(dimensions) == 1:
+            return self._root[dimensions[0]]
+        return self._root[dimensions]._flatten("_".join(dimensions))
 
     def group(self, *dimensions: str) -> Group:
         return self.along(*dimensions).get_group()

@@ -30,12 +30,13 @@ class TokenShards:
     num_tokens: int
 
     @property
-    def _shard(self) -> int:
+    def size(self) -> int:
+        """Tokens of each rank."""
         return -(-self.num_tokens // self.mesh.num_token_shards)
 
     def chunk(self, row: torch.Tensor) -> torch.Tensor:
         """This context rank's part of [1, M], behind which there is padding of 0."""
-        padded = self._shard * self.mesh.num_token_shards
+        padded = self.size * self.mesh.num_token_shards
         row = torch.nn.functional.pad(row, (0, padded - row.shape[1]))
         return row.chunk(self.mesh.layout.cp, 1)[self.mesh.index("cp")]
 
@@ -65,7 +66,7 @@ class TokenShards:
         """`attend` over all M tokens of the pass, for some heads: query, key and value
         [1, heads, chunk, D]; returns [1, chunk, H, D]."""
         num_ranks = self.mesh.layout.cp
-        if query.shape[2] != self._shard * self.mesh.layout.tp:
+        if query.shape[2] != self.size * self.mesh.layout.tp:
             raise ValueError(
                 "attention sees the tokens of one tensor rank only: this model's attention is not "
                 "cut as its plan says; use a layout without tp."
@@ -92,8 +93,8 @@ class TokenShards:
 
     def _sized(self, by_chunk: bool) -> tuple[int, int]:
         if by_chunk:
-            return self._shard * self.mesh.layout.tp, self.mesh.index("cp")
-        return self._shard, self.mesh.index("cp", "tp")
+            return self.size * self.mesh.layout.tp, self.mesh.index("cp")
+        return self.size, self.mesh.index("cp", "tp")
 
     def _to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """[1, H, chunk, D] to [1, H/cp, cp·chunk, D]."""

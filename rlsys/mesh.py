@@ -106,9 +106,10 @@ class Layout:
         return index
 
     def counts(self, rank: int) -> bool:
-        """Whether what this rank says of its rows counts: of those with the same rows, one."""
-        coordinates = self.coordinates(rank)
-        return all(not coordinates[name] for name in DIMENSIONS if name not in DATA_DIMENSIONS)
+        """Whether what this rank says of its rows counts: of those with the same rows, one, which
+        has the last layers."""
+        at = self.coordinates(rank)
+        return not at["cp"] and not at["tp"] and at["pp"] == self.pp - 1
 
 
 def _unread(text: str, at: int) -> str:
