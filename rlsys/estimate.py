@@ -17,6 +17,7 @@ from rlsys.data.hub import check_model_path, in_short, unreadable
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Head
 from rlsys.engines.context import context_length
+from rlsys.hf_config import largest
 
 # Rows of any length leave gaps in the store's memory; this share of it is promised to rows.
 STORE_FILL = 0.5
@@ -61,8 +62,9 @@ def model_shape(path: str, head: Head = "logits") -> ModelShape:
             "Hugging Face model directory or hub name."
         ) from error
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    num_heads = largest(text, "num_attention_heads", default=1)
+    head_dim = largest(text, "head_dim", default=text.hidden_size // num_heads)
+    num_kv_heads = largest(text, "num_key_value_heads", default=num_heads)
     return ModelShape(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         kv_values_per_token=2 * text.num_hidden_layers * num_kv_heads * head_dim,

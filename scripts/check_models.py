@@ -46,7 +46,9 @@ from scripts.small_models import build, names
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 TOLERANCE = 1e-4  # nats, and share of log-probabilities beyond 1 nat
-GRADIENT_TOLERANCE = 1e-3  # share of the largest; float32 rounds those of recurrent states to 3e-4
+# Share of the largest. Float32 rounds those of recurrent states to 3e-4; of a sparse activation
+# (Gemma 3n) a unit at its threshold is on for one and off for the other, which makes 1.1e-3.
+GRADIENT_TOLERANCE = 2e-3
 
 # (prompt, completion): one beyond every window and limit, short ones beside it.
 ROWS = ((4, 26), (1, 3), (9, 1), (5, 8))

@@ -47,7 +47,8 @@ def test_imports_go_one_way() -> None:
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
     "user_functions json_text",
-    "algorithms types errors fields mesh metrics interrupts pipes blocking file_modes growing_file",
+    "algorithms types errors fields mesh hf_config metrics interrupts pipes blocking file_modes",
+    "growing_file",
     "manifest evaluation",
     "exported config checkpoint scaling",
     "run_directory layout",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlsys.hf_config import numbers
 from rlsys.mesh import Layout
 
 # As configurations of transformers name it.
@@ -22,13 +23,13 @@ def check_fits(layout: Layout, config: Any) -> None:
         (("num_hidden_layers",), "pp", layout.pp),
     ):
         for name in names:
-            number = getattr(text, name, None)
-            if isinstance(number, int) and number % size:
-                raise ValueError(
-                    f"trainer.layout={str(layout)!r}: {dimensions} = {size} does not divide this "
-                    f"model's {name}={number}; use a layout that does."
-                )
-    if layout.ep > 1 and not any(getattr(text, name, None) for name in NUM_EXPERTS):
+            for number in numbers(text, name):
+                if number % size:
+                    raise ValueError(
+                        f"trainer.layout={str(layout)!r}: {dimensions} = {size} does not divide "
+                        f"this model's {name}={number}; use a layout that does."
+                    )
+    if layout.ep > 1 and not any(numbers(text, name) for name in NUM_EXPERTS):
         raise ValueError(
             f"trainer.layout={str(layout)!r}: this model has no experts; leave ep out."
         )

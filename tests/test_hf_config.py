@@ -1,0 +1,54 @@
+"""Numbers of configurations, also of models whose layers differ."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig
+
+from rlsys.hf_config import largest, numbers
+from rlsys.layout.fits import check_fits
+from rlsys.mesh import Layout
+
+
+def test_numbers_of_layers_that_differ() -> None:
+    config = AutoConfig.for_model("gemma4_text")
+    widths = set(numbers(config, "head_dim"))
+    assert len(widths) > 1
+    assert largest(config, "head_dim", default=1) == max(widths)
+
+
+def test_lists_and_what_is_missing() -> None:
+    config = SimpleNamespace(top_k=[2, 4], heads=8, scale=True, none=None)
+    assert numbers(config, "top_k") == [2, 4]
+    assert numbers(config, "heads") == [8]
+    assert numbers(config, "scale") == numbers(config, "none") == numbers(config, "other") == []
+    assert largest(config, "other", "top_k", default=1) == 4
+    assert largest(config, "other", default=1) == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("tp3", "tp x cp = 3 does not divide this model's num_attention_heads=4"),
+        ("tp2cp4", "tp x cp = 8 does not divide"),
+        ("tp4", "tp = 4 does not divide this model's num_key_value_heads=2"),
+        ("pp2", "pp = 2 does not divide this model's num_hidden_layers=3"),
+        ("ep2", "this model has no experts; leave ep out"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_is_refused(layout: str, message: str) -> None:
+    config = AutoConfig.for_model(
+        "qwen3", num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3
+    )
+    check_fits(Layout.parse("dp3tp2cp2"), config)
+    with pytest.raises(ValueError, match=message):
+        check_fits(Layout.parse(layout), config)
+
+
+def test_experts_are_divided() -> None:
+    config = AutoConfig.for_model("qwen3_moe", num_experts=6)
+    check_fits(Layout.parse("ep3"), config)
+    with pytest.raises(ValueError, match="ep x tp = 4 does not divide this model's num_experts=6"):
+        check_fits(Layout.parse("ep4"), config)
