@@ -63,6 +63,7 @@ MAY_CHANGE = {
     "rollout.num_cpus",
     "rollout.num_gpus",
     "trainer.layout",
+    "trainer.num_ranks",  # of runs from before there were layouts
     "trainer.micro_batch_tokens",
     "trainer.snapshot_every",
     "trainer.num_cpus",
