@@ -201,7 +201,7 @@ def trained(path: Path, layout: Layout, rank: int) -> Step:
     parameters = engine._parameters
     num_tokens = sum(len(row.token_ids) for row in rows())
     copies = {name: one.grad.detach().clone() for name, one in parameters.items()}
-    engine._squared_norm(list(parameters.values()))  # adds up what several ranks have parts of
+    engine._add_up(list(parameters.values()))
     gradient = {name: whole(one.grad) / num_tokens for name, one in parameters.items()}
     for name, one in parameters.items():  # as the step does once more
         one.grad.copy_(copies[name])

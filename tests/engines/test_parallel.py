@@ -46,7 +46,7 @@ def summed(engine: Any) -> Weights:
     """Gradients of all ranks, some of which the engine adds up in the optimizer step only."""
     parameters = engine._parameters
     copies = {name: one.grad.detach().clone() for name, one in parameters.items()}
-    engine._squared_norm(list(parameters.values()))
+    engine._add_up(list(parameters.values()))
     found = gradients(engine)
     for name, one in parameters.items():  # that step adds them up once more
         one.grad.copy_(copies[name])

@@ -368,18 +368,21 @@ class FSDPEngine:
         self._statistics.add_pass(total, told)
         return total
 
+    def _add_up(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """The gradients of which several ranks have parts, once an update. A collective."""
+        if self._mesh is not None and self._layout.tp > 1:
+            sum_replicated(parameters, self._mesh)
+        if self._role.stage is not None:
+            self._role.stage.add_tied()
+
     def _squared_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         """This rank's part of it: what several ranks hold counts once."""
         if self._mesh is None or self._layout.size("tp", "pp", "dp_replicate") == 1:
             return squared_norm(parameters)
-        if self._layout.tp > 1:
-            sum_replicated(parameters, self._mesh)
         stage = self._role.stage
-        if stage is not None:
-            stage.add_tied()
-            if not stage.is_first:
-                tied = stage.tied_weight()
-                parameters = [one for one in parameters if one is not tied]
+        if stage is not None and not stage.is_first:
+            tied = stage.tied_weight()
+            parameters = [one for one in parameters if one is not tied]
         cut = squared_norm([one for one in parameters if is_cut(one)])
         whole = squared_norm([one for one in parameters if not is_cut(one)])
         return (cut + whole / self._layout.tp) / self._layout.dp_replicate
@@ -388,6 +391,7 @@ class FSDPEngine:
         """Normalise, clip and update, then begin the next update; the weights change only if all
         is finite."""
         parameters = list(self._parameters.values())
+        self._add_up(parameters)
         sums = self._statistics.reduce(self._ranks, self._squared_norm(parameters))
         if not (np.isfinite(sums.loss) and np.isfinite(sums.grad_norm)):
             self._begin_batch()
