@@ -223,6 +223,10 @@ class RayLearner:
         return self._layout.num_data
 
     @property
+    def num_stages(self) -> int:
+        return self._layout.pp
+
+    @property
     def attention_tokens(self) -> float:
         return self._attention_tokens
 
@@ -242,8 +246,9 @@ class RayLearner:
         written: Written = await self._crew.first("compute", self._stages[stage], rows)
         return written
 
-    async def accumulate(self, shares: Sequence[Rows]) -> None:
-        await self._crew.each("accumulate", [[share] for share in self._by_rank(shares)])
+    async def accumulate(self, passes: Sequence[Sequence[Rows]]) -> None:
+        by_rank = zip(*map(self._by_rank, passes), strict=True)
+        await self._crew.each("accumulate", list(by_rank))
 
     def _by_rank(self, shares: Sequence[Rows]) -> list[Rows]:
         return [shares[self._layout.data_index(rank)] for rank in range(self._num_ranks)]

@@ -115,9 +115,10 @@ class TrainerActor(Heartbeat):
     def reset_optimizer(self) -> None:
         self._engine.reset_optimizer()
 
-    def accumulate(self, rows: Rows) -> None:
-        with self._working("accumulate", rows=len(rows)):
-            self._engine.accumulate(MicroBatch(rows=read_rows(rows, self._store)))
+    def accumulate(self, *passes: Rows) -> None:
+        with self._working("accumulate", rows=sum(map(len, passes))):
+            batches = [MicroBatch(rows=read_rows(rows, self._store)) for rows in passes]
+            self._engine.accumulate(*batches)
 
     def infer(self, writes: str, per_token: bool, rows: Rows, speaks: bool) -> Written:
         """What the model says now; nothing is written where another rank speaks for these rows."""

@@ -209,6 +209,10 @@ class Learner(Protocol):
         """Shares into which rows are split: ranks with rows of their own."""
 
     @property
+    def num_stages(self) -> int:
+        """Of a pipeline, which works on as many passes of one `accumulate` at once; 1 if none."""
+
+    @property
     def attention_tokens(self) -> float:
         """Of a row, when attention to them costs as much as all the rest of the model does."""
 
@@ -219,8 +223,9 @@ class Learner(Protocol):
         """A stage's function over all rows of a step, where its numbers lie with the tokens. Raises
         RowsLost."""
 
-    async def accumulate(self, shares: Sequence[Rows]) -> None:
-        """Forward and backward, each share on the ranks that it is for. Raises RowsLost."""
+    async def accumulate(self, passes: Sequence[Sequence[Rows]]) -> None:
+        """Forward and backward of passes, each share on the ranks that it is for. Raises
+        RowsLost."""
 
     async def optimizer_step(self, *, last: bool = True) -> StepResult:
         """Answers when the snapshot of the new state is safe, where one is due. The `last` update

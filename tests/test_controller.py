@@ -392,6 +392,15 @@ def test_the_trainer_waits_for_no_answer() -> None:
     assert max(w.observer.staleness) <= 2
 
 
+def test_a_pipeline_gets_all_passes_of_a_part_at_once() -> None:
+    """Two groups of 14 tokens do not fit into a pass of 16."""
+    w = world(num_steps=2, trainer=TrainerConfig(micro_batch_tokens=16, layout="pp2"))
+    w.learner.num_stages = 2
+    run_in_virtual_time(w.run())
+    assert [len(step) for step in w.learner.trained] == [4, 4, 0]
+    assert len(w.learner.idle_s) == 4  # calls, each with two passes
+
+
 def test_on_policy_trains_groups_in_the_order_of_issue() -> None:
     w = world(asynchrony=AsyncConfig(max_staleness=0))
     run_in_virtual_time(w.run())

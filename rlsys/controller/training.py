@@ -89,6 +89,7 @@ class TrainingSide:
         self._assembler = StepAssembler(
             groups_per_step=config.prompts_per_step,
             num_ranks=config.trainer.parallel.num_data,
+            num_stages=config.trainer.parallel.pp,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             stream=config.asynchrony.stream and not self._waits_for_step,
         )
@@ -290,8 +291,15 @@ class TrainingSide:
             for number, groups in enumerate(updates):
                 if number:
                     yield learner.optimizer_step(last=False)
-                for shares in self._passes(model, groups):
-                    yield learner.accumulate([self._rows.some(one, columns) for one in shares])
+                passes = [
+                    [self._rows.some(share, columns) for share in shares]
+                    for shares in self._passes(model, groups)
+                ]
+                if learner.num_stages > 1:
+                    yield learner.accumulate(passes)
+                else:
+                    for one in passes:
+                        yield learner.accumulate([one])
 
     def _passes(
         self, model: str, groups: Sequence[ReadyGroup]

@@ -6,8 +6,9 @@ trained. Out: parts of the step, each a list of groups for every data-parallel r
     add(group) × n ──► next_part() ──► groups ──plan_passes──► rows of every rank, by pass
 
 A part is due when a pass on every rank is full (streaming), and in any case when the step's last
-group is there. Several ranks share larger parts more evenly, so theirs are a good share of the
-step. Parts follow from the groups' order and sizes alone, never from timing.
+group is there. Several ranks share larger parts more evenly, and a pipeline is idle less in them,
+so theirs are a good share of the step. Parts follow from the groups' order and sizes alone, never
+from timing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from rlsys.dataflow.passes import GroupLengths
 from rlsys.dataflow.selection import karmarkar_karp
 
-# Of a step, where several ranks share it.
+# Of a step, where several ranks or stages share it.
 MAX_PARTS = 4
 
 
@@ -39,6 +40,7 @@ class ReadyGroup:
 class StepAssembler:
     groups_per_step: int
     num_ranks: int
+    num_stages: int = 1  # of a pipeline, each with a pass
     micro_batch_tokens: int  # of one rank
     stream: bool
     _groups: list[ReadyGroup] = field(default_factory=list)
@@ -79,8 +81,9 @@ class StepAssembler:
         pending = self._groups[self._num_taken :]
         if not pending:
             return None
-        full = self.micro_batch_tokens * self.num_ranks
-        fewest = 1 if self.num_ranks == 1 else -(-self.groups_per_step // MAX_PARTS)
+        num_sharing = self.num_ranks * self.num_stages
+        full = self.micro_batch_tokens * num_sharing
+        fewest = 1 if num_sharing == 1 else -(-self.groups_per_step // MAX_PARTS)
         size = num_tokens = 0
         for group in pending:
             if size >= fewest and num_tokens + group.num_tokens > full:

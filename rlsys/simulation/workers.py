@@ -243,6 +243,7 @@ class SimulatedLearner:
     version: int = 0
     deaths: int = 0
     num_data: int = 1
+    num_stages: int = 1
     attention_tokens: float = 4096.0
     trained: list[list[Rows]] = field(default_factory=lambda: [[]])  # by step; and the next
     updates: int = 0  # of the weights; several may make a version
@@ -278,12 +279,13 @@ class SimulatedLearner:
         columns = dict.fromkeys(writes.split(" and "), values)
         return Written(block=BlockRef("shard", next(LEASES), 0, layout_of(columns)))
 
-    async def accumulate(self, shares: Sequence[Rows]) -> None:
+    async def accumulate(self, passes: Sequence[Sequence[Rows]]) -> None:
         async def work() -> None:
             async with self._carrying_out() as idle_s:
                 self.idle_s.append(idle_s)
-                await asyncio.sleep(self.row_s * max(len(share) for share in shares))
-                self.trained[-1] += shares
+                for shares in passes:
+                    await asyncio.sleep(self.row_s * max(len(share) for share in shares))
+                    self.trained[-1] += shares
 
         await self._answer(work())
 

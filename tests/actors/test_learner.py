@@ -166,7 +166,7 @@ class World:
     async def step(self, num_parts: int) -> list[int]:
         """One optimizer step of so many parts, asked for as the controller does: all at once.
         Returns the parts of all steps so far."""
-        parts = [self.learner.accumulate([NO_ROWS] * self.num_ranks) for _ in range(num_parts)]
+        parts = [self.learner.accumulate([[NO_ROWS] * self.num_ranks]) for _ in range(num_parts)]
         accumulated = [asyncio.create_task(part) for part in parts]
         stepped = asyncio.create_task(self.learner.optimizer_step())
         await asyncio.gather(*accumulated, stepped)

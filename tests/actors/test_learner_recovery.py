@@ -138,7 +138,7 @@ def hired(
 
 
 async def step(learner: RayLearner, num_ranks: int) -> StepResult:
-    parts = [learner.accumulate([NO_ROWS] * num_ranks) for _ in range(NUM_PARTS)]
+    parts = [learner.accumulate([[NO_ROWS] * num_ranks]) for _ in range(NUM_PARTS)]
     accumulated = [asyncio.create_task(part) for part in parts]
     stepped = asyncio.create_task(learner.optimizer_step())
     await asyncio.gather(*accumulated, stepped)
@@ -175,7 +175,7 @@ def test_the_steps_after_a_death_are_those_of_an_undisturbed_run(
                 await step(learner, num_ranks)
             assert await learner.restart(1) == 1
             found += [await step(learner, num_ranks), await step(learner, num_ranks)]
-            await asyncio.create_task(learner.accumulate([NO_ROWS] * num_ranks))
+            await asyncio.create_task(learner.accumulate([[NO_ROWS] * num_ranks]))
             os.kill(pid(tmp_path, 0), signal.SIGKILL)  # within one
             with pytest.raises(LearnerDied):
                 await step(learner, num_ranks)

@@ -45,6 +45,16 @@ def test_a_group_longer_than_a_pass_still_goes() -> None:
     assert drain(assembler) == [[[0]]]
 
 
+def test_a_pipeline_gets_a_quarter_of_the_step_at_a_time() -> None:
+    assembler = StepAssembler(
+        groups_per_step=8, num_ranks=1, num_stages=2, micro_batch_tokens=1, stream=True
+    )
+    assembler.add([group(0, 5)])
+    assert drain(assembler) == []
+    assembler.add([group(number, 5) for number in (1, 2)])
+    assert drain(assembler) == [[[0, 1]]]
+
+
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20),
     num_ranks=st.integers(1, 4),

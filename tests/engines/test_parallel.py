@@ -29,13 +29,13 @@ Found = tuple[dict[str, float], Weights, Weights]
 
 
 def trained(path: Path, layout: str, rank: int = 0, world_size: int = 1, **options: Any) -> Found:
-    """Metrics, gradients and weights after a step on ROWS, in passes of at most 60 tokens."""
+    """Metrics, gradients and weights after a step on ROWS, in two micro-batches whose passes have
+    at most 60 tokens."""
     options = {"micro_batch_tokens": 60} | options
     engine = make_engine(path, layout=layout, rank=rank, world_size=world_size, **options)
     parsed = Layout.parse(layout)
-    engine.accumulate(
-        MicroBatch(rows=with_returns(ROWS[parsed.data_index(rank) :: parsed.num_data]))
-    )
+    share = with_returns(ROWS[parsed.data_index(rank) :: parsed.num_data])
+    engine.accumulate(MicroBatch(rows=share[:1]), MicroBatch(rows=share[1:]))
     found = summed(engine)
     result = engine.optimizer_step()
     after = weights(engine) if options.get("head") is None else {}

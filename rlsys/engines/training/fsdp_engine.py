@@ -135,8 +135,10 @@ class FSDPEngine:
     def reset_optimizer(self) -> None:
         self._optimizer = build_adamw(list(self._parameters.values()), self._config)
 
-    def accumulate(self, micro_batch: MicroBatch) -> None:
-        self._accumulate(self._role, micro_batch.rows, self._loss, self._aggregation)
+    def accumulate(self, *micro_batches: MicroBatch) -> None:
+        self._accumulate(
+            self._role, [batch.rows for batch in micro_batches], self._loss, self._aggregation
+        )
 
     def optimizer_step(self, *, last: bool = True) -> StepResult:
         rate = learning_rate(self._config, self.policy_version, self._num_total_steps)
@@ -183,7 +185,7 @@ class FSDPEngine:
         rows = [supervised_row(tokens, length) for tokens, length in share]
         role = Policy(self._role.network, self._device, temperature=1.0)
         role.hidden_dtype = self._dtype
-        self._accumulate(role, rows, cross_entropy(), token_mean)
+        self._accumulate(role, [rows], cross_entropy(), token_mean)
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         return self._apply_gradients(rate, "a supervised step").loss
 
@@ -300,33 +302,47 @@ class FSDPEngine:
         self._optimizer.zero_grad()
 
     def _accumulate(
-        self, role: Role, rows: Sequence[TrainRow], loss: Loss, aggregation: Aggregation
+        self,
+        role: Role,
+        micro_batches: Sequence[Sequence[TrainRow]],
+        loss: Loss,
+        aggregation: Aggregation,
     ) -> None:
-        columns = role.columns(loss, rows)
-        role.check_groups(loss, rows)
-        weights = [self._count(role, row, aggregation) for row in rows]
-        trained = [index for index, row in enumerate(rows) if role.num_trained(row)]
-        passes = split_passes(
-            [rows[index] for index in trained],
-            self._config.micro_batch_tokens,
-            packed=role.packs,
-            shares=role.shares,
-            whole_groups=whole_groups(loss),
-        )
+        columns = role.columns(loss, [row for rows in micro_batches for row in rows])
+        passes = [
+            one for rows in micro_batches for one in self._passes(role, rows, loss, aggregation)
+        ]
         # FSDP2 gathers and reduces in every pass, so all ranks run equally many.
         num_passes = self._ranks.max(len(passes))
 
         def batch_of(number: int) -> tuple[Batch, torch.Tensor]:
-            chosen = [trained[i] for i in passes[number]] if number < len(passes) else []
-            batch = role.collate([rows[index] for index in chosen], columns)
-            row_weights = torch.tensor([weights[index] for index in chosen])
-            return batch, row_weights.to(self._device)[batch.row_index]
+            chosen = passes[number] if number < len(passes) else []
+            batch = role.collate([row for row, _ in chosen], columns)
+            weights = torch.tensor([weight for _, weight in chosen])
+            return batch, weights.to(self._device)[batch.row_index]
 
         if role.stage is not None:
             self._pipeline(role, role.stage, [batch_of(i) for i in range(num_passes)], loss)
             return
         for number in range(num_passes):
             self._loss_of(role, *batch_of(number), loss).backward()
+
+    def _passes(
+        self, role: Role, rows: Sequence[TrainRow], loss: Loss, aggregation: Aggregation
+    ) -> Iterator[list[tuple[TrainRow, float]]]:
+        """The rows of a micro-batch that are trained on, with the weight of each of their places,
+        in passes that fit. Adds them to the sums."""
+        role.check_groups(loss, rows)
+        weighted = [(row, self._count(role, row, aggregation)) for row in rows]
+        trained = [(row, weight) for row, weight in weighted if role.num_trained(row)]
+        for chosen in split_passes(
+            [row for row, _ in trained],
+            self._config.micro_batch_tokens,
+            packed=role.packs,
+            shares=role.shares,
+            whole_groups=whole_groups(loss),
+        ):
+            yield [trained[index] for index in chosen]
 
     def _pipeline(
         self, role: Role, stage: Stage, batches: Sequence[tuple[Batch, torch.Tensor]], loss: Loss

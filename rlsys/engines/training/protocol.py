@@ -38,8 +38,9 @@ class TrainingEngine(Protocol):
     def reset_optimizer(self) -> None:
         """Forget the optimizer's state: after a warm start the RL optimizer begins afresh."""
 
-    def accumulate(self, micro_batch: MicroBatch) -> None:
-        """Forward and backward of one micro-batch; an empty one takes part in collectives only."""
+    def accumulate(self, *micro_batches: MicroBatch) -> None:
+        """Forward and backward of micro-batches, as many on every rank; an empty one takes part in
+        collectives only. Stages of a pipeline work on several of one call at once."""
 
     def optimizer_step(self, *, last: bool = True) -> StepResult:
         """One AdamW update on what was accumulated since the last one; the `last` of a batch makes
