@@ -18,7 +18,7 @@ import pickle
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -224,32 +224,52 @@ def _relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     return float(apart.norm() / torch.stack([x.norm() for x in expected.values()]).norm())
 
 
-def _rank(rank: int, port: int, layout: str, families: Sequence[str], directory: Path) -> None:
+def on_ranks(function: Callable[..., Any], layout: Layout, *arguments: Any) -> list[Any]:
+    """What `function(layout, rank, *arguments)` gives on each rank, which are processes that have
+    met."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory) / str(rank) for rank in range(layout.num_ranks)]
+        spawn(_rank, (port, files, function, layout, *arguments), nprocs=layout.num_ranks)
+        return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def _rank(
+    rank: int,
+    port: int,
+    files: Sequence[Path],
+    function: Callable[..., Any],
+    layout: Layout,
+    *arguments: Any,
+) -> None:
     torch.set_num_threads(1)
     hide_progress_bars()
-    parsed = Layout.parse(layout)
-    found: dict[str, Step | str] = {}
-    if parsed.num_ranks > 1:
-        init_process_group(rank, parsed.num_ranks, "127.0.0.1", port, "cpu", 120.0)
-    for family in families:
-        try:
-            found[family] = trained(directory / family, parsed, rank)
-        except ValueError as refusal:
-            found[family] = str(refusal)
-    (directory / f"found-{rank}").write_bytes(pickle.dumps(found))
+    if layout.num_ranks > 1:
+        init_process_group(rank, layout.num_ranks, "127.0.0.1", port, "cpu", 120.0)
+    files[rank].write_bytes(pickle.dumps(function(layout, rank, *arguments)))
     if dist.is_initialized():
         dist.barrier()
     os._exit(0)
 
 
+def _families(
+    layout: Layout, rank: int, families: Sequence[str], directory: Path
+) -> dict[str, Step | str]:
+    found: dict[str, Step | str] = {}
+    for family in families:
+        try:
+            found[family] = trained(directory / family, layout, rank)
+        except ValueError as refusal:
+            found[family] = str(refusal)
+    return found
+
+
 def measure(layout: str, families: Sequence[str], directory: Path) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    num_ranks = Layout.parse(layout).num_ranks
-    spawn(_rank, (port, layout, families, directory), nprocs=num_ranks)
-    files = [directory / f"found-{rank}" for rank in range(num_ranks)]
-    ranks: list[dict[str, Step | str]] = [pickle.loads(file.read_bytes()) for file in files]
+    ranks: list[dict[str, Step | str]] = on_ranks(
+        _families, Layout.parse(layout), families, directory
+    )
     worst = {"loss": 0.0, "gradient": 0.0, "weights": 0.0}
     refused = {}
     for family, step in ranks[0].items():

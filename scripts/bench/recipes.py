@@ -6,7 +6,8 @@ Each is `python recipes/NAME.py` in a process of its own, one after the other; a
 already is not trained again. Prints one line of JSON last, per recipe: reward_first and
 reward_last, means over a tenth of the steps at either end, and minutes, with all that a start
 takes; whatever else RECIPES asks of the last steps. Of a swarm, also the cumulative reward of all
-its nodes, and that of as many which share nothing. scripts/plot_recipes.py draws the curves.
+its nodes, and that of as many which share nothing. Of PPO, also what no critic could exceed
+(explainable_variance). scripts/plot_recipes.py draws the curves.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import pvariance, variance
+from typing import Any
 
 # Before this folder, in which a script is called as the recipes are.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -33,6 +37,9 @@ NUM_NODES = 4  # of a swarm
 TIMES = "minutes.json"  # in runs_dir, by run: of those that were trained here
 
 
+Rollout = Mapping[str, Any]  # a line of rollouts.jsonl
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What is asked of a recipe's run."""
@@ -41,12 +48,33 @@ class Recipe:
     """The metric that should rise."""
     also: Mapping[str, str] = field(default_factory=dict)
     """More numbers of the last steps: {name here: metric}."""
+    from_rollouts: Mapping[str, Callable[[Sequence[Rollout]], float]] = field(default_factory=dict)
+    """More numbers of the later half of the recorded rollouts: {name here: function}."""
     before: Mapping[str, str] = field(default_factory=dict)
     """Runs beside its own that the same command trains first, and the metric that should rise
     there: {"NAME-SUFFIX": metric}."""
     swarms: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Swarms of NUM_NODES nodes in its place, each with options of its own: {name: options}; the
     first is the recipe's, the others stand beside it."""
+
+
+def explainable_variance(rollouts: Sequence[Rollout]) -> float:
+    """The largest explained variance that a critic can have of scores that come after the last
+    token: 1 - E[Var(score | prompt, tokens so far)] / Var(score), over all tokens.
+
+    Rollouts of one group that begin alike say how far scores still differ after that beginning
+    (estimated without bias); a beginning that no other rollout has counts as if it said all.
+    """
+    scores: dict[tuple[int, tuple[int, ...]], list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        tokens = rollout["token_ids"]
+        for place in range(len(tokens)):
+            beginning = (rollout["group_id"], tuple(tokens[:place]))
+            scores[beginning].append(rollout["columns"]["score"])
+    alike = [same for same in scores.values() if len(same) > 1]
+    num_tokens = sum(map(len, scores.values()))
+    left = sum(len(same) * variance(same) for same in alike) / num_tokens
+    return 1 - left / pvariance([score for same in scores.values() for score in same])
 
 
 RECIPES: dict[str, Recipe] = {
@@ -70,6 +98,7 @@ RECIPES: dict[str, Recipe] = {
             "score": "score/mean",
             "explained_variance": "critic/value/explained_variance",
         },
+        from_rollouts={"explainable_variance": explainable_variance},
         before={"ppo-reward_model": PREFERENCES},
     ),
     "swarm": Recipe(
@@ -135,6 +164,10 @@ def told(name: str, runs_dir: Path, minutes: float | None) -> dict[str, float]:
         found["minutes"] = minutes
     for key, metric in recipe.also.items():
         found[key] = ends([line[metric] for line in lines if metric in line])[1]
+    for key, function in recipe.from_rollouts.items():
+        with (runs_dir / name / "rollouts.jsonl").open() as file:
+            rollouts = [json.loads(line) for line in file]
+        found[key] = function([one for one in rollouts if one["step"] > len(lines) // 2])
     for other, metric in recipe.before.items():
         theirs = read_metrics(runs_dir / other / "metrics.jsonl")
         key = other.removeprefix(f"{name}-")

@@ -12,6 +12,8 @@ import torch
 
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.algorithms.values import value_loss
+from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.engines.training.sharding import local, whole
 from rlsys.mesh import Layout
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.layouts import build_model
@@ -33,6 +35,7 @@ def trained(path: Path, layout: str, rank: int = 0, world_size: int = 1, **optio
     at most 60 tokens."""
     options = {"micro_batch_tokens": 60} | options
     engine = make_engine(path, layout=layout, rank=rank, world_size=world_size, **options)
+    check_holdings(engine)
     parsed = Layout.parse(layout)
     share = with_returns(ROWS[parsed.data_index(rank) :: parsed.num_data])
     engine.accumulate(MicroBatch(rows=share[:1]), MicroBatch(rows=share[1:]))
@@ -57,6 +60,14 @@ def with_returns(rows: Sequence[TrainRow]) -> list[TrainRow]:
     for row in rows:
         row.columns.setdefault("returns", row.columns["advantages"])  # type: ignore[attr-defined]
     return list(rows)
+
+
+def check_holdings(engine: FSDPEngine) -> None:
+    """What a rank says that it has, it has."""
+    for held in engine.holdings:
+        tensor = engine._tensors[held.name]
+        assert held.shape == tensor.shape
+        assert torch.equal(local(tensor), whole(tensor)[held.box.slices]), held
 
 
 def all_trained(

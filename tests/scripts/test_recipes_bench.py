@@ -50,15 +50,35 @@ def test_what_was_trained_before_is_told_too(runs_dir: Path) -> None:
     assert found["kl_teacher"] == 0.975
 
 
+def test_no_critic_can_explain_what_the_tokens_so_far_leave_open() -> None:
+    """The first of two tokens decides. Before it, four scores of 1, 1, -1, -1 have a variance of
+    4/3 (unbiased); after it, of none. Over all eight tokens that is 2/3, of 1."""
+    rollouts = [
+        {"group_id": 7, "token_ids": [first, 9], "columns": {"score": score}}
+        for first, score in [(1, 1.0), (1, 1.0), (2, -1.0), (2, -1.0)]
+    ]
+    assert recipes.explainable_variance(rollouts) == pytest.approx(1 / 3)
+    # Another group of one rollout, whose score its prompt may have told.
+    alone = {"group_id": 8, "token_ids": [3, 3], "columns": {"score": 0.0}}
+    spread, left = 8 / 10, 4 / 3 * 4 / 10
+    assert recipes.explainable_variance([*rollouts, alone]) == pytest.approx(1 - left / spread)
+
+
 def test_a_run_without_rewards_is_told_by_its_preferences(runs_dir: Path) -> None:
     path = runs_dir / "ppo-reward_model"
     path.mkdir()
     lines = [{"step": n, "preference/accuracy": n / 20, "time/unix_s": 60.0 * n} for n in (1, 20)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run_of(runs_dir / "ppo", metric="score/mean")
+    rollouts = [
+        {"step": step, "group_id": 1, "token_ids": [5], "columns": {"score": float(score)}}
+        for step, score in [(10, 9), (11, 1), (20, 2)]
+    ]
+    (runs_dir / "ppo/rollouts.jsonl").write_text("\n".join(map(json.dumps, rollouts)))
     found = recipes.told("ppo", runs_dir, None)
     assert (found["reward_model_reward_last"], found["reward_model_minutes"]) == (1.0, 19.0)
     assert found["score"] == 0.975
+    assert found["explainable_variance"] == -1.0  # of the last ten steps: 1 - (1/2) / (1/4)
 
 
 def test_a_swarm_is_told_by_what_its_nodes_sampled(tmp_path: Path) -> None:

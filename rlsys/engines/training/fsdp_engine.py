@@ -47,6 +47,7 @@ from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.statistics import StepStatistics, StepSums, over_updates
 from rlsys.engines.training.supervised import supervised_row
 from rlsys.engines.training.trainer_state import load_state, save_state, state_tensors
+from rlsys.layout.holdings import Holding, holdings
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
@@ -214,6 +215,11 @@ class FSDPEngine:
         if file is None or self._publisher is None:
             return None
         return self._publisher.commit(file)
+
+    @property
+    def holdings(self) -> list[Holding]:
+        """What this rank has of the model."""
+        return holdings(self._tensors)
 
     def save(self, directory: Path) -> None:
         assert not self._updates, "a version is whole only after the last update of its batch"
