@@ -112,11 +112,7 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         grad_x = _linear(grad, weight.t(), None) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            out, into = grad.t(), x.t()  # [O, N], [I, N]
-            # oneDNN is up to 1.5 times as fast with the wider side last.
-            wide = weight.shape[0] > weight.shape[1]
-            grad_weight = _linear(into, out, None).t() if wide else _linear(out, into, None)
+        # oneDNN would copy both to turn them round.
+        grad_weight = grad.t() @ x if ctx.needs_input_grad[1] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias

@@ -30,11 +30,19 @@ from rlsys.engines.tree_attention import TreeCalls
 # every fork of a tree costs calls in every layer, so those of longer rows have to be worth it.
 SHORT_ROW, MIN_SHARED = 128, 16
 
+# Rows that share less than this part of their tokens stand apart: attention costs more along forks.
+MIN_SAVED = 0.05
+
 
 def tree_of(rows: Sequence[npt.NDArray[np.integer]], *, shares: bool) -> TokenTree:
-    """Of rows of token ids; with `shares`, what they begin with alike stands once."""
+    """Of rows of token ids; with `shares`, what they begin with alike stands once, where that saves
+    something."""
+    apart = TokenTree(rows, min_shared=None)
+    if not shares:
+        return apart
     min_shared = 1 if max(map(len, rows)) <= SHORT_ROW else MIN_SHARED
-    return TokenTree(rows, min_shared=min_shared if shares else None)
+    shared = TokenTree(rows, min_shared=min_shared)
+    return shared if shared.num_tokens <= (1 - MIN_SAVED) * apart.num_tokens else apart
 
 
 class Packing:

@@ -107,27 +107,37 @@ class _Batch:
         starts = torch.tensor([block.query_start for block in blocks])
         column = torch.arange(int(lengths.max()))
         self._real = (column < lengths[:, None]).flatten()  # [n·L]
+        # Blocks of one length that stand in a row are taken and put as they lie.
+        starts_alike = starts[0] + lengths[0] * torch.arange(self._num)
+        is_span = bool((lengths == lengths[0]).all() and (starts == starts_alike).all())
+        self._span = slice(int(starts[0]), int(starts[0]) + len(self._real)) if is_span else None
         places = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
         self._places = places.flatten()  # [n·L] into M
         self._places_of_real = self._places[self._real]
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """[1, H, M, ...] to [n, H, L, ...]; what stands at padding is of a block's last token."""
-        taken = tensor[0].index_select(1, self._places)
-        return self._blocks(taken)
+        if self._span is not None:
+            return self._blocks(tensor[0][:, self._span])
+        return self._blocks(tensor[0].index_select(1, self._places))
 
     def take_real(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same with zeros at padding."""
+        if self._span is not None:
+            return self.take(tensor)
         taken = tensor[0].index_select(1, self._places)
         taken *= self._real.view(-1, *[1] * (taken.dim() - 2))
         return self._blocks(taken)
 
     def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
         """[H, n·L, ...] to [n, H, L, ...]."""
-        return tokens.view(len(tokens), self._num, -1, *tokens.shape[2:]).transpose(0, 1)
+        return tokens.unflatten(1, (self._num, -1)).transpose(0, 1)
 
     def put(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
         """[n, H, L, ...] into [1, H, M, ...]."""
+        if self._span is not None:
+            self._blocks(into[0][:, self._span]).copy_(tensor)
+            return
         tokens = tensor.transpose(0, 1).flatten(1, 2)[:, self._real]
         into[0].index_copy_(1, self._places_of_real, tokens.to(into.dtype))
 
