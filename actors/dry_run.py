@@ -34,7 +34,7 @@ def describe(
         "",
         f"memory for {shape.num_parameters:,} parameters, activations not counted",
         f"trainer rank      {_size(memory.trainer_rank_bytes)}  weights, gradients, optimizer",
-        f"its snapshots     {_size(memory.snapshot_bytes)}  the last two steps, in host memory",
+        f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
         f"rollout replica   {_size(memory.replica_bytes)}  weights and a full KV cache",
         f"store, per node   {_size(store_bytes(config, flow))}  in shared memory",
         f"checkpoint        {_size(memory.checkpoint_bytes)}  on disk",

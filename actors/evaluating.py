@@ -26,15 +26,13 @@ from rlsys.held_out import Scoreboard, evaluation_config, export_path, is_due, p
 from rlsys.model_evaluation import Evaluation, Sample, evaluate_packed
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import PackedRewards
+from rlsys.run_directory import MAX_WAITING
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError
 from .store import StoreAddress
 
 # One `wait` answers after this time at the latest.
 WAIT_S = 5.0
-
-# Models that may wait beside the one that is evaluated; training waits with the next.
-MAX_WAITING = 2
 
 # Deaths of the worker over one model, before it is left out.
 MAX_DEATHS = 2

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -320,10 +320,16 @@ class Job:
             await team.learner.restart(self._first_step)
             return await team.learner.publish()
 
-    async def _checkpoint(
-        self, team: Team, books: Books, curriculum: Curriculum, step: int, work: OpenWork
-    ) -> None:
-        # Of the moment to which the open work belongs: groups are issued meanwhile.
+    def _checkpoint(
+        self,
+        team: Team,
+        books: Books,
+        curriculum: Curriculum,
+        step: int,
+        work: OpenWork,
+        on_read: Callable[[], None],
+    ) -> Awaitable[None]:
+        # Of the moment to which the open work belongs: training goes on while it is written.
         state = State(
             step=step,
             prompts=self._prompts.order,
@@ -331,11 +337,23 @@ class Job:
             retired=curriculum.retired,
             coefficients=work.coefficients,
         )
-        async with self._checkpoints.writing(step) as unfinished:
-            for model, learner in team.learners.items():
-                await learner.save(unfinished.role_dir(model))
-            await carry_over.save(work, StoreClient(team.shards.address), unfinished.path)
-            unfinished.controller_file.write_text(json.dumps(state.to_dict()))
+
+        async def rollouts(directory: Path) -> None:
+            await carry_over.save(work, StoreClient(team.shards.address), directory)
+            on_read()
+
+        async def write() -> None:
+            async with self._checkpoints.writing(step) as unfinished:
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        for model, learner in team.learners.items():
+                            tasks.create_task(learner.write(unfinished.role_dir(model)))
+                        tasks.create_task(rollouts(unfinished.path))
+                except BaseExceptionGroup as group:
+                    raise first_error(group) from None
+                unfinished.controller_file.write_text(json.dumps(state.to_dict()))
+
+        return write()
 
     def _evaluator(
         self, team: Team, recorder: Recorder, on_progress: Callable[[], None]

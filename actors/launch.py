@@ -28,7 +28,7 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.errors import RunFailed
-from rlsys.estimate import estimate_memory, model_shape
+from rlsys.estimate import RECORDS_BYTES, disk_bytes, model_shape
 from rlsys.exported import export_faults
 from rlsys.fields import to_dict
 from rlsys.held_out import read_evaluations
@@ -67,9 +67,6 @@ FAILURES = (
 
 # In a checkout; a wheel does without.
 PLOT = Path(__file__).resolve().parent.parent / "scripts" / "plot_run.py"
-
-# Metrics, rollouts and a trace of an average run, beside its checkpoints.
-RECORDS_BYTES = 64 * 2**20
 
 
 def launch(
@@ -156,14 +153,13 @@ async def _run(
             tokenizer = load_tokenizer(ready.model.path)
             prompts = load_prompts(config, flow, tokenizer, shape)
             check_held_out(ready, flow, held_out, tokenizer, shape)
-        checkpoint_bytes = estimate_memory(config, shape).checkpoint_bytes
         directory = stack.enter_context(
             RunDirectory.open(
                 config.runs_dir,
                 config.name,
                 to_dict(config),
                 resume=config.resume,
-                required_bytes=RECORDS_BYTES + (config.keep_checkpoints + 2) * checkpoint_bytes,
+                required_bytes=disk_bytes(ready, flow, shape, warm_start=warm_start is not None),
             )
         )
         continues = config.resume is not False

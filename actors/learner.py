@@ -42,6 +42,18 @@ class Crew:
     def __init__(self, ranks: Sequence[Worker]) -> None:
         self.ranks = ranks
         self.failure: Exception | None = None
+        self._is_writing = False
+
+    async def write(self, directory: Path) -> list[bytes | OSError]:
+        """Each rank's part of what it holds, beside all other calls. Ranks that have failed, but
+        are alive, finish it before they end."""
+        self._is_writing = True
+        try:
+            return await self.all("write", directory)
+        finally:
+            self._is_writing = False
+            if self.failure is not None:
+                self.kill()
 
     async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Each rank's answer to the same call."""
@@ -87,9 +99,13 @@ class Crew:
         """End all ranks. Their calls fail for this reason, or for an earlier one: returns that."""
         if self.failure is None:
             self.failure = failure
-            for rank in self.ranks:
-                rank.end(f"ended because {failure}")
+            if not (self._is_writing and isinstance(failure, OWN_ERRORS)):
+                self.kill()
         return self.failure
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.end(f"ended because {self.failure}")
 
 
 def _cause(errors: Sequence[Exception]) -> Exception:
@@ -109,9 +125,10 @@ class RayLearner:
 
     `hire` starts the actor of a rank, in a place that exists. `stages` are the functions over a
     step that this learner computes; `per_token`: its model makes a value for each token of a row;
-    `writes`: it writes to the store, which `open_store` makes sure of on a node. When the snapshots
-    are gone with a node, ranks start from the newest checkpoint, or from what the warm start had
-    taught, which is written to `warm_start_dir` until `close`.
+    `writes`: it writes to the store, which `open_store` makes sure of on a node. `num_snapshots` of
+    the state stay in memory. When they are gone with a node, ranks start from the newest
+    checkpoint, or from what the warm start had taught, which is written to `warm_start_dir` until
+    `close`.
     """
 
     def __init__(
@@ -120,7 +137,7 @@ class RayLearner:
         keepers: SnapshotKeepers,
         *,
         layout: Layout,
-        keeps_snapshots: bool,
+        num_snapshots: int,
         start_timeout_s: float,
         newest_checkpoint: Callable[[], Checkpoint | None],
         warm_start_dir: Path,
@@ -135,7 +152,7 @@ class RayLearner:
         self._keepers = keepers
         self._layout = layout
         self._num_ranks = layout.num_ranks
-        self._keeps_snapshots = keeps_snapshots
+        self._num_snapshots = num_snapshots
         self._start_timeout_s = start_timeout_s
         self._newest_checkpoint = newest_checkpoint
         self._stages = {stage.name: stage for stage in stages}
@@ -144,7 +161,7 @@ class RayLearner:
         self._open_store = open_store
         self.writes = writes
         self._warm_start_dir = warm_start_dir
-        self._crew = Crew([])
+        self._crew = self._held_by = Crew([])
         self._node_ids: list[str] = []  # by rank
         self._snapshot_bytes: list[int] = []
         self._attention_tokens = math.inf
@@ -213,7 +230,6 @@ class RayLearner:
             await self._crew.all("reset_optimizer")
             await asyncio.to_thread(shutil.rmtree, self._warm_start_dir, ignore_errors=True)
             await self.save(self._warm_start_dir)
-            await self._crew.all("snapshot")
 
         await _outliving_deaths(warm_start)
         self._began_warm = True
@@ -263,8 +279,24 @@ class RayLearner:
         manifest: WeightManifest = (await self._crew.all("publish"))[0]
         return manifest
 
+    async def hold(self) -> None:
+        self._held_by = self._crew
+        await self._crew.all("hold")
+
+    async def write(self, directory: Path) -> None:
+        """What is held, as a state on disk. Raises OSError for an unwritable directory or a full
+        disk; the trainer goes on."""
+        parts: list[bytes] = []
+        for part in await self._held_by.write(_absolute(directory)):
+            if isinstance(part, OSError):
+                raise part
+            parts.append(part)
+        await asyncio.to_thread(_finish, directory, parts)
+
     async def save(self, directory: Path) -> None:
-        await self._crew.all("save", _absolute(directory))
+        """Both, one after the other."""
+        await self.hold()
+        await self.write(directory)
 
     async def load(self, directory: Path) -> None:
         # No rank may find an old snapshot beside another's new one.
@@ -301,6 +333,7 @@ class RayLearner:
     async def _start_ranks(self) -> None:
         """From model.path, in place of those that may be there."""
         self._crew.end(LearnerDied("the trainer starts anew"))
+        self._crew.kill()
         if self._replacing is not None:
             self._replacing.cancel()
         crew = self._crew = Crew([self._hire(rank) for rank in range(self._num_ranks)])
@@ -313,7 +346,7 @@ class RayLearner:
             for node_id in set(self._node_ids):
                 store = await self._open_store(node_id)
             await crew.all("use_store", store)
-        facts = await crew.all("start", host, port, timeout_s=limit_s)
+        facts = await crew.all("start", host, port, self._num_snapshots, timeout_s=limit_s)
         self._snapshot_bytes = [snapshot_bytes for snapshot_bytes, _ in facts]
         self._attention_tokens = facts[0][1]
 
@@ -342,7 +375,7 @@ class RayLearner:
     async def _keep_snapshots(self) -> None:
         """Give each rank that has none a place for its snapshots; a snapshot of all is there at the
         end. From then on a keeper that dies is replaced."""
-        if not self._keeps_snapshots:
+        if not self._num_snapshots:
             return
         await self._make_rooms()
         crew = self._crew
@@ -397,3 +430,9 @@ async def _outliving_deaths(work: Callable[[], Awaitable[None]]) -> None:
 def _absolute(directory: Path) -> Path:
     """As it holds in the ranks, whose working directory is another."""
     return directory.absolute()
+
+
+def _finish(directory: Path, parts: Sequence[bytes]) -> None:
+    from rlsys.engines.training.trainer_state import finish_state  # a second of imports
+
+    finish_state(directory, parts)

@@ -33,7 +33,7 @@ from rlsys.dataflow.stages import (
     TrainStage,
 )
 from rlsys.errors import first_error
-from rlsys.estimate import store_bytes
+from rlsys.estimate import num_snapshots, store_bytes
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import pack_rewards
@@ -274,7 +274,7 @@ class _Actors:
             ),
             model=model.name,
             layout=trainer.parallel,
-            keeps_snapshots=trainer.snapshot_every > 0,
+            num_snapshots=num_snapshots(config, trainer),
             start_timeout_s=config.cluster.start_timeout_s,
             newest_checkpoint=self._checkpoints.newest,
             warm_start_dir=self._checkpoints.warm_start,

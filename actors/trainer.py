@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from rlsys.layout.transport.shared_memory import MemoryGone
+from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory
 from rlsys.layout.transport.shm import read_weights
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, WeightManifest
@@ -28,16 +29,17 @@ if TYPE_CHECKING:
     from rlsys.dataflow.stages import PerBatchStage
     from rlsys.engines.training.protocol import TrainingEngine
     from rlsys.engines.training.snapshot import SnapshotFile
+    from rlsys.engines.training.trainer_state import HeldState
 
 # (rank, host of rank 0, port there) -> this rank's engine, built in the actor's own process.
 EngineFactory = Callable[[int, str, int], "TrainingEngine"]
 
 
-@ray.remote(concurrency_groups={"beside": 1, **HEARTBEAT_GROUP})
+@ray.remote(concurrency_groups={"beside": 1, "writing": 1, **HEARTBEAT_GROUP})
 class TrainerActor(Heartbeat):
     """Calls run one at a time, in the order in which they were made; but what is `beside` the
-    training waits for none of it. After a call has failed, those behind it fail too: a step that
-    lacks a part must not be taken."""
+    training, or writes a checkpoint, waits for none of it. After a call has failed, those behind it
+    fail too: a step that lacks a part must not be taken."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class TrainerActor(Heartbeat):
         self._store = StoreClient(store)
         self._engine: Any = None  # a TrainingEngine, from `start` on
         self._snapshots: SnapshotFile | None = None
+        self._held: HeldState | None = None
         self._failure: Exception | None = None
         self._train_s = 0.0  # since the last optimizer step
 
@@ -64,18 +67,32 @@ class TrainerActor(Heartbeat):
             probe.bind((host, 0))
             return ray.get_runtime_context().get_node_id(), host, probe.getsockname()[1]
 
-    def start(self, host: str, port: int) -> tuple[int, float]:
-        """Build the engine; returns its snapshot_bytes and attention_tokens."""
+    def start(self, host: str, port: int, num_snapshots: int) -> tuple[int, float]:
+        """Build the engine; returns the bytes that so many snapshots need, and attention_tokens.
+        Where there are to be none, it has memory of its own for what `hold` keeps."""
         self._engine = self._make_engine(self._rank, host, port)
-        return self._engine.snapshot_bytes, self._engine.attention_tokens
+        if not num_snapshots:
+            self._keep_one()
+        return self._engine.snapshot_bytes(num_snapshots), self._engine.attention_tokens
 
     def open_snapshots(self, path: str, name: str) -> set[int]:
         """Keep snapshots there from now on; returns the steps whose snapshots are there already.
         Where the keeper has died meanwhile, there are none: it will be replaced."""
-        self._snapshots = None
-        with contextlib.suppress(MemoryGone):
-            self._snapshots = self._engine.open_snapshots(path, name)
+        if self._snapshots is None or self._snapshots.name != name:  # else one of them may be held
+            self._snapshots = None
+            with contextlib.suppress(MemoryGone):
+                self._snapshots = self._engine.open_snapshots(path, name)
         return self._snapshots.steps if self._snapshots else set()
+
+    def _keep_one(self) -> SnapshotFile:
+        """In memory of this process, which ends with it."""
+        num_bytes = self._engine.snapshot_bytes(1)
+        name = f"rlsys-held-{uuid.uuid4().hex[:12]}"
+        memory = SharedMemory(name, num_bytes, purpose="the state that a checkpoint is written of")
+        file: SnapshotFile = self._engine.open_snapshots(memory.path, name)
+        memory.close()
+        self._snapshots = file
+        return file
 
     def restore(self, step: int) -> None:
         with self._call("restore"):
@@ -175,9 +192,24 @@ class TrainerActor(Heartbeat):
             manifest: WeightManifest | None = self._engine.publish()
             return manifest
 
-    def save(self, directory: Path) -> None:
-        with self._call("save"):
-            self._engine.save(directory)
+    def hold(self) -> None:
+        """Keep the state as it is now until `write` has written it."""
+        with self._call("hold"), self._tracer.span("trainer", "hold"):
+            self._held = self._engine.hold(self._snapshots or self._keep_one())
+
+    @ray.method(concurrency_group="writing")
+    def write(self, directory: Path) -> bytes | OSError:
+        """This rank's part of what is held; what rlsys.engines.training.trainer_state.finish_state
+        needs of it, or what the disk refused, which does the trainer no harm."""
+        assert self._held is not None, "hold comes first"
+        try:
+            with self._tracer.span("checkpoint", "write"):
+                return self._held.write(directory)
+        except OSError as error:
+            return error
+        finally:
+            self._held.let_go()
+            self._held = None
 
     def load(self, directory: Path) -> None:
         with self._call("load"):

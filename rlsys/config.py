@@ -262,7 +262,8 @@ class TrainerConfig:
     longer rollout still gets a pass of its own."""
     snapshot_every: int = 1
     """Optimizer steps between snapshots in memory, from which dead ranks start again in seconds;
-    two of them lie in the host's memory, 24 bytes a parameter. 0: only checkpoints."""
+    two of them lie in the host's memory, 12 bytes a parameter each, with checkpoint_every three.
+    0: one, from which checkpoints are written."""
     num_cpus: float = 1
     """CPU cores that Ray reserves for one rank; also its compute threads."""
     num_gpus: float = 0

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from rlsys.config import RunConfig
+from rlsys.config import RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.data.hub import check_model_path, in_short, unreadable
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Head
 from rlsys.engines.context import context_length
+from rlsys.engines.model_tensors import model_tensors
 from rlsys.hf_config import largest
+from rlsys.run_directory import MAX_WAITING
 
 # Rows of any length leave gaps in the store's memory; this share of it is promised to rows.
 STORE_FILL = 0.5
@@ -25,10 +27,14 @@ MIN_STORE_BYTES = 64 << 20
 
 MASTER_BYTES, GRAD_BYTES, ADAM_BYTES = 4, 4, 8  # per parameter: float32, float32, two float32
 
+# Metrics, rollouts and a trace of an average run, beside its models.
+RECORDS_BYTES = 64 * 2**20
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     num_parameters: int
+    buffer_bytes: int  # of those that are saved with the model
     kv_values_per_token: int  # elements of keys and values over all layers
     max_context: int
     config: Any  # the Hugging Face configuration
@@ -67,6 +73,11 @@ def model_shape(path: str, head: Head = "logits") -> ModelShape:
     num_kv_heads = largest(text, "num_key_value_heads", default=num_heads)
     return ModelShape(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        buffer_bytes=sum(
+            tensor.nbytes
+            for tensor in model_tensors(model).values()
+            if not isinstance(tensor, torch.nn.Parameter)
+        ),
         kv_values_per_token=2 * text.num_hidden_layers * num_kv_heads * head_dim,
         max_context=context_length(config),
         config=config,
@@ -83,15 +94,49 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
         kv_cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
     else:
         kv_cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
-    state_bytes = shape.num_parameters * (MASTER_BYTES + ADAM_BYTES)
+    state_bytes = _state_bytes(shape)
     layout = config.trainer.parallel
     num_shards = layout.num_ranks // layout.dp_replicate
     return MemoryEstimate(
         trainer_rank_bytes=shape.num_parameters * per_parameter // num_shards,
-        snapshot_bytes=2 * state_bytes // num_shards if config.trainer.snapshot_every else 0,
+        snapshot_bytes=max(1, num_snapshots(config, config.trainer)) * state_bytes // num_shards,
         replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
         checkpoint_bytes=state_bytes,
     )
+
+
+def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:
+    """Of a trainer's state, in memory that outlives its ranks: the newest two, from which they
+    start again, beside the one that a checkpoint is written from while the run goes on."""
+    if not trainer.snapshot_every:
+        return 0
+    return 3 if config.checkpoint_every else 2
+
+
+def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_start: bool) -> int:
+    """The most that a run has on disk at a time: checkpoints that are kept and one that is being
+    written, of all trained models; exports of the main one, whose shape this is; and records."""
+    state_bytes = _state_bytes(shape)
+    of_all = state_bytes + sum(
+        _state_bytes(model_shape(model.config.model.path or config.model.path, model.head))
+        for model in flow.models.values()
+        if isinstance(model.config, TrainedRoleConfig)
+    )
+    itemsize = getattr(torch, config.model.dtype).itemsize
+    export_bytes = shape.num_parameters * itemsize + shape.buffer_bytes
+    evaluated = MAX_WAITING + 2 if config.evaluation.every else 0  # one under way, and the best
+    num_exports = 1 + evaluated + warm_start
+    return (
+        RECORDS_BYTES
+        + (config.keep_checkpoints + 1) * of_all
+        + num_exports * export_bytes
+        + warm_start * state_bytes
+    )
+
+
+def _state_bytes(shape: ModelShape) -> int:
+    """Of parameters, moments and buffers, as a checkpoint and a snapshot hold them."""
+    return shape.num_parameters * (MASTER_BYTES + ADAM_BYTES) + shape.buffer_bytes
 
 
 def row_bytes(config: RunConfig, flow: Dataflow) -> int:

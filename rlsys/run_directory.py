@@ -81,6 +81,10 @@ OF_A_START = re.compile(
     r"|\.warm_start|\.beginning"
 )
 
+# Models in .evaluating that may wait beside the one that is evaluated; training waits with the
+# next.
+MAX_WAITING = 2
+
 
 class RunFiles:
     """Where everything lies in the run directory `path`."""
@@ -229,7 +233,8 @@ class RunDirectory(RunFiles):
             if not run.has_checkpoint and not run.has_finished(config["num_steps"]):
                 raise ValueError(f"name={name!r}: {nothing_to_resume(run)}")
             run._check_same_experiment(config)
-            check_room(path, required_bytes)
+            # New checkpoints take the places of those that are there.
+            check_room(path, max(0, required_bytes - _bytes_below(run.checkpoints)))
         except BaseException:
             run.close()
             raise
@@ -397,11 +402,16 @@ def _num_steps(metrics: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
 
 
+def _bytes_below(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
 def lost_checkpoints(files: RunFiles) -> str | None:
     """Of a run without a checkpoint: what is to be done if there must have been one."""
     every = read_config(files.config).get("checkpoint_every")
     num_steps = _num_steps(files.metrics)
-    if type(every) is not int or not 0 < every < num_steps:
+    # The first one is whole before the second begins, right behind that step's line.
+    if type(every) is not int or not 0 < 2 * every < num_steps:
         return None
     return (
         f"{files.path} holds {num_steps} steps and no checkpoint, although one was written every "

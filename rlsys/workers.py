@@ -233,6 +233,10 @@ class Learner(Protocol):
 
     async def publish(self) -> WeightManifest: ...
 
+    async def hold(self) -> None:
+        """Keep a copy of the state as it is now in memory, for a checkpoint that is written while
+        training goes on; one at a time."""
+
     async def restart(self, step: int) -> int:
         """After LearnerDied or RowsLost: start all ranks anew, in places that exist, from the
         newest whole state of at most `step` optimizer steps: a snapshot in memory, else the newest

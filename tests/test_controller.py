@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -104,12 +104,16 @@ class World:
     carried: OpenWork = field(default_factory=OpenWork)
     first_step: int = 0
     saved: list[OpenWork] = field(default_factory=list)
+    writes: Callable[[int, OpenWork], Awaitable[None]] | None = None  # which may take time
     chaos: Callable[[World], Coroutine[Any, Any, None]] | None = None
     between: list[BetweenSteps] = field(default_factory=list)
     curriculum: Curriculum | None = None
 
     async def run(self) -> None:
-        async def save(step: int, work: OpenWork) -> None:
+        async def save(step: int, work: OpenWork, on_read: Callable[[], None]) -> None:
+            if self.writes is not None:
+                await self.writes(step, work)
+            on_read()
             self.checkpoints.append(step)
             self.saved.append(work)
 

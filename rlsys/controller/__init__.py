@@ -12,18 +12,21 @@ the protocols of rlsys.workers, so that Ray actors and a simulation run under th
 error in any loop ends all of them and is raised from `run`.
 
 generation.py holds the loops issue, collect, sync and cancel; scoring.py score and advantage;
-training.py train; state.py what they share.
+training.py train; checkpointing.py checkpoint; state.py what they share.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rlsys.config import RunConfig, require
 from rlsys.controller.between_steps import BetweenSteps
+from rlsys.controller.checkpointing import Checkpointing
 from rlsys.controller.generation import GenerationSide, Prompts
 from rlsys.controller.inference import InferenceSide
 from rlsys.controller.learners import Learners
@@ -37,6 +40,10 @@ from rlsys.dataflow.store import StreamStore
 from rlsys.errors import first_error
 from rlsys.types import WeightManifest
 from rlsys.workers import Fleet, Learner, Pool, Replica, Scorer
+
+# (step, open work, told when its bytes have been read): takes down at once what else belongs to the
+# step, and writes all of it, with what the learners hold, when awaited.
+WriteCheckpoint = Callable[[int, OpenWork, Callable[[], None]], Awaitable[None]]
 
 NO_POOLS: Mapping[str, Pool] = {}
 
@@ -62,8 +69,8 @@ class Controller:
     `first_step` is the number of steps that the learner has behind it, `ledger` the run's history
     so far: open groups in it are issued again under their own ids, and go on from what `carried`
     has of them. `replicas`, by number, run already; others come from `fleet`. `weights` are the
-    newest that were published (None: those of model.path are the newest). `between`: what is done
-    between optimizer steps, beside checkpoints. Raises ValueError for a
+    newest that were published (None: those of model.path are the newest). `checkpoint` writes one;
+    `between`: what else is done between optimizer steps. Raises ValueError for a
     store that could never hold the groups of one step.
     """
 
@@ -81,7 +88,7 @@ class Controller:
         learners: Mapping[str, Learner],
         pools: Mapping[str, Pool] = NO_POOLS,
         observer: Observer,
-        checkpoint: Callable[[int, OpenWork], Awaitable[None]],
+        checkpoint: WriteCheckpoint,
         between: Sequence[BetweenSteps] = (),
         weights: WeightManifest | None = None,
         carried: OpenWork = NO_WORK,
@@ -111,6 +118,7 @@ class Controller:
             curriculum=curriculum or Curriculum(),
         )
         self._checkpoint = checkpoint
+        self._checkpoints = Checkpointing(self._state, self._begin_checkpoint)
         self._generation = GenerationSide(
             self._state,
             prompts,
@@ -129,7 +137,7 @@ class Controller:
             flow,
             publish=self._generation.pool.publish,
             roll_back=self._roll_back,
-            between=[self._checkpoints(), *between],
+            between=[self._checkpoints.between_steps, *between],
             coefficients=carried.coefficients,
         )
 
@@ -144,6 +152,7 @@ class Controller:
                         *self._generation.loops().items(),
                         *self._scoring.loops().items(),
                         *self._inference.loops().items(),
+                        ("checkpoint", self._checkpoints.run()),
                         ("watch", self._watch()),
                     )
                 ]
@@ -151,7 +160,10 @@ class Controller:
                 for loop in loops:
                     loop.cancel()
         except BaseExceptionGroup as group:
+            await self._checkpoints.finish()
             raise first_error(group) from None
+        finally:
+            await self._checkpoints.give_up()
 
     def is_alive(self) -> None:
         """Told by whoever works between two steps: it is no standstill."""
@@ -169,20 +181,20 @@ class Controller:
         self._state.roll_back(step)
         self._generation.pool.rolled_back()
 
-    def _checkpoints(self) -> BetweenSteps:
-        config = self._state.config
-
-        def is_due(step: int) -> bool:
-            regular = config.checkpoint_every and step % config.checkpoint_every == 0
-            return bool(regular) or step == config.num_steps
-
-        return BetweenSteps(is_due=is_due, do=self._save, done=self._state.step)
-
-    async def _save(self, step: int) -> None:
+    async def _begin_checkpoint(self, step: int) -> Coroutine[Any, Any, None]:
+        holding = asyncio.create_task(self._training.hold())
         await self._generation.pool.tell_progress()
-        with self._generation.open_work() as work:
-            own = replace(work, coefficients=self._training.coefficients.after(step))
-            await self._checkpoint(step, own)
+        await holding
+        pins = contextlib.ExitStack()
+        work = pins.enter_context(self._generation.open_work())
+        own = replace(work, coefficients=self._training.coefficients.after(step))
+        written = self._checkpoint(step, own, pins.close)
+
+        async def write() -> None:
+            with pins:
+                await written
+
+        return write()
 
     async def _watch(self) -> None:
         """Raises StallError when nothing at all has happened for cluster.call_timeout_s."""

@@ -7,6 +7,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 
+async def _nothing() -> None:
+    pass
+
+
 @dataclass(kw_only=True)
 class BetweenSteps:
     """`do` is awaited after the steps for which `is_due` says so, once for each."""
@@ -17,6 +21,8 @@ class BetweenSteps:
     """The newest step that needs it no more."""
     undo: Callable[[int], None] = lambda step: None
     """Told of a step when those after it are trained again."""
+    settle: Callable[[], Awaitable[None]] = _nothing
+    """Awaited when a learner has died, before it is started again."""
 
     async def after(self, step: int) -> bool:
         """Whether there was something to do."""

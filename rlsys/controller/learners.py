@@ -48,6 +48,12 @@ class Learners(Mapping[str, Learner]):
         }
         return replace(results[0], metrics=results[0].metrics | others) if others else results[0]
 
+    async def hold(self) -> None:
+        """All their states, side by side. Raises a group with a LearnerDied."""
+        async with asyncio.TaskGroup() as tasks:
+            for one in self._learners.values():
+                tasks.create_task(one.hold())
+
     async def restart(self, step: int) -> int:
         """All from the newest state, of `step` steps at most, that every one of them has; returns
         its steps. Raises LearnerDied, or a group with one."""

@@ -108,6 +108,9 @@ class TrainingSide:
         """The group is part of a step that is under way, or of the next."""
         return group_id in self._taken
 
+    async def hold(self) -> None:
+        await self._learners.hold()
+
     def describe(self) -> str:
         return f"step {self._num_handed_out + 1} lacks {self._assembler.num_wanted} groups"
 
@@ -221,6 +224,8 @@ class TrainingSide:
         state = self._state
         start = state.clock()
         self._in_flight.clear()
+        for one in self._between:
+            await one.settle()
         reached = state.step
         step = await self._learners.restart(reached)
         if step == reached:

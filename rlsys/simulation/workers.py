@@ -241,6 +241,7 @@ class SimulatedLearner:
     restart_s: float = 5.0
     loses: int = 0  # optimizer steps that a restart cannot bring back
     version: int = 0
+    held: int | None = None  # the version of the newest copy
     deaths: int = 0
     num_data: int = 1
     num_stages: int = 1
@@ -309,6 +310,13 @@ class SimulatedLearner:
                 )
 
         return await self._answer(work())
+
+    async def hold(self) -> None:
+        async def work() -> None:
+            async with self._carrying_out():
+                self.held = self.version
+
+        await self._answer(work())
 
     async def restart(self, step: int) -> int:
         self._died.set()  # after lost rows, nobody has died: calls under way are forgotten too

@@ -14,6 +14,7 @@ import asyncio
 import json
 import random
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,7 @@ async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
     advantage = flow.per_group(center, reward)
     flow.train(policy, rollouts, advantage, loss=never_called, aggregation=never_called)
 
-    async def no_checkpoint(step: int, work: OpenWork) -> None:
+    async def no_checkpoint(step: int, work: OpenWork, on_read: Callable[[], None]) -> None:
         pass
 
     clock = asyncio.get_running_loop().time

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from actors.calls import Worker, WorkerDied, WorkerError
 from actors.learner import RayLearner
@@ -77,9 +79,8 @@ class CountingEngine:
 
     attention_tokens = 4096.0
 
-    @property
-    def snapshot_bytes(self) -> int:
-        return snapshot_bytes(self._state)
+    def snapshot_bytes(self, num_snapshots: int) -> int:
+        return snapshot_bytes(self._state, num_snapshots)
 
     def open_snapshots(self, path: str, name: str) -> Any:
         return SnapshotFile(path, name, self._state)
@@ -99,11 +100,20 @@ class CountingEngine:
     def reset_optimizer(self) -> None:
         pass
 
-    def save(self, directory: Path) -> None:
-        self._mark("save")
+    def hold(self, file: Any) -> Any:
+        file.write(self.policy_version, self._state)
+        self._held = file.hold(self.policy_version)
+        self.let_go = file.let_go
+        return self
+
+    def write(self, directory: Path) -> bytes:
+        """What it holds."""
+        self._mark("write")
+        parts = " ".join(map(str, self._held["parts"].tolist()))
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{self._rank}").write_text(" ".join(map(str, self._state["parts"].tolist())))
-        self._hang_if_told()
+        self._hang_if_told("hang-write")
+        (directory / f"{self._rank}").write_text(parts)
+        return pickle.dumps((Metadata({}), []))
 
     def load(self, directory: Path) -> None:
         parts = [float(part) for part in (directory / f"{self._rank}").read_text().split()]
@@ -119,8 +129,8 @@ class CountingEngine:
     def close(self) -> None:
         pass
 
-    def _hang_if_told(self) -> None:
-        if self._is_told("hang") is not None:
+    def _hang_if_told(self, word: str = "hang") -> None:
+        if self._is_told(word) is not None:
             time.sleep(10 * TIMEOUT_S)
 
     def _is_told(self, what: str) -> str | None:
@@ -241,7 +251,7 @@ async def running(
         hire,
         keepers,
         layout=Layout(dp_shard=num_ranks),
-        keeps_snapshots=snapshot_every > 0,
+        num_snapshots=3 if snapshot_every else 0,
         start_timeout_s=TIMEOUT_S,
         newest_checkpoint=lambda: checkpoints[-1] if checkpoints else None,
         warm_start_dir=marks / "warm_start",
@@ -378,11 +388,11 @@ def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path:
     async def run() -> None:
         async with running(tmp_path) as world:
             await world.step(1)
-            world.tell("hang-0")
+            world.tell("hang-write-0")
             saving = asyncio.create_task(world.learner.save(tmp_path / "1" / "trainer"))
-            await world.until("save-0", 1)
+            await world.until("write-0", 1)
             os.kill(world.pid(0), signal.SIGKILL)
-            with pytest.raises(LearnerDied, match=r"trainer-0 died during save"):
+            with pytest.raises(LearnerDied, match=r"trainer-0 died during write"):
                 await saving
             assert await world.learner.restart(1) == 1
 

@@ -123,7 +123,7 @@ def hired(
         hire,
         SnapshotKeepers(timeout_s=TIMEOUT_S, heartbeat_timeout_s=60.0),
         layout=Layout(dp_shard=num_ranks),
-        keeps_snapshots=True,
+        num_snapshots=3,
         start_timeout_s=TIMEOUT_S,
         newest_checkpoint=newest_checkpoint,
         warm_start_dir=directory / "warm_start",

@@ -17,7 +17,7 @@ from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.layout.transport.shm import open_weights
 from rlsys.types import TrainRow
 from tests.engines.buffered_models import BUFFERED, build_buffered
-from tests.engines.training_harness import accumulate, make_engine, make_rows
+from tests.engines.training_harness import accumulate, make_engine, make_rows, save
 
 FAMILIES = sorted(BUFFERED)
 
@@ -91,7 +91,7 @@ def test_a_16_bit_export_keeps_buffers_as_they_are(paths: Sequence[Path], tmp_pa
 
 def test_a_checkpoint_holds_the_buffers(paths: Sequence[Path], tmp_path: Path) -> None:
     engine = trained(paths[0])
-    engine.save(tmp_path / "saved")
+    save(engine, tmp_path / "saved")
     other = make_engine(paths[1], temperature=1.0)
     other.load(tmp_path / "saved")
     rows = make_rows(4, seed=1)

@@ -23,6 +23,7 @@ from tests.engines.training_harness import (
     make_engine,
     make_rows,
     run_ranks,
+    save,
     weights,
 )
 
@@ -164,7 +165,7 @@ def resumed(rank: int, world_size: int, directory: Path, *, before: str, after: 
 
     first = engine(before)
     step(first)
-    first.save(directory / f"state-{before}")
+    save(first, directory / f"state-{before}")
     second = engine(after)
     second.load(directory / f"state-{before}")
     restored = weights(second)

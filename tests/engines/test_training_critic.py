@@ -24,6 +24,7 @@ from tests.engines.training_harness import (
     make_engine,
     make_rows,
     run_ranks,
+    save,
     tiny_model,
 )
 
@@ -171,7 +172,7 @@ def test_a_kept_critic_goes_on_with_the_same_numbers(
     accumulate(engine, [critic_rows(4)])
     engine.optimizer_step()
     if way == "checkpoint":
-        engine.save(tmp_path / "kept")
+        save(engine, tmp_path / "kept")
         other.load(tmp_path / "kept")
     else:
         (tmp_path / "kept").write_bytes(bytes(engine.snapshot_bytes))

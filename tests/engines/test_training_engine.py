@@ -41,6 +41,7 @@ from tests.engines.training_harness import (
     make_engine,
     make_row,
     make_rows,
+    save,
     tiny_model,
     weights,
 )
@@ -383,7 +384,7 @@ def test_a_resumed_run_goes_on_with_the_same_numbers(model_path: Path, tmp_path:
     options = {"schedule": "cosine", "weight_decay": 0.1}
     engines = [make_engine(model_path, **options), make_engine(model_path, **options)]
     step(0, seed=0)
-    engines[0].save(tmp_path / "saved")
+    save(engines[0], tmp_path / "saved")
     drawn = torch.rand(3)
     engines[1].load(tmp_path / "saved")
     assert torch.equal(torch.rand(3), drawn)
@@ -393,7 +394,7 @@ def test_a_resumed_run_goes_on_with_the_same_numbers(model_path: Path, tmp_path:
 
 
 def test_a_checkpoint_of_another_model_is_refused(model_path: Path, tmp_path: Path) -> None:
-    make_engine(model_path).save(tmp_path / "saved")
+    save(make_engine(model_path), tmp_path / "saved")
     other = make_engine(tiny_model(tmp_path / "llama", "llama"))
     before = weights(other)
     (tmp_path / "saved" / "kept").touch()
@@ -454,7 +455,7 @@ def test_a_checkpoint_on_a_full_disk_is_told_as_one(
 
     monkeypatch.setattr(FileSystem, "create_stream", full)
     with pytest.raises(OSError, match="No space left") as raised:
-        make_engine(model_path).save(tmp_path / "saved")
+        save(make_engine(model_path), tmp_path / "saved")
     assert raised.value.errno == errno.ENOSPC
 
 

@@ -15,6 +15,7 @@ from tests.engines.training_harness import (
     gradients,
     make_engine,
     make_rows,
+    save,
     tiny_model,
     weights,
 )
@@ -47,7 +48,7 @@ def test_bfloat16_trains_close_to_float32(model_path: Path, tmp_path: Path) -> N
     assert engine.optimizer_step().metrics["loss"] == pytest.approx(loss, rel=0.05)
     assert {tensor.dtype for tensor in weights(engine).values()} == {torch.bfloat16}
 
-    engine.save(tmp_path / "saved")
+    save(engine, tmp_path / "saved")
     again = make_engine(model_path, device="cuda", dtype="bfloat16")
     again.load(tmp_path / "saved")
     rows = make_rows(3)

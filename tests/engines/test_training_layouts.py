@@ -28,6 +28,7 @@ from tests.engines.training_harness import (
     make_engine,
     make_rows,
     run_ranks,
+    save,
     tiny_model,
     weights,
 )
@@ -96,7 +97,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     saving = engine()
     accumulate(saving, shares(rank)[0])
     saving.optimizer_step()
-    saving.save(directory / "saved-by-two")
+    save(saving, directory / "saved-by-two")
     saving.export(directory / "exported")
     found["errors"] = errors(engine(), rank)
     return found
@@ -135,7 +136,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     engine = make_engine(directory / "qwen3")
     accumulate(engine, [make_rows(12)])
     engine.optimizer_step()
-    engine.save(directory / "saved-by-one")
+    save(engine, directory / "saved-by-one")
     return directory
 
 

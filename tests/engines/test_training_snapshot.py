@@ -18,15 +18,11 @@ from tests.engines.training_harness import (
     accumulate,
     make_engine,
     make_rows,
+    memory,
     run_ranks,
     tiny_model,
     weights,
 )
-
-
-def memory(path: Path, num_bytes: int) -> str:
-    path.write_bytes(bytes(num_bytes))
-    return str(path)
 
 
 def state(number: float) -> dict[str, torch.Tensor]:
@@ -38,9 +34,9 @@ def state(number: float) -> dict[str, torch.Tensor]:
     }
 
 
-def open_file(path: Path) -> SnapshotFile:
+def open_file(path: Path, num_slots: int = 2) -> SnapshotFile:
     if not path.exists():
-        memory(path, snapshot_bytes(state(0)))
+        memory(path, snapshot_bytes(state(0), num_slots))
     return SnapshotFile(str(path), path.name, state(0))
 
 
@@ -97,6 +93,29 @@ def test_going_back_forgets_what_came_after(tmp_path: Path) -> None:
     assert file.steps == set()
 
 
+def test_what_is_held_stays_while_newer_snapshots_come(tmp_path: Path) -> None:
+    file = open_file(tmp_path / "file", num_slots=3)
+    file.write(1, state(1))
+    held = file.hold(1)
+    for step in (2, 3, 4, 5):
+        file.write(step, state(step))
+    assert file.steps == {1, 4, 5}
+    assert all(torch.equal(held[name], tensor) for name, tensor in state(1).items())
+    with pytest.raises(AssertionError, match="held already"):
+        file.hold(5)
+    file.let_go()
+    file.write(6, state(6))
+    assert file.steps == {4, 5, 6}
+
+
+def test_what_is_held_is_written_without_a_copy(tmp_path: Path) -> None:
+    """torch.save writes a tensor's whole storage, which is its own here."""
+    file = open_file(tmp_path / "file")
+    file.write(1, state(1))
+    for tensor in file.hold(1).values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def test_a_file_of_another_layout_is_refused(tmp_path: Path) -> None:
     file = open_file(tmp_path / "file")
     file.write(1, state(1))
@@ -107,7 +126,7 @@ def test_a_file_of_another_layout_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_dead_owner_held_is_gone() -> None:
     """Even where the kernel has given its numbers to somebody else."""
-    owner = SharedMemory("rlsys-snapshots-a", snapshot_bytes(state(0)), purpose="a test")
+    owner = SharedMemory("rlsys-snapshots-a", snapshot_bytes(state(0), 2), purpose="a test")
     file = SnapshotFile(owner.path, owner.name, state(0))
     file.write(1, state(1))
     with pytest.raises(MemoryGone, match="rlsys-snapshots-b is gone"):
@@ -129,7 +148,7 @@ def interrupted(rank: int, world_size: int, directory: Path, **options: Any) -> 
     """Third steps: of an undisturbed engine, and of one that took its place after the second."""
     options = {"rank": rank, "world_size": world_size, "warmup_steps": 4} | options
     first = make_engine(directory / "model", **options)
-    path = memory(directory / f"rank-{rank}", first.snapshot_bytes)
+    path = memory(directory / f"rank-{rank}", first.snapshot_bytes(2))
     file = first.open_snapshots(path, "snapshots")
     batches = [make_rows(8, seed=seed)[rank::world_size] for seed in range(3)]
     for rows in batches[:2]:
@@ -178,7 +197,7 @@ def test_two_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
 def test_a_fresh_optimizer_is_restored_too(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     engine = make_engine(tiny_model(tmp_path / "model"))
-    path = memory(tmp_path / "file", engine.snapshot_bytes)
+    path = memory(tmp_path / "file", engine.snapshot_bytes(2))
     rows = make_rows(4)
     engine.snapshot(engine.open_snapshots(path, "snapshots"))
     undisturbed = train_on(engine, rows)

@@ -21,6 +21,7 @@ from tests.engines.training_harness import (
     make_engine,
     make_rows,
     run_ranks,
+    save,
     tiny_model,
     weights,
 )
@@ -167,7 +168,7 @@ def test_between_the_updates_of_a_batch_nothing_is_kept(model_path: Path, tmp_pa
     accumulate(engine, [make_rows(2)])
     engine.optimizer_step(last=False)
     with pytest.raises(AssertionError, match="only after the last update"):
-        engine.save(tmp_path / "saved")
+        save(engine, tmp_path / "saved")
     with pytest.raises(ValueError, match="call optimizer_step first"):
         engine.sft_step([[1, 2]], [1])
 

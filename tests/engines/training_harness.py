@@ -21,6 +21,7 @@ from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.ranks import init_process_group
 from rlsys.engines.training.sharding import whole
+from rlsys.engines.training.trainer_state import HeldState, finish_state
 from rlsys.layout.transport.shm import open_weights
 from rlsys.tiny_models import Family, build_tiny_model
 from rlsys.types import MicroBatch, TrainRow
@@ -115,6 +116,28 @@ def make_rows(count: int, seed: int = 0) -> list[TrainRow]:
 def accumulate(engine: FSDPEngine, parts: Sequence[Sequence[TrainRow]]) -> None:
     for rows in parts:
         engine.accumulate(MicroBatch(rows=rows))
+
+
+def memory(path: Path, num_bytes: int) -> str:
+    """For snapshots: an ordinary file, which lies in memory where a test maps it."""
+    path.write_bytes(bytes(num_bytes))
+    return str(path)
+
+
+def hold(engine: FSDPEngine, directory: Path) -> HeldState:
+    """The state as it is now. A collective the first time."""
+    name = f"held-{engine._ranks.rank}-{len(list(directory.glob('held-*')))}"
+    path = memory(directory / name, engine.snapshot_bytes(1))
+    return engine.hold(engine.open_snapshots(path, name))
+
+
+def save(engine: FSDPEngine, directory: Path) -> None:
+    """As a trainer's ranks do it, and whoever asks them to. A collective."""
+    held = hold(engine, directory.parent)
+    parts = engine._ranks.all(held.write(directory))
+    if engine._ranks.rank == 0:
+        finish_state(directory, parts)
+    engine._ranks.max(0)  # the others go on when it is finished
 
 
 def gradients(engine: FSDPEngine) -> Weights:

@@ -46,7 +46,13 @@ from rlsys.engines.training.sharding import build_mesh, recompute_activations, s
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.statistics import StepStatistics, StepSums, over_updates
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.engines.training.trainer_state import load_state, save_state, state_tensors
+from rlsys.engines.training.trainer_state import (
+    HeldState,
+    StatePlan,
+    load_state,
+    plan_state,
+    state_tensors,
+)
 from rlsys.layout.holdings import Holding, holdings
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
@@ -81,6 +87,7 @@ class FSDPEngine:
     ) -> None:
         self.policy_version = 0
         self._updates: list[StepSums] = []  # of the batch, so far
+        self._plan: StatePlan | None = None  # of checkpoints; from `open_snapshots` on
         self._model_path = model_path
         self._config = trainer
         self._dtype: torch.dtype = getattr(torch, model.dtype)
@@ -221,28 +228,34 @@ class FSDPEngine:
         """What this rank has of the model."""
         return holdings(self._tensors)
 
-    def save(self, directory: Path) -> None:
-        assert not self._updates, "a version is whole only after the last update of its batch"
-        save_state(
-            directory, self._tensors, self._optimizer, self.policy_version, sharded=self._sharded
-        )
-
     def load(self, directory: Path) -> None:
         self.policy_version = load_state(
             directory, self._tensors, self._optimizer, sharded=self._sharded
         )
         self._begin_batch()
 
-    @property
-    def snapshot_bytes(self) -> int:
-        return snapshot_bytes(self._local_state())
+    def snapshot_bytes(self, num_snapshots: int) -> int:
+        return snapshot_bytes(self._local_state(), num_snapshots)
 
     def open_snapshots(self, path: str, name: str) -> SnapshotFile:
-        return SnapshotFile(path, name, self._local_state())
+        state = self._local_state()
+        if self._plan is None:
+            self._plan = plan_state(state, self._ranks)
+        return SnapshotFile(path, name, state)
 
     def snapshot(self, file: SnapshotFile) -> None:
         assert not self._updates, "a version is whole only after the last update of its batch"
         file.write(self.policy_version, self._local_state())
+
+    def hold(self, file: SnapshotFile) -> HeldState:
+        assert self._plan is not None, "open_snapshots made the file, and the plan"
+        self.snapshot(file)
+        return HeldState(
+            plan=self._plan,
+            tensors=file.hold(self.policy_version),
+            policy_version=self.policy_version,
+            let_go=file.let_go,
+        )
 
     def restore(self, file: SnapshotFile, step: int) -> None:
         state = self._local_state()

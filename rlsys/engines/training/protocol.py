@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlsys.engines.training.snapshot import SnapshotFile
+from rlsys.engines.training.trainer_state import HeldState
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
@@ -50,7 +51,7 @@ class TrainingEngine(Protocol):
         mean of, the mean gradient norm, the largest staleness; num_tokens counts a token in each
         update that it is part of. The learning rate is the version's, for all its updates.
         Staleness counts updates: trainer.updates_per_step for each version, and those of this
-        batch so far. `save`, `load`, `snapshot` and `restore` come between batches only.
+        batch so far. `load`, `snapshot`, `hold` and `restore` come between batches only.
 
         Raises FloatingPointError, and leaves the weights as they are, if the loss or the gradient
         is not finite; ValueError if no token was accumulated on any rank.
@@ -77,26 +78,27 @@ class TrainingEngine(Protocol):
         published. Raises ValueError for a model without logits.
         """
 
-    def save(self, directory: Path) -> None:
-        """Write model, optimizer, policy_version (which sets the schedule) and RNG to a new
-        directory, all ranks together."""
-
     def load(self, directory: Path) -> None:
-        """Inverse of save; the number of ranks may differ.
+        """From what all ranks have written of the state that they held (rlsys.engines.training.
+        trainer_state); the number of ranks may differ.
 
         Raises ValueError if the directory does not hold this model.
         """
 
-    @property
-    def snapshot_bytes(self) -> int:
-        """Of the file that `open_snapshots` needs, on this rank."""
+    def snapshot_bytes(self, num_snapshots: int) -> int:
+        """Of the file that `open_snapshots` needs, on this rank, for so many of them."""
 
     def open_snapshots(self, path: str, name: str) -> SnapshotFile:
         """This rank's shared memory for snapshots: zeros, or what the rank that it replaces wrote
-        there. Raises MemoryGone."""
+        there. A collective the first time. Raises MemoryGone."""
 
     def snapshot(self, file: SnapshotFile) -> None:
-        """Copy what `save` saves, this rank's part of it, under its policy_version."""
+        """Copy model, optimizer and RNG, this rank's part of them, under its policy_version, which
+        sets the schedule."""
+
+    def hold(self, file: SnapshotFile) -> HeldState:
+        """A snapshot of now, that can be written as this rank's part of a checkpoint while the
+        engine goes on."""
 
     def restore(self, file: SnapshotFile, step: int) -> None:
         """Inverse of snapshot, as if nothing had happened since; for the same number of ranks."""

@@ -10,11 +10,14 @@ import datetime
 import os
 import socket
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from rlsys.engines.training.network import interface_towards
+
+T = TypeVar("T")
 
 
 def init_process_group(
@@ -106,11 +109,17 @@ class Ranks:
         dist.all_gather_single(gathered, vector)
         return gathered.view(self.world_size, -1)
 
+    def all(self, own: T) -> list[T]:
+        """Every rank's object, by rank: the same on all of them."""
+        if self.world_size == 1:
+            return [own]
+        found = [own] * self.world_size
+        dist.all_gather_object(found, own)
+        return found
+
     def union(self, names: list[str]) -> list[str]:
         """Of all ranks' names, sorted."""
-        found: list[list[str]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(found, names)
-        return sorted({name for some in found for name in some})
+        return sorted({name for some in self.all(names) for name in some})
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise on every rank if any of them has an error: none waits for one that gave up."""

@@ -1,0 +1,89 @@
+"""Checkpoints: copied between two optimizer steps, written beside those that follow.
+
+    step ─► the one before is on disk ─► learners hold their state ─► next step
+                                         open work is pinned    └──► write ─► on disk, whole
+
+The copies, the open work and all else that `begin` takes down belong to the same step. One is
+written at a time: the next waits for it. After the last step, training waits for the write too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from rlsys.controller.between_steps import BetweenSteps
+from rlsys.controller.state import RunState
+from rlsys.dataflow.signal import Signal
+from rlsys.workers import LearnerDied, RowsLost
+
+Begin = Callable[[int], Awaitable[Coroutine[Any, Any, None]]]
+
+
+class Checkpointing:
+    """`begin` takes down what belongs to a step, and returns what writes it.
+
+    A write that a learner's death broke off is made up for, with the state that the learner goes on
+    from; training waits for it. So at most one interval's steps are trained behind a checkpoint
+    that is not on disk yet.
+    """
+
+    def __init__(self, state: RunState, begin: Begin) -> None:
+        self._state = state
+        self._begin = begin
+        self._writing: asyncio.Task[None] | None = None
+        self._step = state.step  # that was begun last
+        self._broken_off: LearnerDied | RowsLost | None = None  # by this, and not made up for yet
+        self._changed = Signal()
+        self.between_steps = BetweenSteps(
+            is_due=self._is_due, do=self._copy, done=state.step, settle=self._settle
+        )
+
+    async def run(self) -> None:
+        """Raises what a write has met. Waits for the next one to begin."""
+        while True:
+            await self._changed.until(lambda: self._writing is not None)
+            assert self._writing is not None
+            try:
+                await asyncio.shield(self._writing)
+            except (LearnerDied, RowsLost) as death:
+                self._broken_off = death
+                self.between_steps.done = self._step - 1
+            self._writing = None
+            self._state.progress.notify()
+            self._changed.notify()
+
+    async def finish(self) -> None:
+        """The run has failed: what was copied before is written all the same."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    async def give_up(self) -> None:
+        """The run ends now, with a write under way or without: nothing of it stays."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.wait([self._writing])
+
+    def _is_due(self, step: int) -> bool:
+        config = self._state.config
+        regular = config.checkpoint_every and step % config.checkpoint_every == 0
+        return bool(regular) or step == config.num_steps or self._broken_off is not None
+
+    async def _copy(self, step: int) -> None:
+        if self._writing is not None:
+            with self._state.waiting("train", "checkpoint"):
+                await self._settle()
+        write = await self._begin(step)
+        waits = self._broken_off is not None or step == self._state.config.num_steps
+        self._broken_off = None
+        self._step, self._writing = step, asyncio.create_task(write)
+        self._changed.notify()
+        if waits:
+            await self._settle()
+            if self._broken_off is not None:
+                raise self._broken_off
+
+    async def _settle(self) -> None:
+        """Until nothing is being written: a write whose learner has died ends soon."""
+        await self._changed.until(lambda: self._writing is None)

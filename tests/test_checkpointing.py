@@ -1,0 +1,192 @@
+"""Checkpoints beside training, over workers that only take time, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rlsys.config import AsyncConfig
+from rlsys.controller import OpenWork
+from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.workers import LearnerDied
+from tests.test_controller import World, world
+
+
+@dataclass
+class Disk:
+    """Takes a while for each checkpoint. A write ends when the learner dies that holds the copy."""
+
+    w: World
+    write_s: float = 0.0
+    begun: list[tuple[int, int | None]] = field(default_factory=list)  # step, version of the copy
+    ended: list[int] = field(default_factory=list)
+    begins: asyncio.Event = field(default_factory=asyncio.Event)
+    trained: list[int] = field(default_factory=list)  # steps when each write ended
+
+    def __post_init__(self) -> None:
+        self.w.writes = self.write
+
+    async def write(self, step: int, work: OpenWork) -> None:
+        assert len(self.begun) == len(self.ended), "two are written at once"
+        self.begun.append((step, self.w.learner.held))
+        self.begins.set()
+        died = asyncio.ensure_future(self.w.learner._died.wait())
+        try:
+            await asyncio.wait([died], timeout=self.write_s)
+            if died.done():
+                raise LearnerDied("trainer-0 died during write")
+            self.trained.append(len(self.w.observer.steps))
+        finally:
+            died.cancel()
+            self.ended.append(step)
+
+
+async def trained(w: World, num_steps: int) -> None:
+    await asyncio.sleep(0)  # until there is a controller
+    await w.controller._state.progress.until(lambda: len(w.observer.steps) >= num_steps)
+
+
+def slow(write_s: float, **changes: Any) -> tuple[World, Disk]:
+    w = world(**changes)
+    w.learner.step_s = 1.0
+    return w, Disk(w, write_s)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written() -> None:
+    """And its copy is that of its step; the last one is on disk when the run ends."""
+    w, disk = slow(0.0, num_steps=6, checkpoint_every=2)
+    reached = asyncio.Event()
+
+    async def until_step_3(step: int, work: OpenWork) -> None:
+        if step == 2:
+            await reached.wait()
+        await disk.write(step, work)
+
+    async def watch(w: World) -> None:
+        await trained(w, 3)
+        reached.set()
+
+    w.writes, w.chaos = until_step_3, watch
+    run_in_virtual_time(w.run())
+    assert disk.begun == [(2, 4 - 2), (4, 4), (6, 6)]
+    assert disk.trained[0] == 3
+    assert w.checkpoints == [2, 4, 6]
+
+
+def test_the_next_checkpoint_waits_for_the_one_before() -> None:
+    w, disk = slow(100.0, num_steps=3, checkpoint_every=1)
+    run_in_virtual_time(w.run())
+    assert disk.begun == [(1, 1), (2, 2), (3, 3)]
+    # Step 2 is trained while the first is written, and step 3 while the second is.
+    assert disk.trained == [2, 3, 3]
+    assert w.observer.waited_s["train", "checkpoint"] > 100.0
+
+
+def test_open_work_stays_until_it_is_read() -> None:
+    """Though its groups are trained meanwhile."""
+    w, _ = slow(0.0, num_steps=2, checkpoint_every=1, asynchrony=AsyncConfig(max_staleness=2))
+    live: list[int] = []
+
+    async def write(step: int, work: OpenWork) -> None:
+        if step == 1:
+            assert work.finished
+            await trained(w, 2)  # and nothing else is left in the store
+            live.append(w.store.bytes_live)
+
+    w.writes = write
+    run_in_virtual_time(w.run())
+    assert live[0] > 0
+    assert w.store.bytes_live == 0
+
+
+def test_a_death_breaks_the_write_off_and_it_is_made_up_for() -> None:
+    """By the state that the learner goes on from; and training waits for it."""
+    w, disk = slow(30.0, num_steps=6, checkpoint_every=4)
+
+    async def die(w: World) -> None:
+        await trained(w, 5)
+        w.learner.die()
+
+    w.chaos = die
+    run_in_virtual_time(w.run())
+    assert disk.begun == [(4, 4), (5, 5), (6, 6)]
+    assert disk.trained == [5, 6]
+    assert w.checkpoints == [5, 6]
+    assert w.ledger.num_trained == 6 * 4
+
+
+def test_a_death_during_the_last_write_is_outlived() -> None:
+    w, disk = slow(30.0, num_steps=2)
+
+    async def die(w: World) -> None:
+        await disk.begins.wait()
+        w.learner.die()
+
+    w.chaos = die
+    run_in_virtual_time(w.run())
+    assert disk.begun == [(2, 2), (2, 2)]
+    assert w.checkpoints == [2]
+
+
+def test_a_death_before_the_end_of_a_write_takes_no_step_beyond_it_back() -> None:
+    """What is on disk when the learner starts again decides where it goes on: so it starts again
+    when nothing is being written any more."""
+    w, disk = slow(30.0, num_steps=6, checkpoint_every=4)
+    w.learner.loses = 3
+
+    async def die(w: World) -> None:
+        await trained(w, 5)
+        w.learner.die()
+
+    w.chaos = die
+    run_in_virtual_time(w.run())
+    assert [step for step, _ in disk.begun] == [4, 3, 4, 6]
+    assert w.checkpoints == [3, 4, 6]
+
+
+def test_a_full_disk_ends_the_run_with_its_message() -> None:
+    w, _ = slow(0.0, num_steps=50, checkpoint_every=1)
+
+    async def full(step: int, work: OpenWork) -> None:
+        await asyncio.sleep(2.5)
+        raise OSError(errno.ENOSPC, "cannot write step_000001: the disk is full")
+
+    w.writes = full
+    with pytest.raises(OSError, match="the disk is full"):
+        run_in_virtual_time(w.run())
+    assert w.checkpoints == []
+    assert 1 < len(w.observer.steps) < 50
+
+
+def test_a_run_that_fails_writes_what_it_had_copied() -> None:
+    w, _ = slow(60.0, num_steps=4, checkpoint_every=2)
+    step = w.learner.optimizer_step
+
+    async def not_a_number(**_: Any) -> Any:
+        if w.learner.version == 2:
+            raise FloatingPointError("not a number")
+        return await step()
+
+    w.learner.optimizer_step = not_a_number  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError):
+        run_in_virtual_time(w.run())
+    assert w.checkpoints == [2]
+
+
+def test_a_cancelled_run_gives_the_write_up() -> None:
+    w, disk = slow(1000.0, num_steps=4, checkpoint_every=2)
+
+    async def run() -> None:
+        running = asyncio.create_task(w.run())
+        await disk.begins.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert disk.ended == [2]
+
+    run_in_virtual_time(run())
+    assert w.checkpoints == []
