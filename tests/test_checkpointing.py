@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,77 +12,55 @@ import pytest
 from rlsys.config import AsyncConfig
 from rlsys.controller import OpenWork
 from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.workers import LearnerDied
+from rlsys.simulation.workers import SimulatedDisk
 from tests.test_controller import World, world
 
 
-@dataclass
-class Disk:
-    """Takes a while for each checkpoint. A write ends when the learner dies that holds the copy."""
-
-    w: World
-    write_s: float = 0.0
-    begun: list[tuple[int, int | None]] = field(default_factory=list)  # step, version of the copy
-    ended: list[int] = field(default_factory=list)
-    begins: asyncio.Event = field(default_factory=asyncio.Event)
-    trained: list[int] = field(default_factory=list)  # steps when each write ended
-
-    def __post_init__(self) -> None:
-        self.w.writes = self.write
-
-    async def write(self, step: int, work: OpenWork) -> None:
-        assert len(self.begun) == len(self.ended), "two are written at once"
-        self.begun.append((step, self.w.learner.held))
-        self.begins.set()
-        died = asyncio.ensure_future(self.w.learner._died.wait())
-        try:
-            await asyncio.wait([died], timeout=self.write_s)
-            if died.done():
-                raise LearnerDied("trainer-0 died during write")
-            self.trained.append(len(self.w.observer.steps))
-        finally:
-            died.cancel()
-            self.ended.append(step)
+async def until(w: World, condition: Callable[[], bool]) -> None:
+    await asyncio.sleep(0)  # for there to be a controller
+    await w.controller._state.progress.until(condition)
 
 
 async def trained(w: World, num_steps: int) -> None:
-    await asyncio.sleep(0)  # until there is a controller
-    await w.controller._state.progress.until(lambda: len(w.observer.steps) >= num_steps)
+    await until(w, lambda: len(w.observer.steps) >= num_steps)
 
 
-def slow(write_s: float, **changes: Any) -> tuple[World, Disk]:
+def slow(write_s: float, **changes: Any) -> tuple[World, SimulatedDisk]:
+    """`write_s`: of a checkpoint; an optimizer step takes about as long as sampling for it."""
     w = world(**changes)
     w.learner.step_s = 1.0
-    return w, Disk(w, write_s)
+    disk = SimulatedDisk(learner=w.learner, write_s=write_s)
+    w.writes = lambda step, work: disk.write(step)
+    return w, disk
 
 
 def test_training_goes_on_while_a_checkpoint_is_written() -> None:
-    """And its copy is that of its step; the last one is on disk when the run ends."""
+    """And the last one is on disk when the run ends."""
     w, disk = slow(0.0, num_steps=6, checkpoint_every=2)
-    reached = asyncio.Event()
 
     async def until_step_3(step: int, work: OpenWork) -> None:
         if step == 2:
-            await reached.wait()
-        await disk.write(step, work)
+            await trained(w, 3)
+        await disk.write(step)
 
-    async def watch(w: World) -> None:
-        await trained(w, 3)
-        reached.set()
-
-    w.writes, w.chaos = until_step_3, watch
+    w.writes = until_step_3
     run_in_virtual_time(w.run())
-    assert disk.begun == [(2, 4 - 2), (4, 4), (6, 6)]
-    assert disk.trained[0] == 3
     assert w.checkpoints == [2, 4, 6]
 
 
 def test_the_next_checkpoint_waits_for_the_one_before() -> None:
     w, disk = slow(100.0, num_steps=3, checkpoint_every=1)
+    num_trained: list[int] = []
+
+    async def write(step: int, work: OpenWork) -> None:
+        await disk.write(step)
+        num_trained.append(len(w.observer.steps))
+
+    w.writes = write
     run_in_virtual_time(w.run())
-    assert disk.begun == [(1, 1), (2, 2), (3, 3)]
+    assert disk.begun == [1, 2, 3]
     # Step 2 is trained while the first is written, and step 3 while the second is.
-    assert disk.trained == [2, 3, 3]
+    assert num_trained == [2, 3, 3]
     assert w.observer.waited_s["train", "checkpoint"] > 100.0
 
 
@@ -113,8 +91,7 @@ def test_a_death_breaks_the_write_off_and_it_is_made_up_for() -> None:
 
     w.chaos = die
     run_in_virtual_time(w.run())
-    assert disk.begun == [(4, 4), (5, 5), (6, 6)]
-    assert disk.trained == [5, 6]
+    assert disk.begun == [4, 5, 6]
     assert w.checkpoints == [5, 6]
     assert w.ledger.num_trained == 6 * 4
 
@@ -123,12 +100,12 @@ def test_a_death_during_the_last_write_is_outlived() -> None:
     w, disk = slow(30.0, num_steps=2)
 
     async def die(w: World) -> None:
-        await disk.begins.wait()
+        await until(w, lambda: bool(disk.begun))
         w.learner.die()
 
     w.chaos = die
     run_in_virtual_time(w.run())
-    assert disk.begun == [(2, 2), (2, 2)]
+    assert disk.begun == [2, 2]
     assert w.checkpoints == [2]
 
 
@@ -144,7 +121,7 @@ def test_a_death_before_the_end_of_a_write_takes_no_step_beyond_it_back() -> Non
 
     w.chaos = die
     run_in_virtual_time(w.run())
-    assert [step for step, _ in disk.begun] == [4, 3, 4, 6]
+    assert disk.begun == [4, 3, 4, 6]
     assert w.checkpoints == [3, 4, 6]
 
 
@@ -182,7 +159,7 @@ def test_a_cancelled_run_gives_the_write_up() -> None:
 
     async def run() -> None:
         running = asyncio.create_task(w.run())
-        await disk.begins.wait()
+        await until(w, lambda: bool(disk.begun))
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

@@ -33,6 +33,7 @@ from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time
 from rlsys.simulation.workers import (
     Record,
+    SimulatedDisk,
     SimulatedFleet,
     SimulatedLearner,
     SimulatedPool,
@@ -244,6 +245,7 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     answer_s=st.sampled_from([0.0, 0.5, 5.0]),
     step_s=st.sampled_from([0.0, 1.0]),
     checkpoint_every=st.integers(0, 2),
+    write_s=st.sampled_from([0.0, 1.0, 20.0]),
 )
 @example(  # a replica that starts after the roll-back, before the weights come again
     seed=58660,
@@ -261,6 +263,7 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     answer_s=5.0,
     step_s=0.0,
     checkpoint_every=2,
+    write_s=0.0,
 )
 def test_deaths_cost_time_and_nothing_else(
     seed: int,
@@ -273,6 +276,7 @@ def test_deaths_cost_time_and_nothing_else(
     answer_s: float,
     step_s: float,
     checkpoint_every: int,
+    write_s: float,
 ) -> None:
     """Replicas, the learner and shards die at random moments, all of them, several times: each step
     is trained whole and once in the surviving history, within the bound."""
@@ -310,6 +314,8 @@ def test_deaths_cost_time_and_nothing_else(
     w.learner = SimulatedLearner(row_s=row_s, answer_s=answer_s, step_s=step_s)
     w.ledger = Ledger(events.append, groups_per_step=w.config.prompts_per_step)
     w.chaos = chaos
+    disk = SimulatedDisk(learner=w.learner, write_s=write_s)
+    w.writes = lambda step, work: disk.write(step)
     run_in_virtual_time(w.run())
     assert len(w.observer.steps) == w.config.num_steps
     assert max(w.observer.staleness) <= max_staleness

@@ -173,7 +173,8 @@ class Controller:
         """A shard of the store died: issue the groups again whose rows it held."""
         self._generation.shard_lost(shard)
         for group_id in self._state.store.lost(shard):
-            if self._training.shard_lost(group_id):
+            # Else it is trained, and a checkpoint that has it as open still reads its rows.
+            if group_id in self._state.groups and self._training.shard_lost(group_id):
                 self._state.issue_again(self._state.groups[group_id])
 
     def _roll_back(self, step: int) -> None:

@@ -355,6 +355,29 @@ class SimulatedLearner:
 
 
 @dataclass(kw_only=True)
+class SimulatedDisk:
+    """Takes a while for a checkpoint, which needs the learner that holds the copy until it ends."""
+
+    learner: SimulatedLearner
+    write_s: float = 0.0
+    begun: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+
+    async def write(self, step: int) -> None:
+        assert len(self.begun) == len(self.ended), "two are written at once"
+        assert self.learner.held == step, "the copy is that of another step"
+        self.begun.append(step)
+        died = asyncio.ensure_future(self.learner._died.wait())
+        try:
+            await asyncio.wait([died], timeout=self.write_s)
+            if died.done():
+                raise LearnerDied("trainer-0 died during write")
+        finally:
+            died.cancel()
+            self.ended.append(step)
+
+
+@dataclass(kw_only=True)
 class Record:
     first_step: int = 0
     steps: list[TrainedStep] = field(default_factory=list)
