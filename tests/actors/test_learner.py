@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from actors.calls import Worker, WorkerDied, WorkerError
 from actors.learner import RayLearner
@@ -108,10 +107,13 @@ class CountingEngine:
 
     def write(self, directory: Path) -> bytes:
         """What it holds."""
+        from torch.distributed.checkpoint.metadata import Metadata  # a second, for each process
+
         self._mark("write")
         parts = " ".join(map(str, self._held["parts"].tolist()))
         directory.mkdir(parents=True, exist_ok=True)
-        self._hang_if_told("hang-write")
+        if self._is_told("wait-write") is not None:
+            wait_until((self._marks / "go").exists)
         (directory / f"{self._rank}").write_text(parts)
         return pickle.dumps((Metadata({}), []))
 
@@ -129,8 +131,8 @@ class CountingEngine:
     def close(self) -> None:
         pass
 
-    def _hang_if_told(self, word: str = "hang") -> None:
-        if self._is_told(word) is not None:
+    def _hang_if_told(self) -> None:
+        if self._is_told("hang") is not None:
             time.sleep(10 * TIMEOUT_S)
 
     def _is_told(self, what: str) -> str | None:
@@ -388,13 +390,97 @@ def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path:
     async def run() -> None:
         async with running(tmp_path) as world:
             await world.step(1)
-            world.tell("hang-write-0")
+            world.tell("wait-write-0")
             saving = asyncio.create_task(world.learner.save(tmp_path / "1" / "trainer"))
             await world.until("write-0", 1)
             os.kill(world.pid(0), signal.SIGKILL)
             with pytest.raises(LearnerDied, match=r"trainer-0 died during write"):
                 await saving
             assert await world.learner.restart(1) == 1
+
+    asyncio.run(run())
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(cluster: None, tmp_path: Path) -> None:
+    """Over more steps than there are snapshots; what is written is the state that was held."""
+
+    async def run() -> None:
+        async with running(tmp_path, num_ranks=2) as world:
+            await world.step(1)
+            world.tell("wait-write-0")
+            await world.learner.hold()
+            writing = asyncio.create_task(world.learner.write(tmp_path / "1" / "trainer"))
+            await world.until("write-0", 1)
+            for number in (2, 3, 4, 5):
+                await world.step(number)
+            assert not writing.done()
+            world.tell("go")
+            await writing
+            parts = (tmp_path / "1" / "trainer" / "0").read_text().split()
+            assert [float(part) for part in parts[:3]] == [1.0, 0.0, 0.0]
+            assert (tmp_path / "1" / "trainer" / ".metadata").exists()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 0])
+def test_a_rank_killed_while_it_writes_breaks_the_write_off(
+    cluster: None, tmp_path: Path, snapshot_every: int
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path, snapshot_every=snapshot_every) as world:
+            await world.step(1)
+            await world.learner.save(tmp_path / "1" / "trainer")
+            world.checkpoints.append(Checkpoint(1, tmp_path / "1"))
+            await world.step(2)
+            world.tell("wait-write-0")
+            await world.learner.hold()
+            writing = asyncio.create_task(world.learner.write(tmp_path / "2" / "trainer"))
+            await world.until("write-0", 2)
+            assert await world.step(3) == [1, 2, 3]
+            os.kill(world.pid(0), signal.SIGKILL)
+            with pytest.raises(LearnerDied, match=r"trainer-0 died during write"):
+                await writing
+            reached = 3 if snapshot_every else 1
+            assert await world.learner.restart(3) == reached
+            assert await world.step(4) == [*[1, 2, 3][:reached], 4]
+            await world.learner.save(tmp_path / "2" / "trainer")
+
+    asyncio.run(run())
+
+
+def test_ranks_that_fail_finish_what_they_write(cluster: None, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running(tmp_path) as world:
+            await world.step(1)
+            world.tell("wait-write-0")
+            await world.learner.hold()
+            writing = asyncio.create_task(world.learner.write(tmp_path / "1" / "trainer"))
+            await world.until("write-0", 1)
+            world.tell("raise-0", "nan")
+            with pytest.raises(FloatingPointError):
+                await world.step(2)
+            with pytest.raises(FloatingPointError):
+                await world.learner.publish()
+            world.tell("go")
+            await writing
+            assert (tmp_path / "1" / "trainer" / ".metadata").exists()
+            assert world.learner.ranks[0].is_dead
+
+    asyncio.run(run())
+
+
+def test_a_disk_that_refuses_a_checkpoint_does_the_trainer_no_harm(
+    cluster: None, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path) as world:
+            await world.step(1)
+            (tmp_path / "file").touch()
+            with pytest.raises(NotADirectoryError):
+                await world.learner.save(tmp_path / "file" / "trainer")
+            assert await world.step(2) == [1, 2]
+            await world.learner.save(tmp_path / "2" / "trainer")
 
     asyncio.run(run())
 

@@ -165,6 +165,7 @@ def resumed(rank: int, world_size: int, directory: Path, *, before: str, after: 
 
     first = engine(before)
     step(first)
+    saved = weights(first)
     save(first, directory / f"state-{before}")
     second = engine(after)
     second.load(directory / f"state-{before}")
@@ -173,7 +174,7 @@ def resumed(rank: int, world_size: int, directory: Path, *, before: str, after: 
         step(one)
     second.export(directory / f"hf-{after}")
     said = second.infer(ROWS) if second._layout.counts(rank) else second.infer(ROWS) and None
-    return restored, weights(first), weights(second), said
+    return restored, saved, weights(first), weights(second), said
 
 
 @pytest.mark.parametrize(("before", "after"), [("pp2", "tp2"), ("tp2", "pp2"), ("cp2", "dp2")])
@@ -182,13 +183,14 @@ def test_a_checkpoint_goes_on_in_another_layout(before: str, after: str, tmp_pat
 
     build_model(tmp_path / "qwen3", "qwen3")
     found = run_ranks(2, partial(resumed, before=before, after=after), tmp_path)
-    restored, expected, again, _ = found[0]
+    restored, saved, expected, again, _ = found[0]
     assert restored.keys() == expected.keys() == again.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in restored.items())
     assert relative(again, expected) < 1e-3
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"hf-{after}")
     for name, parameter in exported.named_parameters():
         assert torch.equal(parameter, again[name])
-    (said,) = [one[3] for one in found if one[3] is not None][:1]
+    (said,) = [one[4] for one in found if one[4] is not None][:1]
     plain = make_engine(tmp_path / f"hf-{after}").infer(ROWS)
     for one, other in zip(said, plain, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-4)

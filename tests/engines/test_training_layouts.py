@@ -25,12 +25,15 @@ from tests.engines.training_harness import (
     accumulate,
     assert_same,
     gradients,
+    hold,
     make_engine,
     make_rows,
     run_ranks,
     save,
     tiny_model,
     weights,
+    whole_state,
+    write,
 )
 
 FAMILIES: tuple[Family, ...] = ("qwen3", "llama", "gemma2", "gemma3")
@@ -97,8 +100,12 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     saving = engine()
     accumulate(saving, shares(rank)[0])
     saving.optimizer_step()
-    save(saving, directory / "saved-by-two")
+    found["held"] = whole_state(saving)
+    held = hold(saving, directory)
     saving.export(directory / "exported")
+    accumulate(saving, shares(rank)[1])
+    saving.optimizer_step()
+    write(saving, held, directory / "saved-by-two")
     found["errors"] = errors(engine(), rank)
     return found
 
@@ -226,6 +233,16 @@ def test_a_checkpoint_may_change_the_number_of_ranks(
     of_one.load(directory / "saved-by-one")
     of_two.load(directory / "saved-by-two")
     assert_same(weights(of_two), weights(of_one), rtol=0, atol=2e-3)
+
+
+def test_what_two_ranks_held_one_rank_loads_to_the_last_bit(
+    ranks: list[dict[str, Any]], directory: Path
+) -> None:
+    """Though they had trained on before it was written."""
+    loaded = make_engine(directory / "qwen3")
+    loaded.load(directory / "saved-by-two")
+    assert loaded.policy_version == 1
+    assert_same(whole_state(loaded), ranks[0]["held"], rtol=0, atol=0)
 
 
 def test_two_ranks_export_what_transformers_loads(

@@ -133,11 +133,24 @@ def hold(engine: FSDPEngine, directory: Path) -> HeldState:
 
 def save(engine: FSDPEngine, directory: Path) -> None:
     """As a trainer's ranks do it, and whoever asks them to. A collective."""
-    held = hold(engine, directory.parent)
+    write(engine, hold(engine, directory.parent), directory)
+
+
+def write(engine: FSDPEngine, held: HeldState, directory: Path) -> None:
+    """A collective."""
     parts = engine._ranks.all(held.write(directory))
     if engine._ranks.rank == 0:
         finish_state(directory, parts)
     engine._ranks.max(0)  # the others go on when it is finished
+
+
+def whole_state(engine: FSDPEngine) -> Weights:
+    """Parameters, buffers and moments. A collective."""
+    return {
+        name: whole(tensor).clone()
+        for name, tensor in engine._local_state().items()
+        if name != "rng"
+    }
 
 
 def gradients(engine: FSDPEngine) -> Weights:
