@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import rlsys
 from recipes.grpo import GRPOConfig, grpo
-from rlsys.config import AsyncConfig, ClusterConfig, DataConfig, SamplingConfig
-from rlsys.estimate import row_bytes, store_bytes
+from rlsys.config import (
+    AsyncConfig,
+    ClusterConfig,
+    DataConfig,
+    ModelConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
+from rlsys.estimate import (
+    ModelShape,
+    disk_bytes,
+    estimate_memory,
+    model_shape,
+    num_snapshots,
+    row_bytes,
+    store_bytes,
+)
+from rlsys.tiny_models import Family
+from tests.engines.training_harness import make_engine, tiny_model
 
 # Prompt; token ids, log-probabilities and versions; padding of the block.
 ROW_BYTES = 1000 * 4 + 3 * 4000 * 4 + 64
@@ -43,3 +62,40 @@ def test_the_store_has_room_for_what_can_be_in_flight(
     flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])
     assert row_bytes(config, flow) == ROW_BYTES
     assert store_bytes(config, flow) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_a_checkpoint_has_the_bytes_that_are_asked_for(tmp_path: Path, family: Family) -> None:
+    """Less what names and shapes take."""
+    model = tiny_model(tmp_path / "model", family)
+    config = GRPOConfig(model=ModelConfig(path=str(model)))
+    shape = model_shape(str(model))
+    asked = estimate_memory(config, shape).checkpoint_bytes
+    state = make_engine(model)._local_state()
+    held = sum(tensor.nbytes for name, tensor in state.items() if name != "rng")
+    num_steps = 4 * sum(name.startswith("step.") for name in state)  # AdamW's own count
+    assert held - num_steps == asked
+    if family == "deepseek_v3":
+        assert shape.buffer_bytes > 0
+
+
+def test_the_disk_holds_what_is_kept_and_what_is_being_written() -> None:
+    shape = ModelShape(
+        num_parameters=10**9, buffer_bytes=8, kv_values_per_token=1, max_context=1, config=None
+    )
+    state, export = 12 * 10**9 + 8, 2 * 10**9 + 8
+    config = GRPOConfig(keep_checkpoints=3, model=ModelConfig(dtype="bfloat16"))
+    flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])
+    assert disk_bytes(config, flow, shape, warm_start=False) == 2**26 + 4 * state + export
+    assert disk_bytes(config, flow, shape, warm_start=True) == 2**26 + 5 * state + 2 * export
+
+
+@pytest.mark.parametrize(
+    ("snapshot_every", "checkpoint_every", "expected"), [(1, 0, 2), (1, 5, 3), (0, 5, 0)]
+)
+def test_a_snapshot_more_where_checkpoints_are_written_from_one(
+    snapshot_every: int, checkpoint_every: int, expected: int
+) -> None:
+    trainer = TrainerConfig(snapshot_every=snapshot_every)
+    config = GRPOConfig(trainer=trainer, checkpoint_every=checkpoint_every)
+    assert num_snapshots(config, trainer) == expected

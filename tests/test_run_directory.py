@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,15 +187,31 @@ def test_auto_discards_no_step_that_was_in_a_checkpoint(tmp_path: Path) -> None:
         return RunDirectory.open(tmp_path, "demo", config, resume="auto")
 
     with opened() as run:
-        run.metrics.write_text('{"step": 1}\n{"step": 2}\n')  # killed while the first was written
+        # The first is still being written when the second is due, and waits for it.
+        run.metrics.write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 5)))
     with opened() as run:
-        run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
-    gone = r"3 steps and no checkpoint, although .* every 2 steps .*Bring \S+/checkpoints back"
+        run.metrics.write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 6)))
+    gone = r"5 steps and no checkpoint, although .* every 2 steps .*Bring \S+/checkpoints back"
     with pytest.raises(ValueError, match=gone):
         opened()
     with pytest.raises(ValueError, match=gone):
         RunDirectory.resume(tmp_path, "demo", config)
     assert run.metrics.exists()
+
+
+def test_a_resumed_run_needs_no_room_for_checkpoints_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunDirectory.create(tmp_path, "demo", CONFIG) as run:
+        step = run.checkpoints / "step_000001"
+        step.mkdir()
+        (step / "weights").write_bytes(bytes(1000))
+    usage = shutil.disk_usage(tmp_path)._replace(free=50_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with RunDirectory.resume(tmp_path, "demo", CONFIG, required_bytes=51_000):
+        pass
+    with pytest.raises(ValueError, match=r"has 50,000 bytes free, the run needs 50,001"):
+        RunDirectory.resume(tmp_path, "demo", CONFIG, required_bytes=51_001)
 
 
 def test_a_directory_that_could_not_be_filled_is_taken_away(tmp_path: Path) -> None:

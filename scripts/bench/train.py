@@ -11,7 +11,9 @@ Parts: `equal` and `mixed` (rows of 128 tokens; rows of 64 in the median and at 
 (groups of 8 with a prompt of 256 tokens and completions of 64, shared against apart), `balance`
 (mean load over maximum load of 4 and 8 ranks, pass by pass, the worst of groups of 16k, 32k and
 128k tokens), `head` (peak memory of forward and backward over 8k tokens at a vocabulary of 150k,
-against logits in one piece). Prints one line of JSON last.
+against logits in one piece), `checkpoint` (what training waits for, a copy into the memory that the
+checkpoint is then written from, against memcpy of as many bytes; of both destinations every page
+was touched before; a state of 500 MB). Prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ from rlsys.dataflow.batching import ReadyGroup, StepAssembler
 from rlsys.dataflow.passes import Budget, GroupLengths, RowPlace, plan_passes
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.token_policy import token_logprobs
+from rlsys.engines.training.trainer_state import finish_state
+from rlsys.layout.transport.shared_memory import SharedMemory
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import MicroBatch, TrainRow
 
-PARTS = ("equal", "mixed", "tree", "balance", "head")
+PARTS = ("equal", "mixed", "tree", "balance", "head", "checkpoint")
 REPEATS = 3
 BATCH_ROWS = 16  # of the padded loop: the usual micro-batch
 LOW, HIGH = 0.2, 0.28
@@ -75,6 +79,8 @@ def main() -> None:
             found |= {"tokens_per_s": ours, "padded_tokens_per_s": padded, "mixed_ratio": ratio}
         if "tree" in args.only:
             found |= bench.tree()
+        if "checkpoint" in args.only:
+            found |= checkpoint(Path(directory))
     if "balance" in args.only:
         found["balance"] = min(balance(size, ranks) for size in GROUP_TOKENS for ranks in (4, 8))
     if "head" in args.only:
@@ -182,10 +188,43 @@ class PaddedLoop:
         return loss
 
 
-def in_turn(ours: Callable[[], None], theirs: Callable[[], None]) -> list[tuple[float, float]]:
+STATE_WIDTH, STATE_MLP_WIDTH, STATE_REPEATS = 1024, 3264, 9  # 500 MB
+
+
+def checkpoint(directory: Path) -> dict[str, float]:
+    """Seconds, medians: of the copy, of memcpy, and until all is written and synced."""
+    path = build_tiny_model(directory / "large", width=STATE_WIDTH, mlp_width=STATE_MLP_WIDTH)
+    engine = Bench(path, "cpu", "float32")._engine
+    memory = SharedMemory("rlsys-bench", engine.snapshot_bytes(1), purpose="the benchmark")
+    file = engine.open_snapshots(memory.path, memory.name)
+    num_bytes = sum(tensor.nbytes for tensor in engine._local_state().values())
+    source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+
+    def hold() -> None:
+        engine.policy_version += 1  # else the snapshot is there already
+        engine.hold(file).let_go()
+
+    pairs = in_turn(hold, lambda: np.copyto(target, source), repeats=STATE_REPEATS)
+    held = engine.hold(file)
+    start = time.perf_counter()
+    finish_state(directory / "state", [held.write(directory / "state")])
+    write_s = time.perf_counter() - start
+    pause_s, memcpy_s = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return {
+        "checkpoint_mb": round(num_bytes / 1e6),
+        "checkpoint_pause_s": round(pause_s, 4),
+        "memcpy_s": round(memcpy_s, 4),
+        "checkpoint_ratio": round(statistics.median(ours / copy for ours, copy in pairs), 2),
+        "checkpoint_write_s": round(write_s, 2),
+    }
+
+
+def in_turn(
+    ours: Callable[[], None], theirs: Callable[[], None], repeats: int = REPEATS
+) -> list[tuple[float, float]]:
     """Seconds of both, after one that warms up."""
     pairs = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         times = []
         for work in (ours, theirs):
             start = time.perf_counter()
