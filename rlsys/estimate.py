@@ -122,7 +122,7 @@ def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_sta
         for model in flow.models.values()
         if isinstance(model.config, TrainedRoleConfig)
     )
-    itemsize = getattr(torch, config.model.dtype).itemsize
+    itemsize: int = getattr(torch, config.model.dtype).itemsize
     export_bytes = shape.num_parameters * itemsize + shape.buffer_bytes
     evaluated = MAX_WAITING + 2 if config.evaluation.every else 0  # one under way, and the best
     num_exports = 1 + evaluated + warm_start

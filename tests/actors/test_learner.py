@@ -582,7 +582,7 @@ def test_ranks_that_die_while_they_load_are_told_with_their_model(tmp_path: Path
         SnapshotKeepers(timeout_s=1, heartbeat_timeout_s=1),
         model="critic",
         layout=Layout(),
-        keeps_snapshots=False,
+        num_snapshots=0,
         start_timeout_s=1,
         newest_checkpoint=lambda: None,
         warm_start_dir=tmp_path,
