@@ -31,6 +31,10 @@ STALENESS_MAX = "staleness/max"
 
 LOSS = "loss"
 GRAD_NORM = "grad_norm"  # before clipping
+# In float16: the factor of the loss for the next update, and how many updates since the run began
+# had gradients beyond float16, which were computed again with a lower factor.
+LOSS_SCALE = "loss_scale"
+UPDATES_REPEATED = "updates/repeated"
 ENTROPY = "entropy"  # nats per token
 KL_SAMPLER_TRAINER = "kl/sampler_trainer"  # mean(log μ − log π_prox), nats per token
 # mean(exp(x) − 1 − x), x = log π_prox − log μ, of each token at most 10 (algorithms/kl.py)

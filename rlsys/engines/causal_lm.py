@@ -19,6 +19,7 @@ from rlsys.data.hub import in_short, unreadable
 from rlsys.engines import onednn_linear
 from rlsys.engines.attention import ATTENTION, register_attention
 from rlsys.engines.float32_product import Float32Copy, float32_product, gradient_sum, mm
+from rlsys.engines.sixteen_bit_linear import use_float32_products
 
 # Names of the soft cap of logits: Gemma's and NanoChat's, RecurrentGemma's, xLSTM's.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -75,6 +76,7 @@ def use_engine_layers(model: Any) -> None:
     model.set_attn_implementation(ATTENTION)
     if onednn_linear.is_faster():
         onednn_linear.use_onednn(model)
+    use_float32_products(model)
 
 
 def backbone(model: Any) -> Any:
@@ -118,7 +120,7 @@ class Head:
         is summed over the calls in float32."""
         head = copy.copy(self)
         if self._is_16_bit and torch.is_grad_enabled():
-            head._sum = gradient_sum(self._output_embeddings.weight)
+            head._sum = gradient_sum(local_part(self._output_embeddings.weight))
         return head
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -29,14 +29,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
-from rlsys.config import ModelConfig, TrainerConfig
+from rlsys.config import ModelConfig, Precision, TrainerConfig
 from rlsys.dataflow.batching import ReadyGroup, StepAssembler
 from rlsys.dataflow.passes import Budget, GroupLengths, RowPlace, plan_passes
 from rlsys.engines.training.fsdp_engine import FSDPEngine
@@ -59,7 +59,7 @@ def main() -> None:
     )
     parser.add_argument("--model", help="a Hugging Face checkpoint; default: a small random one")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=get_args(Precision), default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--peak-of", choices=("rlsys", "naive"), help=argparse.SUPPRESS)
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 class Bench:
-    def __init__(self, path: Path, device: str, dtype: Literal["float32", "bfloat16"]) -> None:
+    def __init__(self, path: Path, device: str, dtype: Precision) -> None:
         self._path, self._device, self._dtype = path, torch.device(device), dtype
         self._engine = FSDPEngine(
             model_path=path,

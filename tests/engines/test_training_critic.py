@@ -128,7 +128,7 @@ def test_a_critic_that_begins_as_a_policy_says_nothing_and_learns(tmp_path: Path
     assert variances[-1] > 0.8
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_critic_is_a_reward_model_that_transformers_loads(
     model_path: Path, tmp_path: Path, dtype: str
 ) -> None:
@@ -199,7 +199,7 @@ def test_what_a_critic_cannot_do_is_refused(model_path: Path, tmp_path: Path) ->
 
 def two_ranks(rank: int, world_size: int, directory: Path) -> Any:
     found = []
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "float16"):
         engine = make_critic(directory / "model", rank=rank, world_size=world_size, dtype=dtype)
         rows = critic_rows(9)
         accumulate(engine, [rows[rank:3:2], rows[3:] if rank == 0 else []])
@@ -214,7 +214,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     scalar_model(tmp_path / "model", "qwen3")
     first, second = run_ranks(2, two_ranks, tmp_path)
     rows = critic_rows(9)
-    for index, dtype in enumerate(("float32", "bfloat16")):
+    for index, dtype in enumerate(("float32", "bfloat16", "float16")):
         alone = make_critic(tmp_path / "model", dtype=dtype)
         accumulate(alone, [rows])
         tolerance = 1e-4 if dtype == "float32" else 0.05

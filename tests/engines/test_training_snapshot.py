@@ -179,7 +179,7 @@ def assert_bitwise_equal(found: list[Any]) -> None:
     assert all(torch.equal(tensor, same[name]) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_next_step_is_the_same_to_the_last_bit(tmp_path: Path, dtype: str) -> None:
     torch.set_num_threads(1)
     tiny_model(tmp_path / "model")

@@ -30,6 +30,7 @@ from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.training.collate import Batch, split_passes
 from rlsys.engines.training.export import export_model
 from rlsys.engines.training.loss_calls import call_aggregation
+from rlsys.engines.training.loss_scale import LossScale
 from rlsys.engines.training.optimizer import (
     build_adamw,
     learning_rate,
@@ -131,6 +132,7 @@ class FSDPEngine:
         shard(network, self._mesh, dtype=model.dtype, device=device)
         self._parameters = dict(self._model.named_parameters())  # tied ones stand once
         self._tensors = model_tensors(self._model)  # these and the persistent buffers
+        self._scale = LossScale(self._dtype)
         self.reset_optimizer()
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._tensors.items()}
         if self._role.stage is not None:
@@ -165,6 +167,7 @@ class FSDPEngine:
                 metrics.LEARNING_RATE: rate,
                 metrics.STALENESS_MEAN: sums.staleness_mean,
                 metrics.STALENESS_MAX: float(sums.staleness_max),
+                **self._scale_metrics(),
                 **sums.means,
                 **derived_metrics(sums.means),
             },
@@ -230,7 +233,7 @@ class FSDPEngine:
 
     def load(self, directory: Path) -> None:
         self.policy_version = load_state(
-            directory, self._tensors, self._optimizer, sharded=self._sharded
+            directory, self._state, self._optimizer, sharded=self._sharded
         )
         self._begin_batch()
 
@@ -293,7 +296,20 @@ class FSDPEngine:
 
     def _local_state(self) -> dict[str, torch.Tensor]:
         """All that a snapshot holds; views of this rank's shards, and a copy of the RNG's state."""
-        return state_tensors(self._tensors, self._optimizer) | {"rng": torch.get_rng_state()}
+        return state_tensors(self._state, self._optimizer) | {"rng": torch.get_rng_state()}
+
+    @property
+    def _state(self) -> dict[str, torch.Tensor]:
+        """What a step changes, but for the optimizer's own."""
+        return self._tensors | self._scale.tensors
+
+    def _scale_metrics(self) -> dict[str, float]:
+        if not self._scale.adapts:
+            return {}
+        return {
+            metrics.LOSS_SCALE: self._scale.value,
+            metrics.UPDATES_REPEATED: float(self._scale.num_lowered),
+        }
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """In which a tensor leaves the trainer: a parameter as the forward pass computes with it, a
@@ -318,6 +334,7 @@ class FSDPEngine:
             counts=self._layout.counts(self._ranks.rank),
             names=self._ranks.union if self._layout.pp > 1 else None,
         )
+        self._accumulated: list[tuple[Role, Sequence[Sequence[TrainRow]], Loss, Aggregation]] = []
         self._optimizer.zero_grad()
 
     def _accumulate(
@@ -342,9 +359,18 @@ class FSDPEngine:
 
         if role.stage is not None:
             self._pipeline(role, role.stage, [batch_of(i) for i in range(num_passes)], loss)
-            return
-        for number in range(num_passes):
-            self._loss_of(role, *batch_of(number), loss).backward()
+        else:
+            for number in range(num_passes):
+                self._loss_of(role, *batch_of(number), loss).backward()
+        if self._scale.adapts:
+            self._accumulated.append((role, micro_batches, loss, aggregation))
+
+    def _repeat(self) -> None:
+        """Compute the gradients of this update again."""
+        accumulated = self._accumulated
+        self._begin_update()
+        for one in accumulated:
+            self._accumulate(*one)
 
     def _passes(
         self, role: Role, rows: Sequence[TrainRow], loss: Loss, aggregation: Aggregation
@@ -396,12 +422,12 @@ class FSDPEngine:
         loss: Loss,
         received: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Of a pass, summed: [], with gradient."""
+        """Of a pass, summed and scaled: [], with gradient."""
         staleness = self._num_updates - self._config.updates_per_step * batch.policy_versions
         losses, told = role.learn(loss, batch, staleness, received)
         total = (weights * losses).sum()
         self._statistics.add_pass(total, told)
-        return total
+        return total * self._scale.value
 
     def _add_up(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """The gradients of which several ranks have parts, once an update. A collective."""
@@ -426,14 +452,16 @@ class FSDPEngine:
         """Normalise, clip and update, then begin the next update; the weights change only if all
         is finite."""
         parameters = list(self._parameters.values())
-        self._add_up(parameters)
-        sums = self._statistics.reduce(self._ranks, self._squared_norm(parameters))
+        sums = self._reduced(parameters)
+        while _overflowed(sums) and self._scale.lower():
+            self._repeat()
+            sums = self._reduced(parameters)
         if not (np.isfinite(sums.loss) and np.isfinite(sums.grad_norm)):
             self._begin_batch()
             raise FloatingPointError(
                 f"loss {sums.loss} and gradient norm {sums.grad_norm} at {what}: not a number that "
                 "can be trained on; lower trainer.learning_rate, or look for infinite "
-                "advantages or sampler_logprobs."
+                "advantages or sampler_logprobs." + self._range_hint
             )
         if sums.denominator <= 0:
             self._begin_batch()
@@ -441,8 +469,26 @@ class FSDPEngine:
                 f"{what} has no trained token on any rank; accumulate rows with loss_mask tokens."
             )
         clip = min(1.0, self._config.max_grad_norm / (sums.grad_norm + 1e-6))
-        scale_gradients(parameters, clip / sums.denominator)
+        scale_gradients(parameters, clip / (sums.denominator * self._scale.value))
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
+        self._scale.updated()
         self._begin_update()
         return sums
+
+    def _reduced(self, parameters: Sequence[torch.nn.Parameter]) -> StepSums:
+        """Of what was accumulated, over all ranks. A collective."""
+        self._add_up(parameters)
+        squares = self._squared_norm(parameters) / self._scale.value**2
+        return self._statistics.reduce(self._ranks, squares)
+
+    @property
+    def _range_hint(self) -> str:
+        if self._dtype is not torch.float16:
+            return ""
+        return " float16 ends at 65,504; model.dtype=bfloat16 has the range of float32."
+
+
+def _overflowed(sums: StepSums) -> bool:
+    """Whether the gradients alone left the range of numbers."""
+    return bool(np.isfinite(sums.loss) and not np.isfinite(sums.grad_norm))

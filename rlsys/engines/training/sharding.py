@@ -4,8 +4,8 @@ Each decoder layer is gathered before it runs and let go after it; embedding, la
 stay for a whole pass. Gradients are summed over ranks, never averaged: the optimizer step divides
 by the denominator of the global batch.
 
-The masters of the parameters are float32. With `dtype` bfloat16 the ranks gather, compute and keep
-activations in bfloat16, and reduce gradients in float32.
+The masters of the parameters are float32. With a 16-bit `dtype` the ranks gather, compute and keep
+activations in it, and reduce gradients in float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHARDED_EXPERTS = ("dp_shard", "cp")
 
 
 def build_mesh(layout: Layout, *, rank: int, dtype: str, device: str) -> Mesh | None:
-    """One float32 rank shards nothing and needs no process group. One bfloat16 rank does, in a
+    """One float32 rank shards nothing and needs no process group. One 16-bit rank does, in a
     group of its own, because the mixed precision is FSDP2's. A collective."""
     if layout.num_ranks == 1 and dtype == "float32":
         return None

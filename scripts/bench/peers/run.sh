@@ -3,6 +3,7 @@
 # its output is JSON, with the keys of the benchmark that it is compared with.
 #
 #   bash scripts/bench/peers/run.sh trl_grpo MODEL_DIR        against scripts/bench/e2e.py
+#   bash scripts/bench/peers/run.sh trl_real_model MODEL_DIR  against scripts/bench/real_model.py
 #   bash scripts/bench/peers/run.sh hf_generate MODEL_DIR     against scripts/bench/generate.py
 #   bash scripts/bench/peers/run.sh transferqueue             against scripts/bench/store.py
 #
@@ -10,18 +11,20 @@
 set -euo pipefail
 
 TRANSFORMERS="transformers==5.19.*"
-case ${1:-} in
-    trl_grpo) requirements=("trl==1.16.0" "$TRANSFORMERS") options=() ;;
+needs=${1:-}
+case $needs in
+    trl_grpo | trl_real_model) needs=trl_grpo requirements=("trl==1.16.0" "$TRANSFORMERS") options=() ;;
     hf_generate) requirements=("$TRANSFORMERS" numpy) options=() ;;
     transferqueue) requirements=("TransferQueue==0.1.11") options=(--measure) ;;
     *)
-        echo "error: '${1:-}' is no peer; use trl_grpo, hf_generate or transferqueue" >&2
+        echo "error: '$needs' is no peer; use trl_grpo, trl_real_model, hf_generate or" \
+            "transferqueue" >&2
         exit 2
         ;;
 esac
 peer=$1
 shift
-environment=${RLSYS_PEERS:-$HOME/.cache/rlsys/peers}/$peer
+environment=${RLSYS_PEERS:-$HOME/.cache/rlsys/peers}/$needs
 if [ ! -f "$environment/.ready" ]; then
     echo "making $environment" >&2
     "${PYTHON:-python3}" -m venv "$environment"
