@@ -137,7 +137,8 @@ def _learning_signal(lines: Lines) -> Iterator[Finding]:
             "kl_sampler_trainer",
             f"sampler and trainer differ by {abs(kl):.2g} nats a token: they run in different "
             "precision, or the data is too stale for this learning rate; use "
-            'model.dtype="float32", or lower asynchrony.max_staleness or trainer.learning_rate.',
+            'model.dtype="float32", or "float16" in place of bfloat16, or lower '
+            "asynchrony.max_staleness or trainer.learning_rate.",
         )
 
 

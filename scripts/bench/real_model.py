@@ -5,8 +5,8 @@
 The workload is that of scripts/bench/peers/trl_real_model.py: 16 prompts x 8 completions of at most
 24 tokens a step, sums of two numbers up to 20 asked for in words, chat template. Prints one line of
 JSON last: medians over the steps after a warm-up of an asynchronous run in --dtype, and by
-precision how far sampler and trainer, given the same weights, are apart in the log-probabilities of
-a step's tokens: the mean difference (kl/sampler_trainer) and the largest.
+precision how far sampler and trainer, given the same weights, are apart in log-probabilities: the
+mean difference (kl/sampler_trainer), that without signs, and the largest of a token.
 
 MODEL_DIR: a Hugging Face checkpoint with a chat template, such as SmolLM2-135M-Instruct.
 """
@@ -116,14 +116,15 @@ def measure(config: GRPOConfig, rows: list[dict[str, Any]], warm_up: int) -> dic
 
 
 def gap(config: GRPOConfig, rows: list[dict[str, Any]], seed: int) -> dict[str, float]:
-    """Between what an engine samples with and what the trainer computes of the same tokens."""
+    """Between what an engine samples with and what the trainer computes of the same tokens; a group
+    of each row."""
     prompts = PromptSource(
         config.data,
         load_tokenizer(config.model.path),
         seed=seed,
         max_tokens=MAX_TOKENS,
         max_context=MAX_CONTEXT,
-        rows=rows[:NUM_PROMPTS],
+        rows=rows,
     )
     requests = [
         GenerationRequest(
@@ -132,7 +133,9 @@ def gap(config: GRPOConfig, rows: list[dict[str, Any]], seed: int) -> dict[str, 
             sampling=config.sampling.params(),
             seed=prompt * GROUP_SIZE + index,
         )
-        for prompt, token_ids in enumerate(prompts.at(i).token_ids for i in range(NUM_PROMPTS))
+        for prompt, token_ids in enumerate(
+            prompts.at(index).token_ids for index in range(len(rows))
+        )
         for index in range(GROUP_SIZE)
     ]
     generations = asyncio.run(sampled(config, requests))
@@ -211,6 +214,7 @@ def main() -> None:
     parser.add_argument(
         "--gaps", choices=PRECISIONS, nargs="*", default=PRECISIONS, help="precisions to compare"
     )
+    parser.add_argument("--gap-prompts", type=int, default=NUM_PROMPTS, help="to compare them by")
     args = parser.parse_args()
     rng = random.Random(1)
     rows = [problem(rng) for _ in range(NUM_PROBLEMS)]
@@ -221,7 +225,7 @@ def main() -> None:
             result |= measure(configuration(args, args.dtype, runs_dir), rows, args.warm_up)
         torch.set_num_threads(max(1, int(args.trainer_cpus)))
         for dtype in args.gaps:
-            gaps[dtype] = gap(configuration(args, dtype, runs_dir), rows, seed=0)
+            gaps[dtype] = gap(configuration(args, dtype, runs_dir), rows[: args.gap_prompts], 0)
             print(f"{dtype}: {gaps[dtype]}", file=sys.stderr)
     result["kl_by_precision"] = gaps
     print(json.dumps(result))

@@ -99,7 +99,7 @@ def test_a_checkpoint_holds_the_buffers(paths: Sequence[Path], tmp_path: Path) -
         assert np.array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_torch_engine_that_took_new_weights_equals_a_freshly_loaded_one(
     paths: Sequence[Path], tmp_path: Path, dtype: str
 ) -> None:

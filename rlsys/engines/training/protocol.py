@@ -41,7 +41,9 @@ class TrainingEngine(Protocol):
 
     def accumulate(self, *micro_batches: MicroBatch) -> None:
         """Forward and backward of micro-batches, as many on every rank; an empty one takes part in
-        collectives only. Stages of a pipeline work on several of one call at once."""
+        collectives only. Stages of a pipeline work on several of one call at once. In float16 the
+        rows are kept until the update, which may have to compute them again.
+        """
 
     def optimizer_step(self, *, last: bool = True) -> StepResult:
         """One AdamW update on what was accumulated since the last one; the `last` of a batch makes
@@ -53,8 +55,9 @@ class TrainingEngine(Protocol):
         Staleness counts updates: trainer.updates_per_step for each version, and those of this
         batch so far. `load`, `snapshot`, `hold` and `restore` come between batches only.
 
-        Raises FloatingPointError, and leaves the weights as they are, if the loss or the gradient
-        is not finite; ValueError if no token was accumulated on any rank.
+        In float16, gradients beyond its range are first computed again with a lower scale of the
+        loss. Raises FloatingPointError, and leaves the weights as they are, if the loss or the
+        gradient is not finite; ValueError if no token was accumulated on any rank.
         """
 
     def infer(self, rows: Sequence[TrainRow]) -> list[Float32Array]:
