@@ -1,6 +1,6 @@
 """Evaluation beside training: a worker of its own, which takes exported models one after another.
 
-    learner ─► .evaluating/step_000050 ─► EvaluationActor ─► Evaluation ─► Scoreboard, console
+    learner ─► .evaluating/step_000050 ─► EvaluationActor ─► Found ─► Scoreboard, console
 
 Training goes on meanwhile. It waits only where as many models wait as the disk is to hold; and
 nothing that fails here ends a run: it is told, and training goes on.
@@ -12,18 +12,20 @@ import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from rlsys import metrics
 from rlsys.config import RunConfig
 from rlsys.controller import BetweenSteps
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.held_out import Scoreboard, evaluation_config, export_path, is_due, pending_exports
-from rlsys.model_evaluation import Evaluation, Sample, evaluate_packed
+from rlsys.held_out_loss import HeldOutLoss
+from rlsys.model_evaluation import Evaluation, evaluate_packed
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import PackedRewards
 from rlsys.run_directory import MAX_WAITING
@@ -37,25 +39,57 @@ WAIT_S = 5.0
 # Deaths of the worker over one model, before it is left out.
 MAX_DEATHS = 2
 
-Told = tuple[int, Evaluation | None]
 OnResult = Callable[[Mapping[str, float]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the evaluation of one model came to."""
+
+    metrics: Mapping[str, float]
+    warning: str = ""
+
+    @classmethod
+    def of(cls, sampled: Evaluation) -> Found:
+        num_failed = sum(sampled.failed.values())
+        warning = (
+            f"the reward of {num_failed} samples failed; they count nowhere. The first one is a "
+            f"{sampled.first_failure}"
+        )
+        return cls(metrics=sampled.as_metrics(), warning=warning if num_failed else "")
+
+
+Told = tuple[int, Found | None]
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationFactory:
-    """What the worker needs: all but the model. `rows` replace the dataset."""
+    """What the worker needs: all but the model. `rewards`: of samples, None for no samples; `loss`:
+    of held-out completions. `rows` replace the dataset."""
 
     config: RunConfig
-    rewards: PackedRewards
+    rewards: PackedRewards | None
+    loss: HeldOutLoss | None
     rows: Sequence[Mapping[str, Any]] | None
 
-    def __call__(self, model: str, on_sample: Callable[[Sample], None]) -> Awaitable[Evaluation]:
-        return evaluate_packed(
-            evaluation_config(self.config, model),
-            self.rewards,
-            rows=self.rows,
-            on_sample=on_sample,
+    async def __call__(self, model: str, on_progress: Callable[[], None]) -> Found:
+        """`on_progress` is called for every sample that is scored, and every pass."""
+        config = evaluation_config(self.config, model)
+        sampled, of_loss = Found(metrics={}), {}
+        if self.loss is not None:
+            of_loss = await asyncio.to_thread(
+                self.loss.metrics, config, rows=self.rows, on_pass=on_progress
+            )
+        if self.rewards is not None:
+            evaluation = await evaluate_packed(
+                config, self.rewards, rows=self.rows, on_sample=lambda sample: on_progress()
+            )
+            sampled = Found.of(evaluation)
+        seconds = sum(
+            part.get(metrics.TIME_EVALUATION_S, 0.0) for part in (of_loss, sampled.metrics)
         )
+        told = {**sampled.metrics, **of_loss, metrics.TIME_EVALUATION_S: seconds}
+        return replace(sampled, metrics=told)
 
 
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP)
@@ -63,18 +97,19 @@ class EvaluationActor(Heartbeat):
     def __init__(self, evaluate: EvaluationFactory, store: StoreAddress, tracer: Tracer) -> None:
         self._evaluate = evaluate
         self._tracer = tracer
-        self._num_samples = 0
-        self._work: asyncio.Task[Evaluation] | None = None
+        self._num_done = 0
+        self._work: asyncio.Task[Found] | None = None
 
     async def begin(self, model: str) -> None:
-        self._num_samples = 0
+        self._num_done = 0
         self._work = asyncio.create_task(self._evaluated(model))
 
     async def wait(self) -> Told:
-        """How many samples are scored, and what it came to. Raises ValueError and EngineError."""
+        """How many samples and passes are done, and what it came to. Raises ValueError and
+        EngineError."""
         assert self._work is not None, "nothing was begun"
         await asyncio.wait([self._work], timeout=WAIT_S)
-        return self._num_samples, self._work.result() if self._work.done() else None
+        return self._num_done, self._work.result() if self._work.done() else None
 
     async def drain_trace(self) -> TraceBatch:
         return self._tracer.drain()
@@ -84,9 +119,9 @@ class EvaluationActor(Heartbeat):
             self._work.cancel()
             await asyncio.wait([self._work])
 
-    async def _evaluated(self, model: str) -> Evaluation:
-        def count(sample: Sample) -> None:
-            self._num_samples += 1
+    async def _evaluated(self, model: str) -> Found:
+        def count() -> None:
+            self._num_done += 1
 
         with self._tracer.span("evaluation", "evaluate", model=Path(model).name):
             return await self._evaluate(model, count)
@@ -191,7 +226,7 @@ class Evaluator:
                 found = await self._found(path)
                 if self._is_given_up:
                     break
-                line = await asyncio.to_thread(self._scoreboard.add, step, found, path)
+                line = await asyncio.to_thread(self._scoreboard.add, step, found.metrics, path)
             except WorkerDied as death:
                 reason, self._worker = str(death), None
                 if attempt < MAX_DEATHS:
@@ -200,12 +235,8 @@ class Evaluator:
                 reason = str(error)
                 break
             else:
-                if found.failed:
-                    self._warn(
-                        f"evaluation of step {step}: the reward of {sum(found.failed.values())} "
-                        f"samples failed; they count nowhere. The first one is a "
-                        f"{found.first_failure}"
-                    )
+                if found.warning:
+                    self._warn(f"evaluation of step {step}: {found.warning}")
                 self._on_result(line)
                 return
         if self._is_given_up:
@@ -213,8 +244,8 @@ class Evaluator:
         self._warn(f"the model of step {step} is not evaluated: {reason}")
         await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
-    async def _found(self, path: Path) -> Evaluation:
-        """Raises WorkerDied, also for a worker that scores nothing for too long."""
+    async def _found(self, path: Path) -> Found:
+        """Raises WorkerDied, also for a worker that gets nothing done for too long."""
         if self._worker is None or self._worker.is_dead:
             self._worker = self._hire()
         cluster, worker = self._config.cluster, self._worker
@@ -223,11 +254,11 @@ class Evaluator:
         last, since = 0, time.monotonic()
         while True:
             told: Told = await worker.call("wait", timeout_s=WAIT_S + worker.timeout_s)
-            num_samples, found = told
+            num_done, found = told
             self._on_progress()
             if found is not None:
                 return found
-            if num_samples > last:
-                last, since = num_samples, time.monotonic()
+            if num_done > last:
+                last, since = num_done, time.monotonic()
             if time.monotonic() - since > limit_s:
-                worker.end(f"it has scored no sample for {limit_s:g} s (cluster.call_timeout_s)")
+                worker.end(f"it has got nothing done for {limit_s:g} s (cluster.call_timeout_s)")

@@ -26,6 +26,7 @@ from rlsys.errors import first_error
 from rlsys.estimate import STORE_FILL, row_bytes, store_bytes
 from rlsys.exported import seal_export
 from rlsys.held_out import Scoreboard, rewards_of
+from rlsys.held_out_loss import held_out_loss
 from rlsys.history import State
 from rlsys.launching import HeldOut, WarmStart
 from rlsys.manifest import write_manifest
@@ -358,9 +359,11 @@ class Job:
     def _evaluator(
         self, team: Team, recorder: Recorder, on_progress: Callable[[], None]
     ) -> Evaluator:
+        rewards = rewards_of(self._flow, self._held_out)
         factory = EvaluationFactory(
             config=self._config,
-            rewards=pack_rewards(rewards_of(self._flow, self._held_out)),
+            rewards=pack_rewards(rewards) if rewards else None,
+            loss=held_out_loss(self._config, self._flow),
             rows=self._held_out.rows,
         )
         return Evaluator(

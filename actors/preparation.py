@@ -22,6 +22,7 @@ from rlsys.engines.generation.interruption import interruption_of
 from rlsys.errors import Mistakes
 from rlsys.estimate import ModelShape
 from rlsys.held_out import evaluation_config, rewards_of
+from rlsys.held_out_loss import held_out_loss
 from rlsys.launching import HeldOut
 from rlsys.layout.fits import check_fits
 from rlsys.model_evaluation import held_out_prompts
@@ -135,10 +136,17 @@ def check_held_out(
     """Raise ValueError for an evaluation that could not be done."""
     if not config.evaluation.every:
         return
+    rewards, loss = rewards_of(flow, held_out), held_out_loss(config, flow)
     require(
-        flow.main.head == "logits",
+        bool(rewards) or loss is not None,
+        f"evaluation.every={config.evaluation.every}, and nothing says what a model is told by: "
+        "the dataflow has no flow.score, and its loss is not of a dataset's completions alone. "
+        "Give launch(held_out=rlsys.HeldOut(rewards=[...])), or use evaluation.every=0.",
+    )
+    require(
+        flow.main.head == "logits" or not rewards,
         f"evaluation.every={config.evaluation.every} samples from {flow.main.name!r}, whose head "
-        f"is {flow.main.head!r}; use evaluation.every=0.",
+        f"is {flow.main.head!r}; give HeldOut no rewards, or use evaluation.every=0.",
     )
     has_splits = flow.source.prompts.rows is None and _is_hub_name(config.data.source)
     require(
@@ -146,7 +154,10 @@ def check_held_out(
         f"evaluation.every={config.evaluation.every}, and nothing is held out: give a file or a "
         "dataset as evaluation.source, or rows as launch(held_out=rlsys.HeldOut(rows=...)).",
     )
-    rewards = rewards_of(flow, held_out)
-    pack_rewards(rewards)  # raises for those that cannot travel
     evaluated = evaluation_config(config, config.model.path)
+    if loss is not None:
+        loss.prompts(evaluated, tokenizer, held_out.rows)
+    if not rewards:
+        return
+    pack_rewards(rewards)  # raises for those that cannot travel
     held_out_prompts(evaluated, tokenizer, shape.max_context, as_rewards(rewards), held_out.rows)

@@ -1,10 +1,10 @@
 """Evaluation beside training: what is evaluated, when, and which model was the best.
 
-    every so many steps: the model, exported ─► model_evaluation.py ─► Scoreboard
-                                                                           │
-                                        evaluations.jsonl, best/ ◄─────────┘
+    every so many steps: the model, exported ─┬► model_evaluation.py ─┬► Scoreboard
+                                              └► held_out_loss.py ────┘      │
+                                          evaluations.jsonl, best/ ◄─────────┘
 
-Evaluated are the files that a user would load, so that scripts/evaluate.py finds the same numbers.
+Evaluated are the files that a user would load, so that scripts/evaluate.py finds the same rewards.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from pathlib import Path
 
 from rlsys import metrics
 from rlsys.checkpoint import swapped_in
-from rlsys.config import RunConfig, require
+from rlsys.config import RunConfig
 from rlsys.data.rows import LOADERS
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import RewardFn, ScoreStage
-from rlsys.evaluation import as_metrics
 from rlsys.json_text import parse_json
 from rlsys.launching import HeldOut
-from rlsys.model_evaluation import Evaluation, EvaluationConfig
+from rlsys.model_evaluation import EvaluationConfig
 from rlsys.observe.step_log import StepLog, read_lines
 from rlsys.run_directory import RunFiles
 
@@ -36,17 +35,10 @@ EXPORT_NAME = re.compile(r"step_(\d{6,})")
 
 
 def rewards_of(flow: Dataflow, held_out: HeldOut) -> list[RewardFn]:
-    """What a completion is scored with. Raises ValueError where nothing says."""
+    """What a sampled completion is scored with; may be none."""
     scored = flow.all(ScoreStage)
     rewards: list[RewardFn] = [*(scored[0].rewards if scored and held_out.rewards is None else [])]
-    rewards += held_out.rewards or []
-    require(
-        bool(rewards),
-        "evaluation.every is set, and nothing says how a completion is scored: the dataflow has no "
-        "flow.score. Give launch(held_out=rlsys.HeldOut(rewards=[...])), or use "
-        "evaluation.every=0.",
-    )
-    return rewards
+    return rewards + list(held_out.rewards or [])
 
 
 def evaluation_config(run: RunConfig, model: Path | str) -> EvaluationConfig:
@@ -86,7 +78,8 @@ def is_due(run: RunConfig, step: int) -> bool:
 class Scoreboard:
     """What the evaluations of a run came to: evaluations.jsonl, a line each, and the best model.
 
-    The best is that of the highest mean reward, of equal ones the earliest. Lines of steps beyond
+    The best is that of the highest mean reward, or where nothing is sampled of the lowest loss; of
+    equal ones the earliest. Lines of steps beyond
     `after_step` are removed, as those steps are trained again; best/ stays: it is what it says.
     """
 
@@ -103,19 +96,11 @@ class Scoreboard:
         self._log.go_back(step)
         self._steps = {one for one in self._steps if one <= step}
 
-    def add(self, step: int, found: Evaluation, exported: Path) -> dict[str, float]:
-        """Record it; `exported` is kept as best/ or removed. Returns its line."""
-        line = {
-            metrics.STEP: step,
-            **as_metrics(found.estimates),
-            metrics.EVAL_PROMPTS: found.num_prompts,
-            metrics.EVAL_TOKENS_MEAN: found.tokens_mean,
-            metrics.EVAL_TRUNCATED_FRAC: found.truncated_frac,
-            metrics.EVAL_FAILED: sum(found.failed.values()),
-            metrics.TIME_EVALUATION_S: found.seconds,
-        }
+    def add(self, step: int, found: Mapping[str, float], exported: Path) -> dict[str, float]:
+        """Record what was found; `exported` is kept as best/ or removed. Returns the line."""
+        line = {metrics.STEP: step, **found}
         best = best_of(self._files)
-        line[metrics.EVAL_IS_BEST] = int(best is None or mean_reward(line) > mean_reward(best))
+        line[metrics.EVAL_IS_BEST] = int(best is None or goodness(line) > goodness(best))
         if line[metrics.EVAL_IS_BEST]:
             (exported / EVALUATION_FILE).write_text(json.dumps(line, indent=1) + "\n")
             swapped_in(exported, self._files.best)
@@ -139,9 +124,12 @@ def best_of(files: RunFiles) -> dict[str, float] | None:
     return best
 
 
-def mean_reward(line: Mapping[str, float]) -> float:
-    """That of an evaluation."""
-    return next(value for name, value in line.items() if metrics.is_mean_at(name))
+def goodness(line: Mapping[str, float]) -> float:
+    """Of an evaluation: its mean reward, where it has one."""
+    for name, value in line.items():
+        if metrics.is_mean_at(name):
+            return value
+    return -line[metrics.EVAL_LOSS]
 
 
 def pending_exports(directory: Path) -> dict[int, Path]:

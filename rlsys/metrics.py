@@ -52,8 +52,9 @@ EVAL_PROMPTS = "eval/prompts"
 EVAL_TOKENS_MEAN = "eval/tokens_mean"  # of completions
 EVAL_TRUNCATED_FRAC = "eval/truncated_frac"
 EVAL_FAILED = "eval/failed"  # samples whose reward failed; they are in no estimate
-EVAL_IS_BEST = "eval/is_best"  # 1: the highest mean reward until then
-TIME_EVALUATION_S = "time/evaluation_s"  # sampling and scoring, without the start
+EVAL_LOSS = "eval/loss"  # of held-out completions, as the run trains on; of_held_out has the rest
+EVAL_IS_BEST = "eval/is_best"  # 1: the highest mean reward until then, or else the lowest loss
+TIME_EVALUATION_S = "time/evaluation_s"  # without the start
 
 PROMPTS_SKIPPED = "prompts/skipped"  # since the run began, where data.retire_at is set
 
@@ -112,6 +113,11 @@ def actor_work_s(actor: str) -> str:
 
 def actor_wait_s(actor: str) -> str:
     return f"time/wait_s/{actor}"
+
+
+def of_held_out(name: str) -> str:
+    """What a metric of the loss is called where it is of held-out completions."""
+    return f"eval/{name}"
 
 
 def pass_at(k: int) -> str:

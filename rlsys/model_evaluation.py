@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from rlsys import metrics
 from rlsys.config import (
     DataConfig,
     ModelConfig,
@@ -36,7 +37,7 @@ from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.sampling import request_seed
 from rlsys.estimate import model_shape
-from rlsys.evaluation import Estimate, evaluate
+from rlsys.evaluation import Estimate, as_metrics, evaluate
 from rlsys.fields import conform
 from rlsys.rewards import (
     PackedRewards,
@@ -126,6 +127,17 @@ class Evaluation:
     seconds: float
     """Of sampling and scoring, without the start."""
 
+    def as_metrics(self) -> dict[str, float]:
+        """For a line of evaluations.jsonl."""
+        return {
+            **as_metrics(self.estimates),
+            metrics.EVAL_PROMPTS: self.num_prompts,
+            metrics.EVAL_TOKENS_MEAN: self.tokens_mean,
+            metrics.EVAL_TRUNCATED_FRAC: self.truncated_frac,
+            metrics.EVAL_FAILED: sum(self.failed.values()),
+            metrics.TIME_EVALUATION_S: self.seconds,
+        }
+
 
 async def evaluate_model(
     config: EvaluationConfig,
@@ -192,8 +204,10 @@ def held_out_prompts(
     max_context: int,
     rewards: Sequence[Reward],
     rows: Rows | None = None,
+    completions: tuple[str, int] | None = None,
 ) -> list[Prompt]:
-    """Raises ValueError for data that cannot be used, or is too little."""
+    """`completions` as of PromptSource. Raises ValueError for data that cannot be used, or is too
+    little."""
     source = PromptSource(
         config.data,
         tokenizer,
@@ -201,6 +215,7 @@ def held_out_prompts(
         max_tokens=config.sampling.max_tokens,
         max_context=max_context,
         rows=rows,
+        completions=completions,
     )
     source.check_rewards(rewards)
     num = len(source) if config.num_prompts is None else config.num_prompts

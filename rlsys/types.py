@@ -34,6 +34,7 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]  # [T], the end of sequence included
     finish_reason: FinishReason = FinishReason.STOP
+    loss_mask: tuple[bool, ...] | None = None  # [T], what is trained on; None: all of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
 
-# policy_version of a token that no policy sampled: part of the completion, and not trained on.
+# policy_version of a token that is part of the completion and not trained on: one that no policy
+# sampled, or, in a chat of a dataset, one of no reply.
 INJECTED = -1
 
 

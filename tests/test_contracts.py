@@ -24,7 +24,10 @@ CONFIGS: dict[str, type] = {
     "quickstart.py": QuickstartConfig,
     "grpo_gsm8k.py": GSM8KConfig,
     "sums_in_words.py": SumsInWordsConfig,
-    **{f"{name}.py": config_of(name) for name in (*SMALL_RECIPES, "dpo", "ppo", "reward_model")},
+    **{
+        f"{name}.py": config_of(name)
+        for name in (*SMALL_RECIPES, "dpo", "ppo", "reward_model", "sft")
+    },
 }
 
 
@@ -62,7 +65,7 @@ ROOMS = (
     "simulation audit estimate tiny_models",
     "history",
     "resuming launching cli model_evaluation",
-    "held_out",
+    "held_out held_out_loss",
     "__init__",
 )
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 import rlsys
-from rlsys import PREFERENCE
-from rlsys.algorithms import sequence_mean, simpo
 from rlsys.config import DataConfig, HeldOutConfig, RolloutConfig
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Prompts
@@ -50,7 +48,7 @@ def exported(files: RunFiles, step: int) -> Path:
 
 
 def evaluate(files: RunFiles, board: Scoreboard, step: int, mean: float) -> dict[str, float]:
-    return board.add(step, found(mean), exported(files, step))
+    return board.add(step, found(mean).as_metrics(), exported(files, step))
 
 
 def weights(directory: Path) -> str:
@@ -136,11 +134,25 @@ def test_an_evaluation_that_tells_nothing_is_refused(settings: dict, says: str) 
     assert says in str(error.value)
 
 
-def test_a_graph_that_scores_nothing_needs_rewards_of_its_own() -> None:
+def test_without_rewards_the_best_model_is_that_of_the_lowest_loss(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    board = Scoreboard(files, after_step=0)
+    is_best = [
+        board.add(step, {"eval/loss": loss}, exported(files, step))["eval/is_best"]
+        for step, loss in ((0, 2.0), (10, 1.5), (20, 1.5), (30, 1.6))
+    ]
+    board.close()
+    assert is_best == [1, 1, 0, 0]
+    assert weights(files.best) == "of step 10"
+
+
+def test_rewards_of_its_own_replace_those_of_the_graph() -> None:
     flow = Dataflow()
-    rows = flow.dataset(Prompts(config=DataConfig()), group_size=2)
     policy = flow.model("policy")
-    flow.train(policy, rows, PREFERENCE, loss=simpo(), aggregation=sequence_mean)
-    with pytest.raises(ValueError, match="nothing says how a completion is scored"):
-        rewards_of(flow, rlsys.HeldOut())
-    assert rewards_of(flow, rlsys.HeldOut(rewards=[len])) == [len]
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=2)
+    assert rewards_of(flow, rlsys.HeldOut()) == []
+    flow.score(rollouts, [len])
+    (own,) = rewards_of(flow, rlsys.HeldOut())
+    assert isinstance(own, rlsys.Reward)
+    assert own.name == "len"
+    assert rewards_of(flow, rlsys.HeldOut(rewards=[max])) == [max]

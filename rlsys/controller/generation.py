@@ -22,7 +22,7 @@ from rlsys.dataflow.curriculum import RETIRED
 from rlsys.dataflow.router import Router
 from rlsys.dataflow.signal import first_of
 from rlsys.engines.generation.sampling import request_seed
-from rlsys.types import GenerationRequest, Prompt, WeightManifest
+from rlsys.types import INJECTED, GenerationRequest, Prompt, WeightManifest
 from rlsys.workers import Collected, FinishedRollout, Fleet, Part, Replica, RolloutText
 
 # A group that was being sampled at so many deaths of replicas may be what they died of.
@@ -315,11 +315,12 @@ class GenerationSide:
 def _held_text(group: Group, index: int, rollout: FinishedRollout) -> RolloutText:
     """Of a completion that was there already: no worker has to decode it."""
     completion = group.prompt.completions[index]
+    mask = completion.loss_mask or (True,) * rollout.num_tokens
     return RolloutText(
         prompt=group.prompt.text,
         completion=completion.text,
         token_ids=completion.token_ids,
-        policy_versions=[rollout.min_version] * rollout.num_tokens,
+        policy_versions=[rollout.min_version if trained else INJECTED for trained in mask],
     )
 
 

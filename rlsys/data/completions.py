@@ -1,6 +1,7 @@
 """Completions that a dataset holds: demonstrations, pairs.
 
-In: a row's list of texts. Out: `Completion`s, each with the tokenizer's end of sequence behind it.
+In: a row's text, or list of texts. Out: `Completion`s, each with the tokenizer's end of sequence
+behind it. Completions that stand in the messages of a chat: chats.py.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from rlsys.types import Completion
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionColumn:
-    """The column of a dataset with `group_size` texts in each row, of at most `max_tokens` tokens.
-    Raises ValueError at once for a tokenizer without an end of sequence."""
+    """The column of a dataset with `group_size` texts in each row, of at most `max_tokens` tokens;
+    where it is one, the text may stand there without a list. Raises ValueError at once for a
+    tokenizer without an end of sequence."""
 
     name: str
     group_size: int
@@ -36,7 +38,7 @@ class CompletionColumn:
         texts that are short enough."""
         texts = self._texts(value, where)
         token_ids = self._tokens(texts)
-        self._check_lengths(map(len, token_ids), where)
+        check_length(max(map(len, token_ids)), self.max_tokens, where)
         return tuple(
             Completion(text=text, token_ids=tuple(ids))
             for text, ids in zip(texts, token_ids, strict=True)
@@ -51,9 +53,12 @@ class CompletionColumn:
                 alphabet.check(text, name(number))
             # A token covers at least a byte, but for the end of sequence.
             if any(len(text.encode()) + 1 > self.max_tokens for text in texts):
-                self._check_lengths(map(len, self._tokens(texts)), name(number))
+                longest = max(map(len, self._tokens(texts)))
+                check_length(longest, self.max_tokens, name(number))
 
     def _texts(self, value: object, where: str) -> Sequence[str]:
+        if self.group_size == 1 and isinstance(value, str):
+            return [value]
         require(
             isinstance(value, Sequence)
             and not isinstance(value, str)
@@ -69,10 +74,11 @@ class CompletionColumn:
         encoded = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return [[*token_ids, self.tokenizer.eos_token_id] for token_ids in encoded]
 
-    def _check_lengths(self, lengths: Iterable[int], where: str) -> None:
-        longest = max(lengths)
-        require(
-            longest <= self.max_tokens,
-            f"{where} has a completion of {longest} tokens, end of sequence included; raise "
-            f"sampling.max_tokens={self.max_tokens}, or leave the row out.",
-        )
+
+def check_length(num_tokens: int, max_tokens: int, where: str) -> None:
+    """Raise ValueError, beginning with `where`, for a completion that is too long."""
+    require(
+        num_tokens <= max_tokens,
+        f"{where} has a completion of {num_tokens} tokens, end of sequence included; raise "
+        f"sampling.max_tokens={max_tokens}, or leave the row out.",
+    )

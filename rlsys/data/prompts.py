@@ -19,6 +19,7 @@ import numpy as np
 
 from rlsys.config import DataConfig, require
 from rlsys.data.alphabet import Alphabet
+from rlsys.data.chats import ChatColumn
 from rlsys.data.completions import CompletionColumn
 from rlsys.data.hub import check_no_run, in_short, unreadable
 from rlsys.data.render import PromptRenderer
@@ -60,10 +61,11 @@ class PromptSource:
     """Endless prompts, epoch after epoch.
 
     `rows`, a list of dictionaries or a `datasets.Dataset`, stand in place of data.source;
-    `completions` (a column's name and how many it has a row) are read with the prompts. Raises
-    ValueError for rows that are missing, no prompts, too long for data.max_prompt_tokens or for the
-    model's context, or of characters that the tokenizer leaves out; and for completions that are
-    none. Whether there are enough for a step, `check_size` says.
+    `completions` (a column's name and how many it has a row) are read with the prompts; where it is
+    the prompt column itself, they are the replies of its chats. Raises ValueError for rows that are
+    missing, no prompts, too long for data.max_prompt_tokens or for the model's context, or of
+    characters that the tokenizer leaves out; and for completions that are none. Whether there are
+    enough for a step, `check_size` says.
     """
 
     def __init__(
@@ -83,14 +85,7 @@ class PromptSource:
         self._rows: Any = load_rows(config) if rows is None else rows
         self.where = f"data.source={config.source!r}" if rows is None else "the recipe's data"
         self._columns = self._check_columns(config.prompt_column, "data.prompt_column")
-        self._completions: CompletionColumn | None = None
-        if completions is not None:
-            name, size = completions
-            self._check_columns(name, "flow.dataset's completions")
-            self._completions = CompletionColumn(
-                name=name, group_size=size, max_tokens=max_tokens, tokenizer=tokenizer
-            )
-            self._completions.check(self._values(name), lambda number: self._name(number, name))
+        self._completions = self._completion_column(completions, max_tokens)
         room = max_context - max_tokens
         require(
             room > 0,
@@ -155,9 +150,10 @@ class PromptSource:
         """The prompt with this index over the run."""
         number = self.row(index)
         row = dict(self._rows[number])
-        asked = row.pop(self._config.prompt_column)
-        text, token_ids = self.rendered(asked, self._name(number))
         column = self._completions
+        held = row[column.name] if column is not None else None
+        asked = self._asked(row.pop(self._config.prompt_column), number)
+        text, token_ids = self.rendered(asked, self._name(number))
         return Prompt(
             index=index,
             row=number,
@@ -165,7 +161,7 @@ class PromptSource:
             text=text,
             asked=None if asked == text else asked,
             metadata=row,
-            completions=column.read(row[column.name], self._name(number, column.name))
+            completions=column.read(held, self._name(number, column.name))
             if column is not None
             else (),
         )
@@ -196,6 +192,40 @@ class PromptSource:
                 f"{key}={value}; resume with the same data and seed.",
             )
 
+    def _asked(self, value: object, number: int) -> object:
+        """What is the prompt of a row's value in the prompt column: of a chat with replies, what
+        stands before them."""
+        if isinstance(self._completions, ChatColumn):
+            return self._completions.opening(value, self._name(number))
+        return value
+
+    def _completion_column(
+        self, completions: tuple[str, int] | None, max_tokens: int
+    ) -> CompletionColumn | ChatColumn | None:
+        """Raises ValueError for a row without them."""
+        if completions is None:
+            return None
+        name, size = completions
+        self._check_columns(name, "flow.dataset's completions")
+        column: CompletionColumn | ChatColumn
+        if name == self._config.prompt_column:
+            require(
+                size == 1,
+                f"flow.dataset takes the completions from the prompts' own column {name!r}, whose "
+                f"chats have one continuation each, and group_size={size}; use group_size=1, or "
+                "name a column with lists of texts.",
+            )
+            column = ChatColumn(name=name, max_tokens=max_tokens, renderer=self._renderer)
+        else:
+            column = CompletionColumn(
+                name=name,
+                group_size=size,
+                max_tokens=max_tokens,
+                tokenizer=self._renderer.tokenizer,
+            )
+        column.check(self._values(name), lambda number: self._name(number, name))
+        return column
+
     def _name(self, number: int, column: str | None = None) -> str:
         column = column or self._config.prompt_column
         return f"{column!r} in row {number} (from 0) of {self.where}"
@@ -224,7 +254,7 @@ class PromptSource:
         suspects: dict[int, str] = {}
         alphabet = Alphabet(self._renderer.tokenizer)
         for number, value in enumerate(self._values(self._config.prompt_column)):
-            text = self._renderer.text(value, self._name(number))
+            text = self._renderer.text(self._asked(value, number), self._name(number))
             alphabet.check(text, self._name(number))
             # A token covers at least a byte, but for those that the tokenizer adds. So only a text
             # with more bytes than the limit has to be tokenized to know.

@@ -36,7 +36,7 @@ class PromptRenderer:
     def text(self, value: object, where: str) -> str:
         """Raises ValueError, beginning with `where`, for what is no prompt."""
         if self.config.chat_template:
-            return self._chat_text(value, where)
+            return self.chat_text(self.messages(value, where), where)
         require(
             not isinstance(value, Sequence) or isinstance(value, str | bytes),
             f"{where} is a list of messages; set data.chat_template=true to render it.",
@@ -45,9 +45,9 @@ class PromptRenderer:
         require(value != "", f"{where} is empty; leave the row out.")
         return _encodable(str(value), where)
 
-    def _chat_text(self, value: object, where: str) -> str:
-        from jinja2.exceptions import TemplateError
-
+    def messages(self, value: object, where: str) -> list[Mapping[str, Any]]:
+        """Of a chat, or of a user's message alone, the configured system message first. Raises
+        ValueError, beginning with `where`, for what is no chat."""
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         require(
             isinstance(messages, Sequence)
@@ -62,10 +62,18 @@ class PromptRenderer:
                 messages[0]["role"] != "system",
                 f"{where} begins with a system message of its own; unset data.system_prompt.",
             )
-            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
+            return [{"role": "system", "content": self.config.system_prompt}, *messages]
+        return list(messages)
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], where: str, *, reply_follows: bool = True
+    ) -> str:
+        """By the chat template, with the beginning of a reply where one `reply_follows`."""
+        from jinja2.exceptions import TemplateError
+
         try:
             text: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                list(messages), tokenize=False, add_generation_prompt=reply_follows
             )
         except TemplateError as error:
             raise ValueError(

@@ -126,7 +126,9 @@ class Dataflow:
     ) -> tuple[Column, ...]:
         """Rows of completions that the prompts' dataset holds, instead of a model sampling them:
         demonstrations, with group_size=1, or pairs, of which the first is the better one
-        (PREFERENCE). `completions` is the column with a list of `group_size` texts.
+        (PREFERENCE). `completions` is the column with a list of `group_size` texts, or with one
+        text; where it is the prompt column, that holds chats, whose replies are trained on, and
+        what stands before the first one is the prompt.
 
         The columns returned are those of `generate` but for the sampler's log-probabilities, which
         nobody knows, so that no loss with a ratio takes them."""

@@ -3,7 +3,8 @@
     rows ─► passes of at most max_tokens ─► Role ─► an array a row
 
 It has its model in the precision that it computes in, and nothing else: no optimizer, no float32
-masters. `infer` is also how the training engine answers for a model that it trains.
+masters. What a loss says of rows that are not trained on, `judge` tells. `infer` is also how the
+training engine answers for a model that it trains.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlsys.algorithms.aggregation import Aggregation
+from rlsys.algorithms.inputs import whole_groups
 from rlsys.engines.context import context_length
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.device_turn import DeviceTurn
 from rlsys.engines.training.collate import split_passes
+from rlsys.engines.training.loss_calls import call_aggregation
 from rlsys.engines.training.ranks import Ranks
-from rlsys.engines.training.roles import HeadKind, Policy, Role, load_role
+from rlsys.engines.training.roles import HeadKind, Loss, Policy, Role, load_role
+from rlsys.engines.training.statistics import StepStatistics, StepSums
 from rlsys.types import Float32Array, TrainRow
 
 
@@ -99,6 +104,42 @@ class InferenceEngine:
                 f"of {str(model_path)!r}; use at most that."
             )
 
+    def judge(
+        self,
+        rows: Sequence[TrainRow],
+        *,
+        loss: Loss,
+        aggregation: Aggregation,
+        on_pass: Callable[[], None],
+    ) -> StepSums:
+        """What a loss says of rows that are not trained on, summed up as in training; `on_pass` is
+        called after every pass. Raises ValueError as `infer` does."""
+        self._check(rows)
+        role, sums = self._role, StepStatistics()
+        columns = role.columns(loss, rows)
+        weights = []
+        for row in rows:
+            sizes = (row.group_size, role.num_in_group(row), role.num_trained(row))
+            weight, denominator = call_aggregation(aggregation, *sizes)
+            num_tokens = int(row.loss_mask.sum())
+            sums.add_rollout(denominator=denominator, num_tokens=num_tokens, staleness=0)
+            weights.append(weight)
+        passes = split_passes(
+            rows,
+            self._max_tokens,
+            packed=role.packs,
+            shares=role.shares,
+            whole_groups=whole_groups(loss),
+        )
+        with self._turn(), torch.no_grad():
+            for chosen in passes:
+                batch = role.collate([rows[index] for index in chosen], columns)
+                of_rows = torch.tensor([weights[index] for index in chosen], device=self._device)
+                losses, told = role.learn(loss, batch, torch.zeros_like(batch.row_index))
+                sums.add_pass((of_rows[batch.row_index] * losses).sum(), told)
+                on_pass()
+        return sums.reduce(Ranks(0, 1), torch.zeros((), dtype=torch.float64))
+
     def infer(self, rows: Sequence[TrainRow]) -> list[Float32Array]:
         """In the rows' order: log-probabilities [T] of the completion tokens (head "logits"), or
         [T * 2 top_k] (the likeliest tokens' ids, and then their log-probabilities, of each),
@@ -107,6 +148,13 @@ class InferenceEngine:
         Raises ValueError for a row without a prompt, longer than the model's context, or with a
         token beyond its vocabulary.
         """
+        self._check(rows)
+        with self._turn():
+            return infer(
+                self._role, rows, max_tokens=self._max_tokens, ranks=Ranks(0, 1), top_k=self._top_k
+            )
+
+    def _check(self, rows: Sequence[TrainRow]) -> None:
         for row in rows:
             length = len(row.prompt_token_ids) + len(row.token_ids)
             if length > self._context:
@@ -120,7 +168,3 @@ class InferenceEngine:
                         f"a row of group {row.group_id} has token {tokens.max()}, but this model "
                         f"has {self._vocab_size} tokens; give one with the policy's tokenizer."
                     )
-        with self._turn():
-            return infer(
-                self._role, rows, max_tokens=self._max_tokens, ranks=Ranks(0, 1), top_k=self._top_k
-            )

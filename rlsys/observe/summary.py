@@ -102,13 +102,16 @@ def evaluation_rows(evaluations: Sequence[Mapping[str, float]]) -> list[tuple[st
 
 
 def in_words(evaluation: Mapping[str, float]) -> str:
-    """Every estimate of it with its interval."""
-    return ", ".join(
+    """Every estimate of it with its interval, and the loss."""
+    told = [
         f"{name.partition('/')[2]} {value:.3f} ({evaluation[f'{name}/low']:.3f} to "
         f"{evaluation[f'{name}/high']:.3f})"
         for name, value in evaluation.items()
         if f"{name}/low" in evaluation
-    )
+    ]
+    if metrics.EVAL_LOSS in evaluation:
+        told.append(f"loss {evaluation[metrics.EVAL_LOSS]:.4f}")
+    return ", ".join(told)
 
 
 def duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from actors.calls import Worker, WorkerDied
-from actors.evaluating import MAX_DEATHS, Evaluator
+from actors.evaluating import MAX_DEATHS, Evaluator, Found
 from rlsys.config import HeldOutConfig, RunConfig
 from rlsys.held_out import Scoreboard, export_path
 from rlsys.model_evaluation import Evaluation
@@ -39,7 +39,7 @@ class FakeWorker:
         if isinstance(result, Exception):
             self.is_dead = isinstance(result, WorkerDied)
             raise result
-        return 1, result
+        return 1, Found.of(result)
 
 
 class World:

@@ -42,6 +42,21 @@ def test_completions_come_with_the_prompt_and_end_like_sampled_ones() -> None:
     assert prompt.metadata["answer"] == "2"
 
 
+def test_one_completion_may_stand_without_a_list() -> None:
+    rows = [{"prompt": "1+1=", "completion": one} for one in ("2", ["2"])]
+    found = PromptSource(
+        DataConfig(shuffle=False),
+        TOKENIZER,
+        seed=0,
+        max_tokens=4,
+        max_context=64,
+        rows=rows,
+        completions=("completion", 1),
+    )
+    assert found.at(0).completions == found.at(1).completions
+    assert found.at(0).completions[0].text == "2"
+
+
 def test_an_empty_completion_is_an_end_of_sequence() -> None:
     prompt = source([{**ROW, "completions": ["2", ""]}]).at(0)
     assert prompt.completions[1].token_ids == (EOS,)

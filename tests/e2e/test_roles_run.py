@@ -12,11 +12,17 @@ import statistics
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from rlsys.audit import Verdict, audit
+from rlsys.held_out import read_evaluations
 from rlsys.history import read_evidence
 from rlsys.observe.metrics import read_metrics
+from rlsys.tiny_models import build_tiny_model
 from tests.e2e.job import run, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -55,6 +61,65 @@ def test_a_reward_model_is_trained_alone_and_resumes(tmp_path: Path) -> None:
     assert [first["completion"], second["completion"]] == first["row"]["completions"]
     model = AutoModelForSequenceClassification.from_pretrained(directory / "hf")
     assert model.config.num_labels == 1
+
+
+def test_supervised_fine_tuning_lowers_the_loss_of_held_out_rows_and_resumes(
+    tmp_path: Path,
+) -> None:
+    options = shlex.split(
+        "--prompts-per-step 64 --num-steps 20 --resume auto --evaluation.every 10"
+    )
+    options += ["--runs-dir", str(tmp_path / "runs")]
+    directory = tmp_path / "runs" / "sft"
+    for more in ([], ["--num-steps", "30", "--trainer.layout", "dp2"]):
+        job = run("recipes/sft.py", [*options, *more], tmp_path)
+        assert job.returncode == 0, job.output
+    lines = read_metrics(directory / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [*range(1, 31)]
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    evaluations = read_evaluations(directory / "evaluations.jsonl")
+    losses = [line["eval/loss"] for line in evaluations]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.8 * losses[0]
+    assert all("eval/pass@1" in line for line in evaluations)
+    assert audited(directory).finished
+    AutoModelForCausalLM.from_pretrained(directory / "best")
+
+
+def test_chats_are_learnt_by_their_replies(tmp_path: Path) -> None:
+    """A model that can say anything is made on the spot; its template ends replies."""
+    model = build_tiny_model(tmp_path / "model", width=32, num_layers=1)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] }}"
+        "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    said = ["how many?", "two", "and now?", "three"]
+    chat = [
+        {"role": "assistant" if turn % 2 else "user", "content": text}
+        for turn, text in enumerate(said)
+    ]
+    for name in ("train.jsonl", "test.jsonl"):
+        row = json.dumps({"messages": chat})
+        (tmp_path / name).write_text(f"{row}\n" * 8)
+    options = shlex.split(
+        "--data.source train.jsonl --evaluation.source test.jsonl --data.prompt-column messages "
+        "--completion-column messages --data.chat-template true --sampling.max-tokens 64 "
+        "--prompts-per-step 8 --num-steps 20 --evaluation.every 20"
+    )
+    where = ["--model.path", str(model), "--runs-dir", str(tmp_path / "runs")]
+    job = run("recipes/sft.py", [*options, *where], tmp_path)
+    assert job.returncode == 0, job.output
+    directory = tmp_path / "runs" / "sft"
+    first, last = read_evaluations(directory / "evaluations.jsonl")
+    assert last["eval/loss"] < first["eval/loss"]
+    assert not [name for name in last if "pass@" in name]
+    assert audited(directory).finished
+    with (directory / "rollouts.jsonl").open() as file:
+        record = json.loads(next(file))
+    assert record["completion"] == "two<eos>\nu:and now?\na:three<eos>"
 
 
 def test_dpo_trains_a_policy_beside_its_reference(tmp_path: Path) -> None:

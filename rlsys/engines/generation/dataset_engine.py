@@ -12,7 +12,7 @@ import numpy as np
 
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineStats
-from rlsys.types import Generation, GenerationRequest, WeightManifest
+from rlsys.types import INJECTED, Generation, GenerationRequest, WeightManifest
 
 
 class DatasetEngine:
@@ -66,11 +66,14 @@ class DatasetEngine:
                 "of a dataset; let the graph begin with flow.dataset."
             )
         token_ids = np.array(request.completion.token_ids, np.int32)
+        versions = np.full(len(token_ids), self._version, np.int32)
+        if request.completion.loss_mask is not None:
+            versions[~np.array(request.completion.loss_mask)] = INJECTED
         self._num_tokens += len(token_ids)
         return Generation(
             request_id=request.request_id,
             token_ids=token_ids,
             sampler_logprobs=np.full(len(token_ids), np.nan, np.float32),
-            policy_versions=np.full(len(token_ids), self._version, np.int32),
+            policy_versions=versions,
             finish_reason=request.completion.finish_reason,
         )

@@ -36,7 +36,7 @@ def call_loss(
                 f"{unit}, and a dictionary of metrics: `return losses, {{}}`."
             )
     _check_shape(name, "its loss", losses, count, unit)
-    if not losses.requires_grad:
+    if torch.is_grad_enabled() and not losses.requires_grad:
         raise ValueError(
             f"loss {name} returned a loss without a gradient, of which nothing is learnt; compute "
             f"it from inputs.{of}, without detach, item or torch.no_grad on the way."

@@ -1,0 +1,112 @@
+"""Chats that a dataset holds: replies are trained on, what stands between them is not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlsys.config import DataConfig
+from rlsys.data.prompts import PromptSource
+from rlsys.engines.generation.dataset_engine import DatasetEngine
+from rlsys.tiny_models import build_tokenizer
+from rlsys.types import INJECTED, GenerationRequest, SamplingParams
+
+ENDS = (
+    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+# As templates that leave the thinking of earlier turns out.
+FORGETS = ENDS.replace(
+    "m['content'] }}", "(m['content'] if loop.last or m['role'] == 'user' else '') }}"
+)
+CHAT = [
+    {"role": "user", "content": "1"},
+    {"role": "assistant", "content": "23"},
+    {"role": "user", "content": "4"},
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": "6"},
+]
+
+
+def source(chat: Any, template: str | None = ENDS, **options: Any) -> PromptSource:
+    tokenizer = build_tokenizer()
+    if template is not None:
+        tokenizer.chat_template = template
+    data = {"prompt_column": "messages", "chat_template": True, **options.pop("data", {})}
+    defaults: dict[str, Any] = {"max_tokens": 32, "completions": ("messages", 1)}
+    return PromptSource(
+        DataConfig(**data),
+        tokenizer,
+        seed=0,
+        max_context=64,
+        rows=[{"messages": chat, "id": 7}],
+        **defaults | options,
+    )
+
+
+def test_replies_are_trained_on_and_what_stands_between_them_is_read() -> None:
+    found = source(CHAT)
+    prompt = found.at(0)
+    (completion,) = prompt.completions
+    assert prompt.text == "u:1\na:"
+    assert completion.text == "23<eos>\nu:4\na:5<eos>"
+    assert completion.loss_mask is not None
+    decode = build_tokenizer().decode
+    trained, between = (
+        [t for t, m in zip(completion.token_ids, completion.loss_mask, strict=True) if m is which]
+        for which in (True, False)
+    )
+    assert decode(trained) == "23<eos>5<eos>"
+    assert decode(between) == "\nu:4\na:"
+    assert prompt.asked == CHAT[:1]
+    assert prompt.metadata == {"id": 7}
+
+
+def test_the_configured_system_message_is_part_of_the_prompt() -> None:
+    prompt = source(CHAT[:2], data={"system_prompt": "0"}).at(0)
+    assert prompt.text == "s:0\nu:1\na:"
+    assert prompt.completions[0].loss_mask == (True, True, True)
+
+
+def test_tokens_of_no_reply_carry_no_version() -> None:
+    engine = DatasetEngine()
+    (completion,) = source(CHAT).at(0).completions
+    request = GenerationRequest(
+        request_id="0",
+        prompt_token_ids=[1],
+        sampling=SamplingParams(),
+        seed=0,
+        completion=completion,
+    )
+    versions = engine._answer(request).policy_versions
+    assert completion.loss_mask is not None
+    assert versions.tolist() == np.where(completion.loss_mask, 0, INJECTED).tolist()
+
+
+@pytest.mark.parametrize(
+    ("chat", "options", "message"),
+    [
+        (CHAT[:1], {}, "a chat of the roles ['user'] has no reply of 'assistant'"),
+        (CHAT[1:3], {}, "a chat of the roles ['assistant', 'user'] has no reply"),
+        ("1", {}, "'1' is no list of messages"),
+        (CHAT, {"max_tokens": 11}, "has a completion of 12 tokens, end of sequence included"),
+        (CHAT, {"template": None}, "writes nothing behind a reply"),
+        (CHAT, {"template": FORGETS}, "writes message 1 (from 0) otherwise as soon as others"),
+        (CHAT, {"completions": ("messages", 2)}, "use group_size=1"),
+        (CHAT, {"data": {"chat_template": False}}, "set data.chat_template=true"),
+    ],
+)
+def test_chats_that_cannot_be_learnt_are_refused_at_the_start(
+    chat: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        source(chat, **options)
+
+
+def test_a_chat_of_one_reply_goes_with_any_template_that_ends_it() -> None:
+    (completion,) = source(CHAT[:2], FORGETS).at(0).completions
+    assert completion.text == "23<eos>"
