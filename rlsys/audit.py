@@ -47,13 +47,13 @@ class Evidence:
     checkpoints: Sequence[int]  # steps of those that are whole
     exported: bool  # hf/ holds the model of the last step, whole
     retires: bool = False  # prompts may be skipped
-    interrupts: bool = False  # completions may hold tokens that no policy sampled
+    injects: bool = False  # completions may hold tokens that are not trained on
     updates_per_step: int = 1  # of the weights, which staleness in the metrics counts
     external: Mapping[int, SharedGroup | None] = field(default_factory=dict)  # by prompt index
 
     def sampled(self, versions: Sequence[int]) -> Sequence[int]:
-        """Those of tokens that a policy sampled."""
-        return [v for v in versions if v != INJECTED] if self.interrupts else versions
+        """Those of tokens that are trained on."""
+        return [v for v in versions if v != INJECTED] if self.injects else versions
 
 
 @dataclass(frozen=True, kw_only=True)

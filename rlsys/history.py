@@ -144,7 +144,8 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         num_steps=settings.number("num_steps"),
         recorded_groups=recorded.pop() if len(recorded) == 1 else None,
         shuffle=bool(settings.value("data.shuffle")),
-        interrupts=settings.value("sampling.interrupt_after") is not None,
+        injects=settings.value("sampling.interrupt_after") is not None
+        or settings.value("data.chat_template") is True,  # a dataset's chats have other turns
         retires=settings.value("data.retire_at") is not None,
         prompt_order=states[max(states)].prompts if states else None,
         events=_events(files.ledger, faults) if has_begun else [],

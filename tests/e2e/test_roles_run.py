@@ -105,7 +105,8 @@ def test_chats_are_learnt_by_their_replies(tmp_path: Path) -> None:
         row = json.dumps({"messages": chat})
         (tmp_path / name).write_text(f"{row}\n" * 8)
     options = shlex.split(
-        "--data.source train.jsonl --evaluation.source test.jsonl --data.prompt-column messages "
+        f"--data.source {tmp_path}/train.jsonl --evaluation.source {tmp_path}/test.jsonl "
+        "--data.prompt-column messages "
         "--completion-column messages --data.chat-template true --sampling.max-tokens 64 "
         "--prompts-per-step 8 --num-steps 20 --evaluation.every 20"
     )
