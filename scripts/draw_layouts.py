@@ -70,7 +70,7 @@ def holders(ranks: Sequence[Sequence[Holding]]) -> dict[str, Cells]:
             if one.box.num_elements:
                 cells = found[one.name]
                 cells[one.box] = (*cells.get(one.box, ()), rank)
-    return found
+    return dict(found)
 
 
 def tokens(layout: Layout) -> dict[Box, tuple[int, ...]]:

@@ -131,7 +131,8 @@ class _Batch:
 
     def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
         """[H, n·L, ...] to [n, H, L, ...]."""
-        return tokens.unflatten(1, (self._num, -1)).transpose(0, 1)
+        blocks: torch.Tensor = tokens.unflatten(1, (self._num, -1))
+        return blocks.transpose(0, 1)
 
     def put(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
         """[n, H, L, ...] into [1, H, M, ...]."""

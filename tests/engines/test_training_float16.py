@@ -25,6 +25,7 @@ from tests.engines.training_harness import (
     make_engine,
     make_rows,
     run_ranks,
+    save,
     tiny_model,
     weights,
 )
@@ -186,7 +187,7 @@ def test_checkpoints_hold_the_scale(
     set_scale(engine, TOO_HIGH)
     for seed in range(2):
         step(engine, make_rows(4, seed=seed))
-    engine.save(tmp_path / "saved")
+    save(engine, tmp_path / "saved")
     resumed = make_engine(model_path, dtype="float16")
     resumed.load(tmp_path / "saved")
     for seed in range(2, 4):  # the scale climbs in between
