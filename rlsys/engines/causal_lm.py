@@ -19,7 +19,9 @@ from rlsys.data.hub import in_short, unreadable
 from rlsys.engines import onednn_linear
 from rlsys.engines.attention import ATTENTION, register_attention
 from rlsys.engines.float32_product import Float32Copy, float32_product, gradient_sum, mm
+from rlsys.engines.promises import Promise
 from rlsys.engines.sixteen_bit_linear import use_float32_products
+from rlsys.engines.weight_files import load_promised
 
 # Names of the soft cap of logits: Gemma's and NanoChat's, RecurrentGemma's, xLSTM's.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -32,20 +34,27 @@ def hide_progress_bars() -> None:
     logging.disable_progress_bar()
 
 
-def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
+def load_causal_lm(
+    path: str | Path, *, dtype: str, device: str = "cpu", promised: bool = False
+) -> Any:
     """Load a model for inference or training, with the attention and linear layers of both engines.
+    `promised`: its weights are promises where they can be (weight_files.py).
 
     Models that compute attention in code of their own, where transformers cannot replace it, keep
     it. Raises ValueError where `path` holds no causal language model; whether rlsys computes its
     architecture right, rlsys.engines.architecture.check_architecture says.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     hide_progress_bars()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation="eager"
-        )
+        options = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
+        model = None
+        if promised:
+            config = AutoConfig.from_pretrained(path)
+            model = load_promised(config, path, lambda: _class_of(config), **options)
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(path, **options)
     except unreadable() as error:
         raise ValueError(
             f"model.path={str(path)!r} holds no causal language model ({in_short(error)}); give a "
@@ -54,6 +63,15 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu") -> Any:
     check_finite(model, path)
     use_engine_layers(model)
     return model.to(device)
+
+
+def _class_of(config: Any) -> tuple[Any, Any]:
+    """That transformers chooses, and the part of the configuration that is its own."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return type(model), model.config
 
 
 def save_model(model: Any, directory: Path, **options: Any) -> None:
@@ -89,17 +107,23 @@ def backbone(model: Any) -> Any:
 
 
 def check_finite(model: Any, path: str | Path) -> None:
-    """Raise ValueError for weights that are no numbers."""
+    """Raise ValueError for weights that are no numbers; promises are checked when they are read."""
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, Promise):
+            continue
         # The sum of finite weights is finite; only for one that is not, each has to be looked at.
         if not torch.isfinite(parameter.detach().float().sum()):
             num_bad = int((~torch.isfinite(parameter)).sum())
             if num_bad:
-                raise ValueError(
-                    f"model.path={str(path)!r}: {num_bad:,} of {parameter.numel():,} weights of "
-                    f"{name} are NaN or infinite; the files are damaged, or training diverged "
-                    "before they were written: give a model that is whole."
-                )
+                raise damaged(path, name, num_bad, parameter.numel())
+
+
+def damaged(path: str | Path, name: str, num_bad: int, num_weights: int) -> ValueError:
+    return ValueError(
+        f"model.path={str(path)!r}: {num_bad:,} of {num_weights:,} weights of {name} are NaN or "
+        "infinite; the files are damaged, or training diverged before they were written: give a "
+        "model that is whole."
+    )
 
 
 class Head:

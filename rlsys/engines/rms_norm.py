@@ -71,9 +71,11 @@ def _offset(module: nn.Module) -> float | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or weight.dtype != torch.float32:
         return None
-    x = torch.linspace(-1, 2, 3 * len(weight), device=weight.device).view(3, -1)
+    # Its own may be on the meta device, where there are no numbers.
+    weight = torch.linspace(0.5, 1.5, len(weight))
+    x = torch.linspace(-1, 2, 3 * len(weight)).view(3, -1)
     with torch.no_grad():
-        expected = module(x)
+        expected = torch.func.functional_call(module, {"weight": weight}, (x,))
         for offset in (0.0, 1.0):
             if torch.allclose(rms_norm(x, weight + offset, _eps(module)), expected, rtol=1e-4):
                 return offset

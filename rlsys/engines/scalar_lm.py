@@ -27,13 +27,17 @@ from torch import nn
 from rlsys.data.hub import in_short, unreadable
 from rlsys.engines.architecture import Architecture, Outputs, check_architecture, difference
 from rlsys.engines.causal_lm import backbone, check_finite, hide_progress_bars
+from rlsys.engines.weight_files import load_promised
 
 HAS_HEAD = "ForSequenceClassification"
 
 
-def load_scalar_lm(path: str | Path, *, dtype: str, fresh_head: bool) -> Any:
+def load_scalar_lm(
+    path: str | Path, *, dtype: str, fresh_head: bool, promised: bool = False
+) -> Any:
     """The model of a directory, with transformers' own attention. `fresh_head`: where the directory
-    has no head, as that of a causal LM, begin with zeros.
+    has no head, as that of a causal LM, begin with zeros. `promised`: its weights are promises
+    where they can be (weight_files.py).
 
     Raises ValueError for a directory that holds no model, a head of another number of outputs, or
     none where one must be.
@@ -66,14 +70,17 @@ def load_scalar_lm(path: str | Path, *, dtype: str, fresh_head: bool) -> Any:
             "with num_labels=1, or train one."
         )
     try:
+        options = {
+            "dtype": getattr(torch, dtype),
+            "attn_implementation": "eager",
+            "output_loading_info": True,
+        }
         with _no_load_report():
-            model, report = kind.from_pretrained(
-                path,
-                num_labels=1,
-                dtype=getattr(torch, dtype),
-                attn_implementation="eager",
-                output_loading_info=True,
-            )
+            loaded = None
+            if promised:
+                config = AutoConfig.from_pretrained(path, num_labels=1)
+                loaded = load_promised(config, path, lambda: (kind, config), **options)
+            model, report = loaded or kind.from_pretrained(path, num_labels=1, **options)
     except unreadable() as error:
         raise _unreadable(path, error) from error
     missing: set[str] = set(report["missing_keys"])

@@ -29,6 +29,7 @@ from rlsys.engines.inference import infer
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.training.collate import Batch, split_passes
 from rlsys.engines.training.export import export_model
+from rlsys.engines.training.loading import read_weights
 from rlsys.engines.training.loss_calls import call_aggregation
 from rlsys.engines.training.loss_scale import LossScale
 from rlsys.engines.training.optimizer import (
@@ -133,6 +134,8 @@ class FSDPEngine:
         self._parameters = dict(self._model.named_parameters())  # tied ones stand once
         self._tensors = model_tensors(self._model)  # these and the persistent buffers
         self._scale = LossScale(self._dtype)
+        read_weights(self._tensors, self._role.unread, model_path, self._ranks)
+        self._role.unread = {}
         self.reset_optimizer()
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._tensors.items()}
         if self._role.stage is not None:

@@ -13,7 +13,7 @@ Shape legend: N places of a pass: completion tokens with loss mask 1, or rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from rlsys.algorithms.inputs import (
     whole_groups,
 )
 from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.promises import Promise
 from rlsys.engines.rms_norm import use_fast_norms
 from rlsys.engines.scalar_lm import load_scalar_lm
 from rlsys.engines.training.collate import Batch, collate, collate_whole
@@ -42,6 +43,7 @@ from rlsys.engines.training.loss_calls import call_loss
 from rlsys.engines.training.parallel.stages import Stage
 from rlsys.engines.training.scalar_network import ScalarNetwork, scoring_network
 from rlsys.engines.training.token_policy import TokenPolicy
+from rlsys.engines.weight_files import take_promises
 from rlsys.types import TrainRow
 from rlsys.user_functions import name_of
 
@@ -60,6 +62,8 @@ class Role(ABC):
         self.network = network
         self.device = device
         self.hidden_dtype = torch.float32  # in which layers compute
+        self.unread: Mapping[str, Promise] = {}
+        """Weights of a network that is on the meta device, by their names in its model."""
 
     @property
     def packs(self) -> bool:
@@ -301,17 +305,25 @@ def load_role(
     temperature: float,
     device: torch.device,
 ) -> Role:
-    """The model of a directory in its role, on the CPU. A model that is `trained` may begin without
-    a head of one output. `temperature`: of log-probabilities.
+    """The model of a directory in its role, on the CPU. `temperature`: of log-probabilities. A
+    model that is `trained` may begin without a head of one output, and its weights are `unread`
+    where they can be read in parts.
 
     Raises ValueError for a directory that holds no such model, or one that rlsys gets wrong.
     """
     if head == "logits":
-        model = load_causal_lm(path, dtype=dtype)
+        model = load_causal_lm(path, dtype=dtype, promised=trained)
     else:
-        model = load_scalar_lm(path, dtype=dtype, fresh_head=trained)
+        model = load_scalar_lm(path, dtype=dtype, fresh_head=trained, promised=trained)
+    unread = take_promises(model)
     if trained:
         use_fast_norms(model)
+    role = _role_of(model, head, device, temperature)
+    role.unread = unread
+    return role
+
+
+def _role_of(model: Any, head: HeadKind, device: torch.device, temperature: float) -> Role:
     if head == "logits":
         return Policy(TokenPolicy(model), device, temperature)
     if head == "value":

@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
+from rlsys.engines.promises import Index, whole_index
 from rlsys.engines.training.parallel.experts import cut_experts
 from rlsys.engines.training.parallel.groups import Mesh
 from rlsys.engines.training.parallel.stages import Stage
@@ -44,12 +46,16 @@ def build_mesh(layout: Layout, *, rank: int, dtype: str, device: str) -> Mesh | 
 
 def shard(network: Any, mesh: Mesh | None, *, dtype: str, device: str) -> None:
     """Lay a role's `network` out on the ranks of a mesh, in place, and move it to their devices.
+    What of it is on the meta device gets memory for this rank's part there, without numbers.
 
     Raises ValueError for a model that does not fit the layout.
     """
-    if mesh is None:
-        network.to(device)
-        return
+    if mesh is not None:
+        _cut(network, mesh, dtype=dtype, device=device)
+    _allocate(network, device)
+
+
+def _cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
     layout = mesh.layout
     check_fits(layout, network.model.config)
     if layout.size("tp", "cp", "pp") > 1:
@@ -66,7 +72,7 @@ def shard(network: Any, mesh: Mesh | None, *, dtype: str, device: str) -> None:
     if layout.pp > 1:
         network.stage = Stage(network.model, mesh)
     experts = expert_modules(network.model) if layout.size("ep", "tp") > 1 else []
-    network.to(device)
+    network._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     if layout.size("dp_replicate", *SHARDED) == 1 and dtype == "float32":
         return
     precision = (
@@ -83,6 +89,25 @@ def shard(network: Any, mesh: Mesh | None, *, dtype: str, device: str) -> None:
             module.set_gradient_divide_factor(1.0)
             # A factor otherwise becomes part of the reduction, which gloo cannot do.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _allocate(network: nn.Module, device: str) -> None:
+    made: dict[torch.Tensor, torch.Tensor] = {}  # tied ones stay tied
+    for module in network.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.is_meta:
+                    if tensor not in made:
+                        made[tensor] = _empty(tensor, device)
+                    held[name] = made[tensor]
+    network.to(device)  # FSDP2 looks for its parameters anew
+
+
+def _empty(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
 
 def recompute_activations(network: Any) -> None:
@@ -107,6 +132,16 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter or gradient, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_index(tensor: torch.Tensor) -> Index:
+    """Where in the whole this rank's part lies."""
+    if not isinstance(tensor, DTensor):
+        return whole_index(tensor.shape)
+    shape, start = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -207,15 +207,14 @@ class Stage:
         """What is skipped must change nothing: some models scale what comes in, or add to it."""
         own, own_ends = list(layers), {name: getattr(body, name) for name in ends}
         width = model.config.get_text_config().hidden_size
-        weight = next(model.parameters())
-        given = torch.randn(1, 3, width, dtype=weight.dtype, device=weight.device)
+        given = torch.randn(1, 3, width)
         for number in range(len(layers)):
             layers[number] = _skipped(own[number])
         for name in ends:
             setattr(body, name, _Skipped())
         try:
             with torch.no_grad():
-                position_ids = torch.arange(3, device=weight.device)[None]
+                position_ids = torch.arange(3)[None]
                 output = body(inputs_embeds=given, position_ids=position_ids, use_cache=False)
         finally:
             for number, layer in enumerate(own):
