@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +79,17 @@ def _class_of(config: Any) -> tuple[Any, Any]:
 def save_model(model: Any, directory: Path, **options: Any) -> None:
     """model.save_pretrained(directory, ...). Raises OSError for an unwritable directory or a full
     disk."""
+    with telling_disk_errors():
+        model.save_pretrained(directory, **options)
+
+
+@contextmanager
+def telling_disk_errors() -> Iterator[None]:
+    """A block in which safetensors writes, and raises OSError where the system refuses."""
     from safetensors import SafetensorError
 
     try:
-        model.save_pretrained(directory, **options)
+        yield
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:

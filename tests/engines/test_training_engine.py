@@ -467,7 +467,7 @@ def test_an_export_to_a_full_disk_is_told_as_one_and_leaves_nothing(
         raise SafetensorError(said)
 
     engine = make_engine(model_path)
-    monkeypatch.setattr(type(engine._model), "save_pretrained", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OSError, match=r"cannot write .*hf: the disk is full"):
         engine.export(tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []

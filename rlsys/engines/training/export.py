@@ -1,37 +1,165 @@
-"""A Hugging Face checkpoint of the trained policy, with the tokenizer that it began with."""
+"""A Hugging Face checkpoint of the trained policy, with the tokenizer that it began with.
+
+    tensors of the model ─► promises ─► names and shapes of a checkpoint ─► files of some GB
+    file by file: gather what it is made of on rank 0 ─► make its tensors ─► write, and let go
+
+Rank 0 never holds more than the tensors of one file.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlsys.checkpoint import new_directory
-from rlsys.engines.causal_lm import save_model
+from rlsys.engines.causal_lm import telling_disk_errors
+from rlsys.engines.promises import Index, Promise, sources
+from rlsys.engines.training.ranks import Ranks
+
+FILE_BYTES = 5 * 10**9  # a file is larger only where what was converted as one would not fit
+
+Fact = tuple[torch.dtype, Sequence[int]]  # precision in the checkpoint, shape
 
 
 def export_model(
     model: Any,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Fact],
+    gather: Callable[[str], torch.Tensor],
+    ranks: Ranks,
+    *,
     dtype: torch.dtype,
     tokenizer_path: str | Path,
     directory: Path,
 ) -> None:
-    """Write `tensors`, all that `model_tensors` names, with the configuration of `model` and
-    `dtype` as the precision that it is loaded in by default. Replaces `directory` as a whole, or
-    not at all.
+    """Write `tensors`, all that `model_tensors` names, which `gather` brings to rank 0, a
+    collective; with the configuration of `model` and `dtype` as the precision that it is loaded in
+    by default. Replaces `directory` as a whole, or not at all. A collective.
 
-    Raises OSError for an unwritable directory or a full disk.
+    Raises OSError for an unwritable directory or a full disk, on rank 0 alone.
     """
+    plan = Plan(model, tensors)
+    refused: OSError | None = None
+    with ExitStack() as stack:
+        unfinished: Path | None = None
+        if ranks.rank == 0:
+            try:
+                unfinished = stack.enter_context(new_directory(directory))
+            except OSError as error:
+                refused = error
+        for file in plan.files:
+            if ranks.max(refused is not None):
+                break
+            for name in file.sources:
+                gathered = gather(name)
+                if unfinished is not None:
+                    plan.here[name] = gathered.to("cpu", tensors[name][0])
+            if unfinished is not None:
+                try:
+                    _write(unfinished / file.name, file.tensors)
+                except OSError as error:
+                    refused = error
+            plan.here.clear()
+        if refused is not None:
+            raise refused
+        if unfinished is not None:
+            _write_settings(model, plan, dtype, tokenizer_path, unfinished)
+
+
+@dataclass
+class File:
+    name: str = ""
+    tensors: dict[str, Promise] = field(default_factory=dict)  # by names in the checkpoint
+    sources: list[str] = field(default_factory=list)  # tensors of the model that it is made of
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class Plan:
+    """What is written into which file, the same on every rank.
+
+    `here`: those of the model's tensors that are gathered, by name.
+    """
+
+    def __init__(self, model: Any, tensors: Mapping[str, Fact]) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        self.here: dict[str, torch.Tensor] = {}
+        self._names: dict[int, str] = {}
+        ignored = model._keys_to_ignore_on_save or ()
+        promises = {
+            name: self._promise(name, *fact)
+            for name, fact in tensors.items()
+            if name not in ignored
+        }
+        self.files = list(self._files(revert_weight_conversion(model, promises)))
+        for number, file in enumerate(self.files, 1):
+            suffix = f"-{number:05d}-of-{len(self.files):05d}" if len(self.files) > 1 else ""
+            file.name = f"model{suffix}.safetensors"
+
+    def _promise(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Promise:
+        promise = Promise(shape, dtype, partial(self._part, name))
+        self._names[id(promise)] = name
+        return promise
+
+    def _part(self, name: str, index: Index) -> torch.Tensor:
+        return self.here[name][index]
+
+    def _files(self, tensors: Mapping[str, Promise]) -> Iterator[File]:
+        file = File()
+        for group in self._groups(tensors):
+            if file.tensors and file.num_bytes + group.num_bytes > FILE_BYTES:
+                yield file
+                file = File()
+            file.tensors |= group.tensors
+            file.sources += group.sources
+        yield file
+
+    def _groups(self, tensors: Mapping[str, Promise]) -> Iterator[File]:
+        """Neighbours that are made of the same tensors."""
+        group = File()
+        for name, promise in tensors.items():
+            of = [self._names[id(source)] for source in sources(promise)]
+            if group.tensors and not set(of) & set(group.sources):
+                yield group
+                group = File()
+            group.tensors[name] = promise
+            group.sources += [source for source in of if source not in group.sources]
+        yield group
+
+
+def _write(path: Path, tensors: Mapping[str, Promise]) -> None:
+    from safetensors.torch import save_file
+
+    numbers = {name: promise.read().contiguous() for name, promise in tensors.items()}
+    with telling_disk_errors():
+        save_file(numbers, path, metadata={"format": "pt"})
+
+
+def _write_settings(
+    model: Any, plan: Plan, dtype: torch.dtype, tokenizer_path: str | Path, directory: Path
+) -> None:
     from transformers import AutoTokenizer
 
-    with new_directory(directory) as unfinished:
-        save_model(model, unfinished, state_dict=dict(tensors))
-        # What was written there is the dtype of `model`, whose parameters are float32 masters.
-        config = copy.deepcopy(model.config)
-        config.dtype = dtype
-        config.save_pretrained(unfinished)
-        AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(unfinished)
+    if len(plan.files) > 1:
+        index = {
+            "metadata": {"total_size": sum(file.num_bytes for file in plan.files)},
+            "weight_map": {name: file.name for file in plan.files for name in file.tensors},
+        }
+        text = json.dumps(index, indent=2, sort_keys=True)
+        (directory / "model.safetensors.index.json").write_text(text + "\n")
+    config = copy.deepcopy(model.config)  # whose dtype is that of the float32 masters
+    config.architectures, config.dtype = [type(model).__name__], dtype
+    config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(directory)

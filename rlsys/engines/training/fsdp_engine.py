@@ -11,7 +11,7 @@ together. A batch may take several updates; the version counts batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -222,7 +222,8 @@ class FSDPEngine:
             except OSError as failure:
                 error = failure
         self._ranks.raise_together(error)
-        for name, gathered in self._gathered():
+        for name in self._published:
+            gathered = self._gather(name)
             if file is not None:
                 file.put(name, gathered)
         if file is None or self._publisher is None:
@@ -271,27 +272,30 @@ class FSDPEngine:
         self._begin_batch()
 
     def export(self, directory: Path) -> None:
-        tensors = {}
-        for name, gathered in self._gathered():
-            if self._ranks.rank == 0:
-                tensors[name] = gathered.to("cpu", self._published[name][0])
-        if self._ranks.rank == 0:
-            model = self._model
-            if self._role.stage is not None:  # of which this rank has only some layers
-                with torch.device("meta"):
-                    model = type(model)(model.config)
-            export_model(model, tensors, self._dtype, self._model_path, directory)
+        model = self._model
+        if self._role.stage is not None:  # of which this rank has only some layers
+            with torch.device("meta"):
+                model = type(model)(model.config)
+            for name in ("_weight_conversions", "generation_config"):
+                setattr(model, name, getattr(self._model, name, None))
+        export_model(
+            model,
+            self._published,
+            self._gather,
+            self._ranks,
+            dtype=self._dtype,
+            tokenizer_path=self._model_path,
+            directory=directory,
+        )
 
-    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of the model by name, whole on rank 0. A collective."""
-        stage = self._role.stage
-        if stage is None:
-            for name, tensor in self._tensors.items():
-                yield name, whole(tensor)
-            return
-        for name in self._published:
-            own = self._tensors.get(name)
-            yield name, stage.to_first(name, None if own is None else whole(own))
+    def _gather(self, name: str) -> torch.Tensor:
+        """A tensor of the model, whole on rank 0. A collective."""
+        own, stage = self._tensors.get(name), self._role.stage
+        tensor = None if own is None else whole(own)
+        if stage is not None:
+            return stage.to_first(name, tensor)
+        assert tensor is not None
+        return tensor
 
     def close(self) -> None:
         if self._publisher is not None:
