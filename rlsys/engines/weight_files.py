@@ -21,6 +21,7 @@ from torch import nn
 from rlsys.engines.promises import Index, Promise
 
 SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
+ADAPTER = "adapter_config.json"
 UNPROMISED = ("quantization_config", "transformers_weights")  # configurations that set them
 
 
@@ -30,8 +31,9 @@ def load_promised(
     """What `from_pretrained(path, **options)` gives, of promises: by the class of models, and with
     the configuration, that `choose` says. None where transformers has to read the weights by
     itself. Raises what the libraries do for damaged files and models that do not fit them."""
-    promises = {} if any(map(partial(_sets, config), UNPROMISED)) else _promises(path)
-    if not promises:
+    if any(getattr(config, name, None) is not None for name in UNPROMISED):
+        return None
+    if _found(path, ADAPTER) or not (promises := _promises(path)):
         return None
     kind, config = choose()
     try:
@@ -64,14 +66,10 @@ def take_promises(model: nn.Module) -> dict[str, Promise]:
     return found
 
 
-def _sets(config: Any, name: str) -> bool:
-    return getattr(config, name, None) is not None
-
-
 def _promises(path: str | Path) -> dict[str, Promise]:
     """By their names in the files."""
     found: dict[str, Promise] = {}
-    for file in _files(str(path)):
+    for file in _files(path):
         found |= _of_safetensors(file) if file.endswith(".safetensors") else _of_torch(file)
     return found
 
@@ -92,23 +90,25 @@ def _empty_like(promise: Promise) -> torch.Tensor:
     return nn.Parameter(made, requires_grad=promise.requires_grad)
 
 
-def _files(path: str) -> list[str]:
-    """In the order in which transformers looks for them; none of which it would make its own."""
-    from transformers.utils import cached_file
+def _files(path: str | Path) -> list[str]:
+    """Those that transformers would load: the first that are there, in its order."""
     from transformers.utils.hub import get_checkpoint_shard_files
 
     for name in (SAFE, f"{SAFE}.index.json", TORCH, f"{TORCH}.index.json"):
-        try:
-            file = cached_file(path, name)
-        except OSError:
-            continue
-        if file is None:
-            continue
-        if name.endswith(".json"):
-            files, _ = get_checkpoint_shard_files(path, file)
-            return list(files)
-        return [file]
+        if (file := _found(path, name)) is not None:
+            return get_checkpoint_shard_files(str(path), file)[0] if "index" in name else [file]
     return []
+
+
+def _found(path: str | Path, name: str) -> str | None:
+    """A file of a directory, or of a model on the hub, which is downloaded."""
+    from transformers.utils import cached_file
+
+    try:
+        found: str | None = cached_file(str(path), name)
+    except OSError:
+        return None
+    return found
 
 
 def _of_safetensors(file: str) -> dict[str, Promise]:

@@ -13,7 +13,8 @@ Parts: `equal` and `mixed` (rows of 128 tokens; rows of 64 in the median and at 
 128k tokens), `head` (peak memory of forward and backward over 8k tokens at a vocabulary of 150k,
 against logits in one piece), `checkpoint` (what training waits for, a copy into the memory that the
 checkpoint is then written from, against memcpy of as many bytes; of both destinations every page
-was touched before; a state of 500 MB). Prints one line of JSON last.
+was touched before; a state of 500 MB), `load` (peak memory of each of four ranks that load a model
+of 1B parameters, against its share of the float32 masters). Prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ from rlsys.engines.training.trainer_state import finish_state
 from rlsys.layout.transport.shared_memory import SharedMemory
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import MicroBatch, TrainRow
+from scripts.bench.loading import measure_loading
 
-PARTS = ("equal", "mixed", "tree", "balance", "head", "checkpoint")
+PARTS = ("equal", "mixed", "tree", "balance", "head", "checkpoint", "load")
 REPEATS = 3
 BATCH_ROWS = 16  # of the padded loop: the usual micro-batch
 LOW, HIGH = 0.2, 0.28
@@ -87,6 +89,8 @@ def main() -> None:
         for who, name in (("rlsys", "peak_mb"), ("naive", "naive_peak_mb")):
             command = [sys.executable, __file__, "--peak-of", who]
             found[name] = int(subprocess.check_output(command, text=True).split()[-1])
+    if "load" in args.only:
+        found["load"] = measure_loading()
     print(json.dumps(found))
 
 

@@ -1,0 +1,123 @@
+"""Memory of the ranks that load a model: part `load` of scripts/bench/train.py.
+
+A process's own memory is what the kernel calls RssAnon: what it allocated and wrote. Pages of
+mapped files, of the checkpoint and of libraries, are none of it: they are the kernel's cache, which
+it shares between processes and drops when memory is short. This process reads RssAnon of all ranks
+every few milliseconds from the outside, until their engines are made, and takes off what they had
+when they had imported everything, had met each other and had nothing loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from rlsys.algorithms.aggregation import token_mean
+from rlsys.algorithms.losses import clipped_surrogate
+from rlsys.config import ModelConfig, TrainerConfig
+from rlsys.engines.causal_lm import hide_progress_bars
+from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.engines.training.ranks import init_process_group
+from rlsys.tiny_models import build_tokenizer
+
+LAYOUTS = ("dp4", "dp2tp2")
+NUM_RANKS = 4
+MODEL: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 64_000,
+    "tie_word_embeddings": False,
+}
+MB = 1 << 20
+
+
+def measure_loading() -> dict[str, Any]:
+    """By layout: MB of the largest peak and of what a rank's masters take, seconds of the slowest
+    rank."""
+    hide_progress_bars()
+    with tempfile.TemporaryDirectory() as directory:
+        num_parameters = _build(Path(directory) / "model")
+        told = {layout: _measure(layout, Path(directory)) for layout in LAYOUTS}
+    shard_mb = 4 * num_parameters // NUM_RANKS // MB
+    return {"parameters": num_parameters, "shard_mb": shard_mb, **told}
+
+
+def _build(path: Path) -> int:
+    """Qwen3, in bfloat16, of the same random numbers again and again."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("qwen3", **MODEL)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    row = torch.randn(max(MODEL["hidden_size"], MODEL["intermediate_size"])).mul(0.02).bfloat16()
+    numbers = {
+        name: row[: x.shape[-1]].repeat(*x.shape[:-1], 1).view(x.shape)
+        for name, x in model.named_parameters()
+    }
+    model.save_pretrained(path, state_dict=numbers, max_shard_size="500MB")
+    build_tokenizer().save_pretrained(path)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _measure(layout: str, directory: Path) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = spawn(_rank, (port, layout, directory), nprocs=NUM_RANKS, join=False)
+    peaks = [0] * NUM_RANKS
+    while not ranks.join(timeout=0.003):
+        for rank, pid in enumerate(ranks.pids()):
+            peaks[rank] = max(peaks[rank], _anonymous_bytes(pid))
+    told = [json.loads((directory / f"{layout}-{rank}").read_text()) for rank in range(NUM_RANKS)]
+    beyond = [peak - before for peak, (before, _, _) in zip(peaks, told, strict=True)]
+    return {
+        "peak_mb": max(beyond) // MB,
+        "end_mb": max(end - before for before, end, _ in told) // MB,
+        "seconds": round(max(seconds for _, _, seconds in told), 1),
+    }
+
+
+def _anonymous_bytes(pid: int) -> int:
+    try:
+        found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    except OSError:  # it has just ended
+        return 0
+    return 1024 * int(found[1]) if found else 0
+
+
+def _rank(rank: int, port: int, layout: str, directory: Path) -> None:
+    from transformers import Qwen3ForCausalLM  # noqa: F401 - imported, not counted
+
+    torch.set_num_threads(1)
+    hide_progress_bars()
+    init_process_group(rank, NUM_RANKS, "127.0.0.1", port, "cpu", 600.0)
+    before, start = _anonymous_bytes(os.getpid()), time.monotonic()
+    engine = FSDPEngine(
+        model_path=directory / "model",
+        trainer=TrainerConfig(layout=layout),
+        model=ModelConfig(dtype="bfloat16"),
+        loss=clipped_surrogate(0.2, 0.28),
+        aggregation=token_mean,
+        temperature=1.0,
+        num_total_steps=1,
+        seed=0,
+        rank=rank,
+        world_size=NUM_RANKS,
+    )
+    told = (before, _anonymous_bytes(os.getpid()), time.monotonic() - start)
+    (directory / f"{layout}-{rank}").write_text(json.dumps(told))
+    engine.close()
+    os._exit(0)

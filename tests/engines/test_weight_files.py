@@ -1,0 +1,271 @@
+"""Weights come from files and go to files in parts, and are those that transformers reads whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlsys.engines import weight_files
+from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.model_tensors import model_tensors
+from rlsys.engines.promises import Index, Promise
+from rlsys.engines.training import export
+from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.engines.training.sharding import local
+from scripts.bench.layouts import build_model
+from tests.engines.training_harness import Weights, make_engine, run_ranks, tiny_model, weights
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+DAMAGED = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return counted(monkeypatch.setattr)
+
+
+def counted(replace: Callable[[Any, str, Any], None]) -> list[int]:
+    """How many numbers were read of safetensors files, once for each part of them."""
+    counts: list[int] = []
+    of_slice = weight_files._of_slice
+
+    def counting(opened: Any, name: str) -> Promise:
+        promise = of_slice(opened, name)
+
+        def read(index: Index) -> torch.Tensor:
+            part = promise.read(index)
+            counts.append(part.numel())
+            return part
+
+        return Promise(promise.shape, promise.dtype, read)
+
+    replace(weight_files, "_of_slice", counting)
+    return counts
+
+
+def num_held(engine: FSDPEngine) -> int:
+    return sum(local(tensor).numel() for tensor in engine._tensors.values())
+
+
+CASES = (
+    *(("qwen3_moe", "dp4"), ("qwen3_moe", "dp2tp2"), ("gpt_oss", "dp2ep2")),
+    *(("deepseek_v3", "tp2pp2"), ("olmo2", "dp2x2"), ("gemma3_text", "dp2tp2")),
+)
+EXPORTED = CASES[1:4]
+FILE_BYTES = 60_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """By one rank, in each case."""
+
+    published: list[Weights]  # by rank 0
+    num_read: list[int]
+    num_held: list[int]
+    refusal: str  # of a damaged model
+
+
+def on_a_rank(rank: int, world_size: int, directory: Path) -> Found:
+    found = Found(published=[], num_read=[], num_held=[], refusal=refusal(rank, directory))
+    counts = counted(setattr)
+    export.FILE_BYTES = FILE_BYTES
+    for family, layout in CASES:
+        counts.clear()
+        engine = make_engine(directory / family, layout=layout, rank=rank, world_size=world_size)
+        found.published.append(weights(engine))
+        found.num_read.append(sum(counts))
+        found.num_held.append(num_held(engine))
+        if (family, layout) in EXPORTED:
+            engine.export(directory / f"{family}-{layout}")
+        engine.close()
+    return found
+
+
+def refusal(rank: int, directory: Path) -> str:
+    with pytest.raises(ValueError, match=r"model\.path") as refused:
+        make_engine(directory / "damaged", rank=rank, world_size=4)
+    return str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the models of all cases, and a damaged one."""
+    root = tmp_path_factory.mktemp("models")
+    for family in {family for family, _ in CASES}:
+        build_model(root / family, family)
+    rewrite(tiny_model(root / "damaged"), with_bad_numbers)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ranks(directory: Path) -> list[Found]:
+    return run_ranks(4, on_a_rank, directory)
+
+
+def test_all_ranks_together_hold_the_model(ranks: list[Found], directory: Path) -> None:
+    for number, (family, layout) in enumerate(CASES):
+        expected = model_tensors(load_causal_lm(directory / family, dtype="float32"))
+        assert_equal(ranks[0].published[number], expected, what=f"{family} {layout}")
+
+
+def test_each_rank_reads_what_it_holds(ranks: list[Found]) -> None:
+    for rank in ranks:
+        assert rank.num_read == rank.num_held
+
+
+def test_all_ranks_refuse_weights_that_are_no_numbers_by_name(
+    ranks: list[Found], directory: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"2 of 1,536 weights of {DAMAGED} are NaN") as whole:
+        load_causal_lm(directory / "damaged", dtype="float32")
+    assert {rank.refusal for rank in ranks} == {str(whole.value)}
+
+
+@pytest.mark.parametrize(("family", "layout"), EXPORTED)
+def test_an_export_has_the_tensors_that_the_model_came_with_in_several_files(
+    family: str, layout: str, ranks: list[Found], directory: Path
+) -> None:
+    exported = directory / f"{family}-{layout}"
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    files = sorted(exported.glob("*.safetensors"))
+    assert len(files) > 2
+    found: Weights = {}
+    for number, file in enumerate(files, 1):
+        assert file.name == f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = load_file(file)
+        assert sum(x.nbytes for x in tensors.values()) <= FILE_BYTES
+        assert {index["weight_map"][name] for name in tensors} == {file.name}
+        found |= tensors
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
+    assert_equal(found, load_file(directory / family / "model.safetensors"))
+    for name in ("config.json", "generation_config.json"):
+        assert (exported / name).read_text() == (directory / family / name).read_text()
+
+
+def assert_equal(found: Weights, expected: Weights, *, what: str = "") -> None:
+    assert found.keys() == expected.keys(), what
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), (what, name)
+
+
+# What stands in the files of a model, as people write them: each changes a directory in place.
+
+
+def as_saved(path: Path) -> None:
+    pass
+
+
+def in_bfloat16(path: Path) -> None:
+    rewrite(path, lambda tensors: {name: x.bfloat16() for name, x in tensors.items()})
+
+
+def in_two_files(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, some in parts.items():
+        save_file({name: tensors[name] for name in some}, path / file)
+    index = {"weight_map": {name: file for file, some in parts.items() for name in some}}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, **index}))
+    (path / "model.safetensors").unlink()
+
+
+def as_torch_file(path: Path) -> None:
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+
+
+def with_a_tied_head_too(path: Path) -> None:
+    rewrite(path, lambda tensors: {**tensors, HEAD: tensors[EMBEDDING].clone()})
+
+
+def with_another_head(path: Path) -> None:
+    rewrite(path, lambda tensors: {**tensors, HEAD: tensors[EMBEDDING] + 1})
+
+
+def without_a_norm(path: Path) -> None:
+    rewrite(path, lambda tensors: {n: x for n, x in tensors.items() if n != "model.norm.weight"})
+
+
+def with_names_of_the_backbone(path: Path) -> None:
+    rewrite(path, lambda tensors: {n.removeprefix("model."): x for n, x in tensors.items()})
+
+
+def with_bad_numbers(tensors: Weights) -> Weights:
+    tensors[DAMAGED][0, :2] = torch.nan  # rows of rank 0
+    return tensors
+
+
+def rewrite(path: Path, change: Callable[[Weights], Weights]) -> None:
+    file = path / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(as_saved, in_bfloat16, in_two_files, as_torch_file, with_a_tied_head_too),
+        *(with_another_head, without_a_norm, with_names_of_the_backbone),
+    ],
+)
+def test_whatever_the_files_say_the_weights_are_those_of_transformers(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
+    path = tiny_model(tmp_path / "model")
+    change(path)
+    engine = make_engine(path)
+    torch.manual_seed(0)
+    expected = load_causal_lm(path, dtype="float32")
+    assert_equal(
+        {name: tensor.detach() for name, tensor in engine._tensors.items()},
+        model_tensors(expected),
+    )
+    own = dict(engine._model.named_buffers())
+    for name, buffer in expected.named_buffers():  # the ones that no file holds, too
+        assert torch.equal(own[name], buffer), name
+    head, embedding = engine._model.get_output_embeddings(), engine._model.get_input_embeddings()
+    assert (head.weight is embedding.weight) is (change is not with_another_head)
+
+
+def test_one_rank_reads_each_number_once(num_read: list[int], tmp_path: Path) -> None:
+    engine = make_engine(tiny_model(tmp_path))
+    assert sum(num_read) == num_held(engine)
+
+
+def test_a_fresh_head_begins_as_zeros_beside_weights_that_are_read(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path)
+    critic = make_engine(path, head="value")._model
+    expected = model_tensors(load_causal_lm(path, dtype="float32"))
+    assert not critic.score.weight.any()
+    for name, tensor in model_tensors(critic).items():
+        assert name == "score.weight" or torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("damage", ["shape", "short", "missing", "quantised"])
+def test_what_cannot_be_loaded_is_refused_as_when_it_is_loaded_whole(
+    damage: str, tmp_path: Path
+) -> None:
+    path = tiny_model(tmp_path)
+    file, config = path / "model.safetensors", path / "config.json"
+    if damage == "shape":
+        rewrite(path, lambda tensors: {**tensors, "model.norm.weight": torch.ones(7)})
+    elif damage == "short":
+        file.write_bytes(file.read_bytes()[:1000])
+    elif damage == "missing":
+        file.unlink()
+    else:
+        settings = json.loads(config.read_text())
+        settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+        config.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"model\.path") as whole:
+        load_causal_lm(path, dtype="float32")
+    with pytest.raises(ValueError, match=r"model\.path") as promised:
+        make_engine(path)
+    assert str(promised.value) == str(whole.value)
