@@ -41,7 +41,7 @@ class Promise(torch.Tensor):
         read: Callable[[Index], torch.Tensor],
         inputs: Sequence[Promise] = (),
     ) -> Promise:
-        made: Promise = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)  # type: ignore[attr-defined]
+        made: Promise = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         made._read, made.inputs = read, inputs
         return made
 
@@ -51,7 +51,7 @@ class Promise(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> Promise:
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Promise({tuple(self.shape)}, {self.dtype})"
 
     def read(self, index: Index | None = None) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Promise(torch.Tensor):
         return found
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}

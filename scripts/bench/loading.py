@@ -4,7 +4,8 @@ A process's own memory is what the kernel calls RssAnon: what it allocated and w
 mapped files, of the checkpoint and of libraries, are none of it: they are the kernel's cache, which
 it shares between processes and drops when memory is short. This process reads RssAnon of all ranks
 every few milliseconds from the outside, until their engines are made, and takes off what they had
-when they had imported everything, had met each other and had nothing loaded.
+when they had imported everything, had met each other and had nothing loaded. The model is a critic,
+so that no memory for published versions plays a part.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from rlsys.algorithms.aggregation import token_mean
-from rlsys.algorithms.losses import clipped_surrogate
+from rlsys.algorithms.values import value_loss
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
@@ -34,12 +35,12 @@ NUM_RANKS = 4
 MODEL: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 18,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 128,
     "vocab_size": 64_000,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": True,
 }
 MB = 1 << 20
 
@@ -50,7 +51,10 @@ def measure_loading() -> dict[str, Any]:
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
         num_parameters = _build(Path(directory) / "model")
-        told = {layout: _measure(layout, Path(directory)) for layout in LAYOUTS}
+        told = {}
+        for layout in LAYOUTS:
+            told[layout] = _measure(layout, Path(directory))
+            print(f"load {layout}", told[layout], flush=True)
     shard_mb = 4 * num_parameters // NUM_RANKS // MB
     return {"parameters": num_parameters, "shard_mb": shard_mb, **told}
 
@@ -99,7 +103,8 @@ def _anonymous_bytes(pid: int) -> int:
 
 
 def _rank(rank: int, port: int, layout: str, directory: Path) -> None:
-    from transformers import Qwen3ForCausalLM  # noqa: F401 - imported, not counted
+    # Imported, not counted.
+    from transformers import Qwen3ForCausalLM, Qwen3ForSequenceClassification  # noqa: F401
 
     torch.set_num_threads(1)
     hide_progress_bars()
@@ -109,7 +114,8 @@ def _rank(rank: int, port: int, layout: str, directory: Path) -> None:
         model_path=directory / "model",
         trainer=TrainerConfig(layout=layout),
         model=ModelConfig(dtype="bfloat16"),
-        loss=clipped_surrogate(0.2, 0.28),
+        loss=value_loss(),
+        head="value",
         aggregation=token_mean,
         temperature=1.0,
         num_total_steps=1,

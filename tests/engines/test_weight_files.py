@@ -239,6 +239,25 @@ def test_one_rank_reads_each_number_once(num_read: list[int], tmp_path: Path) ->
     assert sum(num_read) == num_held(engine)
 
 
+def test_a_model_that_changes_its_weights_as_it_loads_is_loaded_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    tie = Qwen3ForCausalLM.tie_weights
+
+    def tie_and_double(self: Any, *args: Any, **options: Any) -> None:
+        tie(self, *args, **options)
+        if not self.model.norm.weight.is_meta:
+            self.model.norm.weight.data.mul_(2)
+
+    path = tiny_model(tmp_path)
+    once = load_causal_lm(path, dtype="float32").model.norm.weight
+    monkeypatch.setattr(Qwen3ForCausalLM, "tie_weights", tie_and_double)
+    engine = make_engine(path)
+    assert torch.equal(engine._tensors["model.norm.weight"], 2 * once)
+
+
 def test_a_fresh_head_begins_as_zeros_beside_weights_that_are_read(tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
     critic = make_engine(path, head="value")._model

@@ -94,7 +94,8 @@ def _cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
 def _allocate(network: nn.Module, device: str) -> None:
     made: dict[torch.Tensor, torch.Tensor] = {}  # tied ones stay tied
     for module in network.modules():
-        for held in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in tables:
             for name, tensor in held.items():
                 if tensor is not None and tensor.is_meta:
                     if tensor not in made:
