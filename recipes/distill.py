@@ -76,6 +76,10 @@ class Config(arithmetic.ArithmeticConfig, DistillConfig):
     """Name of the run's directory below runs_dir; two runs never share one."""
     top_k: int = 8
     """Likeliest tokens of the teacher that are compared at each place, of 15 that there are."""
+    group_size: int = 1
+    """Rollouts per prompt: nothing compares them, and other prompts teach more."""
+    prompts_per_step: int = 512
+    """Groups in one optimizer step."""
     num_steps: int = 100
     """Optimizer steps of the whole run, resumed parts included."""
     teacher_steps: int = 150
@@ -84,7 +88,7 @@ class Config(arithmetic.ArithmeticConfig, DistillConfig):
         default_factory=lambda: RolloutConfig(max_running=512, num_cpus=0.6)
     )
     trainer: TrainerConfig = field(
-        default_factory=lambda: arithmetic.small_trainer(num_cpus=0.8, learning_rate=1e-3)
+        default_factory=lambda: arithmetic.small_trainer(num_cpus=0.8, learning_rate=2e-3)
     )
     teacher: RoleConfig = field(default_factory=lambda: RoleConfig(num_cpus=0.6))
 

@@ -11,7 +11,7 @@ together. A batch may take several updates; the version counts batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
