@@ -46,8 +46,8 @@ class LossInputs:
         teacher_logprobs     by the teacher, of the student's tokens
         importance_weights   π_prox/μ, made over a whole batch
         preference           1 for the chosen rollout of a pair, −1 for the rejected one
-        teacher_top_k        [N, 2K]: the K likeliest tokens by the teacher, and then their
-                             log-probabilities by it
+        teacher_top_k        [N, 2K + 1]: the K likeliest tokens by the teacher, then their
+                             log-probabilities by it, then that of all others together
     """
 
     trainer_logprobs: torch.Tensor  # [N] float32, carries the gradient

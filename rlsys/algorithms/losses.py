@@ -73,26 +73,19 @@ class top_k_distill:
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         student, teacher = inputs.candidate_logprobs, inputs.column(self.candidates)
-        if student is None or teacher.shape != (len(student), 2 * student.shape[1]):
+        if student is None or teacher.shape != (len(student), 2 * student.shape[1] + 1):
             raise ValueError(
                 f"top_k_distill is given {tuple(teacher.shape)} values of teacher_top_k and "
                 f"{None if student is None else tuple(student.shape)} log-probabilities of the "
                 "student; let flow.infer(teacher, ..., top_k=K) write teacher_top_k."
             )
-        student, teacher = floored(student), floored(teacher[:, student.shape[1] :])  # [N, K]
-        probs = student.exp()
-        rest, teacher_rest = _rest(probs), _rest(teacher.exp())
-        divergence = (probs * (student - teacher)).sum(-1) + rest * (rest / teacher_rest).log()
+        student, by_teacher = floored(student), floored(teacher[:, student.shape[1] :])
+        probs = student.exp()  # [N, K]
+        divergence = (probs * (student - by_teacher[:, :-1])).sum(-1)
+        rest = (1 - probs.sum(-1)).clamp(min=torch.finfo(probs.dtype).eps)  # [N]
+        of_rest = rest * (rest.log() - by_teacher[:, -1])
+        divergence = divergence + of_rest.where(teacher[:, -1] > -torch.inf, 0.0)  # where K < V
         return divergence, {"kl/teacher": divergence.detach()}
-
-
-# The least that all tokens beyond the likeliest are taken to weigh: what rounding leaves of 1.
-MIN_REST = 1e-6
-
-
-def _rest(probs: torch.Tensor) -> torch.Tensor:
-    """1 − Σ p, [N], of probabilities [N, K]."""
-    return (1 - probs.sum(-1)).clamp(min=MIN_REST)
 
 
 @dataclass(frozen=True)

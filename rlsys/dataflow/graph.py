@@ -160,7 +160,8 @@ class Dataflow:
 
         `top_k`: in place of its tokens' log-probabilities those of the top_k likeliest tokens at
         each of them, for losses that read such a column (rlsys.algorithms.top_k_distill): 2 top_k
-        values a token, the ids and then their log-probabilities. Of frozen models only."""
+        + 1 values a token, the ids, then their log-probabilities, then that of all other tokens
+        together. Of frozen models only."""
         require(top_k >= 0, f"flow.infer: top_k={top_k} is negative; use 0 for none.")
         require(
             not top_k or (model.head == "logits" and not model.may_train),
@@ -171,7 +172,7 @@ class Dataflow:
             InferStage(
                 name=f"infer {writes}",
                 reads=tuple(rollouts),
-                writes=(Column(writes, PER[model.head], 2 * top_k or 1),),
+                writes=(Column(writes, PER[model.head], 2 * top_k + 1),),
                 model=model,
                 top_k=top_k,
             )

@@ -147,8 +147,8 @@ class DatasetStage(SourceStage):
 
 @dataclass(frozen=True, kw_only=True)
 class InferStage(Stage):
-    """With `top_k` it writes the likeliest tokens of each place and their log-probabilities,
-    otherwise what the model's head says of the token there."""
+    """With `top_k` it writes the likeliest tokens of each place and what the model says of them,
+    otherwise what its head says of the token there."""
 
     model: Model
     top_k: int = 0

@@ -34,7 +34,7 @@ def infer(
     role: Role, rows: Sequence[TrainRow], *, max_tokens: int, ranks: Ranks, top_k: int = 0
 ) -> list[Float32Array]:
     """Of each row, whatever its loss mask and columns: log-probabilities or values [T], or a score
-    [1]; with `top_k`, of a Policy, the likeliest tokens and their log-probabilities [T * 2 top_k];
+    [1]; with `top_k`, of a Policy, what it says of the likeliest tokens [T * (2 top_k + 1)];
     without gradient. A collective: every rank brings its share of rows, which may be none."""
     ask = partial(role.infer, top_k=top_k) if isinstance(role, Policy) else role.infer
     found = [np.zeros(role.num_inferred(row), np.float32) for row in rows]
@@ -142,8 +142,9 @@ class InferenceEngine:
 
     def infer(self, rows: Sequence[TrainRow]) -> list[Float32Array]:
         """In the rows' order: log-probabilities [T] of the completion tokens (head "logits"), or
-        [T * 2 top_k] (the likeliest tokens' ids, and then their log-probabilities, of each),
-        values [T] of the text before each of them ("value"), or the row's score [1] ("score").
+        [T * (2 top_k + 1)] (of each, the likeliest tokens' ids, then their log-probabilities, then
+        that of all others together), values [T] of the text before each of them ("value"), or the
+        row's score [1] ("score").
 
         Raises ValueError for a row without a prompt, longer than the model's context, or with a
         token beyond its vocabulary.

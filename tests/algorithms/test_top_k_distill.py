@@ -14,7 +14,10 @@ from rlsys.algorithms.inputs import LossInputs, candidates_of, needs_of, uses_ad
 
 def inputs_of(student: torch.Tensor, teacher: torch.Tensor, top_k: int) -> LossInputs:
     """Logits [N, V] of both, the student's with gradient."""
-    best = torch.log_softmax(teacher, -1).topk(top_k)
+    by_teacher = torch.log_softmax(teacher, -1)
+    best = by_teacher.topk(top_k)
+    others = by_teacher.scatter(-1, best.indices, -math.inf).logsumexp(-1, keepdim=True)
+    told = torch.cat((best.indices.to(student.dtype), best.values, others), -1)
     logprobs = torch.log_softmax(student, -1)
     nothing = torch.zeros(len(student), dtype=student.dtype)
     return LossInputs(
@@ -25,7 +28,7 @@ def inputs_of(student: torch.Tensor, teacher: torch.Tensor, top_k: int) -> LossI
         entropy=nothing + 1,
         staleness=nothing.long(),
         row_index=nothing.long(),
-        columns={"teacher_top_k": torch.cat((best.indices.to(student.dtype), best.values), -1)},
+        columns={"teacher_top_k": told},
         candidate_logprobs=logprobs.gather(-1, best.indices),
     )
 
@@ -60,6 +63,19 @@ def test_the_loss_is_never_negative_and_zero_for_the_teacher_itself(top_k: int) 
     same = logits(2, 4, 6)
     assert top_k_distill()(inputs_of(same, same, top_k))[0].tolist() == pytest.approx([0.0] * 4)
     assert (top_k_distill()(inputs_of(logits(3, 4, 6), same, top_k))[0] > 0).all()
+
+
+def test_a_certain_teacher_says_how_unlikely_all_others_are() -> None:
+    """All but one token have 1e-9 to 1e-11 of its probability, beyond what float32 leaves of 1."""
+    teacher = torch.tensor([[0.0, -20.0, -21.0, -24.0, -25.0]])
+    student = logits(4, 1, 5).float().requires_grad_()
+    losses, _ = top_k_distill()(inputs_of(student, teacher, 3))
+    (gradient,) = torch.autograd.grad(losses.sum(), student)
+    exact = student.detach().double().requires_grad_()
+    p, q = exact.softmax(-1), teacher.double().softmax(-1)
+    p, q = (torch.cat((x[:, :3], x[:, 3:].sum(-1, keepdim=True)), -1) for x in (p, q))
+    (expected,) = torch.autograd.grad((p * (p / q).log()).sum(), exact)
+    assert (gradient - expected).abs().max() < 1e-5
 
 
 def test_certain_and_impossible_tokens_stay_finite() -> None:

@@ -433,10 +433,10 @@ def test_likeliest_tokens_go_to_a_loss_that_asks_for_them() -> None:
     flow.check()
     narrow = wide_flow(top_k=0, loss=reads_one_value)
     sizes = [one.row_bytes(max_prompt_tokens=0, max_tokens=100) for one in (flow, narrow)]
-    assert sizes[0] - sizes[1] == 5 * 100 * 4
+    assert sizes[0] - sizes[1] == 6 * 100 * 4
     with pytest.raises(ValueError, match=r"reads the likeliest tokens from .* let flow.infer"):
         wide_flow(top_k=0, loss=top_k_distill())
-    with pytest.raises(ValueError, match="one value a token of 'teacher_top_k', which has 6"):
+    with pytest.raises(ValueError, match="one value a token of 'teacher_top_k', which has 7"):
         wide_flow(top_k=3, loss=reads_one_value)
 
 
@@ -464,5 +464,5 @@ def test_only_frozen_language_models_tell_their_likeliest_tokens() -> None:
     said = flow.infer(teacher, rollouts, writes="likeliest", top_k=2)
     (advantages,) = flow.per_batch(lambda likeliest, row_offsets: likeliest, said, per="token")
     flow.train(policy, rollouts, advantages, loss=cispo(), aggregation=token_mean)
-    with pytest.raises(ValueError, match="reads 'likeliest', which has 4 values a token"):
+    with pytest.raises(ValueError, match="reads 'likeliest', which has 5 values a token"):
         flow.check()

@@ -212,8 +212,8 @@ def test_a_row_beyond_the_context_is_told(kind: str, tmp_path: Path) -> None:
 
 
 def likeliest(values: np.ndarray, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and log-probabilities [T, top_k] of what an engine says of a row."""
-    both = torch.from_numpy(values).view(-1, 2 * top_k)
+    """Ids [T, top_k] and log-probabilities [T, top_k + 1] of what an engine says of a row."""
+    both = torch.from_numpy(values).view(-1, 2 * top_k + 1)
     return both[:, :top_k].long(), both[:, top_k:]
 
 
@@ -222,10 +222,13 @@ def test_likeliest_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     rows = make_rows(5)
     engine = InferenceEngine(path, head="logits", temperature=0.8, max_tokens=50, top_k=4)
     for row, found in zip(rows, engine.infer(rows), strict=True):
-        expected = plain_distributions(path, row, 0.8).topk(4)
+        distributions = plain_distributions(path, row, 0.8)
+        expected = distributions.topk(4)
         ids, logprobs = likeliest(found, 4)
         assert torch.equal(ids, expected.indices)
-        np.testing.assert_allclose(logprobs, expected.values, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(logprobs[:, :4], expected.values, rtol=1e-5, atol=1e-5)
+        others = 1 - expected.values.exp().sum(-1)
+        np.testing.assert_allclose(logprobs[:, 4].exp(), others, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match=f"top_k=99 asks for more tokens than the {VOCABULARY}"):
         InferenceEngine(path, head="logits", top_k=99)
 

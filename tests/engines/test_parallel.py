@@ -16,6 +16,7 @@ from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.sharding import local, whole
 from rlsys.mesh import Layout
 from rlsys.types import MicroBatch, TrainRow
+from scripts.bench.layouts import FAMILIES as FAMILIES_OF_BENCH
 from scripts.bench.layouts import build_model
 from tests.engines.training_harness import (
     Weights,
@@ -130,6 +131,44 @@ def test_16_bit_precisions_know_no_layout(layout: str, tmp_path: Path) -> None:
 
 def test_experts_lie_on_several_ranks(tmp_path: Path) -> None:
     compare(tmp_path, [(name, "ep2", {}) for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")])
+
+
+# More than hidden states goes from layer to layer.
+GEMMA3N = {
+    "vocab_size_per_layer_input": 24,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "activation_sparsity_pattern": [0.0, 0.0],
+}
+
+
+def refused(rank: int, world_size: int, directory: Path, *, layout: str) -> str:
+    with pytest.raises((ValueError, RuntimeError), match=r"use a layout|see its error") as told:
+        make_engine(directory / "model", layout=layout, rank=rank, world_size=world_size)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layout"),
+    [
+        ("cohere", {"use_qk_norm": True}, "tp2"),  # norms by head, which its plan leaves whole
+        ("gemma3n_text", GEMMA3N, "pp2"),
+    ],
+)
+def test_a_model_that_does_more_than_its_plan_is_refused(
+    family: str,
+    changes: dict[str, Any],
+    layout: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(FAMILIES_OF_BENCH, family, changes)
+    build_model(tmp_path / "model", family)
+    sentences = run_ranks(2, partial(refused, layout=layout), tmp_path)
+    assert any("ForCausalLM" in sentence for sentence in sentences)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from rlsys.algorithms.inputs import whole_groups
 from rlsys.algorithms.losses import cross_entropy
 from rlsys.algorithms.metrics import derived_metrics
 from rlsys.config import ModelConfig, TrainerConfig
+from rlsys.data.hub import in_short
 from rlsys.engines.costs import attention_tokens
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.inference import infer
@@ -42,7 +43,7 @@ from rlsys.engines.training.optimizer import (
 from rlsys.engines.training.parallel.stages import Stage
 from rlsys.engines.training.parallel.tensor import is_cut, sum_replicated
 from rlsys.engines.training.publisher import Publisher
-from rlsys.engines.training.ranks import Ranks
+from rlsys.engines.training.ranks import Ranks, lost_contact
 from rlsys.engines.training.roles import HeadKind, Loss, Policy, Role, load_role
 from rlsys.engines.training.sharding import build_mesh, recompute_activations, shard, whole
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
@@ -130,7 +131,12 @@ class FSDPEngine:
         if model.gradient_checkpointing:
             recompute_activations(network)
         self._mesh = build_mesh(self._layout, rank=rank, dtype=model.dtype, device=device)
-        shard(network, self._mesh, dtype=model.dtype, device=device)
+        refusal = None
+        try:
+            shard(network, self._mesh, dtype=model.dtype, device=device)
+        except ValueError as error:
+            refusal = error
+        self._ranks.raise_together(refusal)  # stages have different layers
         self._parameters = dict(self._model.named_parameters())  # tied ones stand once
         self._tensors = model_tensors(self._model)  # these and the persistent buffers
         self._scale = LossScale(self._dtype)
@@ -144,6 +150,8 @@ class FSDPEngine:
         self._is_published = head == "logits"
         self._publisher = Publisher(published) if self._is_published and rank == 0 else None
         self._begin_batch()
+        if self._layout.size("tp", "cp", "pp", "ep") > 1:
+            self._try_out()
 
     def reset_optimizer(self) -> None:
         self._optimizer = build_adamw(list(self._parameters.values()), self._config)
@@ -322,6 +330,19 @@ class FSDPEngine:
         """In which a tensor leaves the trainer: a parameter as the forward pass computes with it, a
         buffer, which no precision is set for, as it is."""
         return self._dtype if name in self._parameters else self._tensors[name].dtype
+
+    def _try_out(self) -> None:
+        """A pass of a few tokens: what a model does beyond its plan shows here, not in a step."""
+        row = supervised_row([0] * 4, 1)
+        try:
+            self.infer([row])
+        except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
+            if lost_contact(error):
+                raise
+            raise ValueError(
+                f"trainer.layout={str(self._layout)!r}: {type(self._model).__name__} cannot be "
+                f"laid out so ({in_short(error)}); use a layout of dp alone."
+            ) from error
 
     @property
     def _sharded(self) -> bool:

@@ -332,7 +332,7 @@ def _role_of(model: Any, head: HeadKind, device: torch.device, temperature: floa
 
 
 def _token_ids(likeliest: torch.Tensor) -> torch.Tensor:
-    """[N, K] int64 of a column [N, 2K]; of no places, of any width."""
+    """[N, K] int64 of a column [N, 2K + 1]; of no places, of any width."""
     if likeliest.ndim == 1:
         return likeliest.new_zeros(len(likeliest), 0, dtype=torch.int64)
     return likeliest[:, : likeliest.shape[1] // 2].long()

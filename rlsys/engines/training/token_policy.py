@@ -87,8 +87,8 @@ class TokenPolicy(nn.Module):
         return batch.spread(own), batch.spread(entropy), asked
 
     def likeliest(self, batch: Batch, temperature: float, top_k: int) -> torch.Tensor:
-        """[N, 2 top_k]: at each target the ids of the likeliest tokens, and then their
-        log-probabilities."""
+        """[N, 2 top_k + 1]: at each target the ids of the likeliest tokens, then their
+        log-probabilities, then that of all others together, -inf where there are none."""
         hidden, _ = hidden_states(self.model, batch, self._row_limit)
         (found,) = self._scored(partial(_likeliest, top_k), temperature, hidden)
         return batch.spread(found)
@@ -140,8 +140,9 @@ def _likeliest(
 ) -> tuple[torch.Tensor]:
     logprobs = torch.log_softmax(_logits(head, hidden, temperature), dim=-1)
     best = logprobs.topk(top_k, dim=-1)
+    others = logprobs.scatter(-1, best.indices, -torch.inf).logsumexp(-1, keepdim=True)
     # Ids of a float32 column are exact below 2^24.
-    return (torch.cat((best.indices.float(), best.values), dim=-1),)
+    return (torch.cat((best.indices.float(), best.values, others), dim=-1),)
 
 
 def token_logprobs(
