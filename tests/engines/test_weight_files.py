@@ -140,7 +140,7 @@ def test_an_export_has_the_tensors_that_the_model_came_with_in_several_files(
     for number, file in enumerate(files, 1):
         assert file.name == f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = load_file(file)
-        assert sum(x.nbytes for x in tensors.values()) <= FILE_BYTES
+        assert len(tensors) == 1 or sum(x.nbytes for x in tensors.values()) <= FILE_BYTES
         assert {index["weight_map"][name] for name in tensors} == {file.name}
         found |= tensors
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
