@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlsys.config import RoleConfig, RunConfig, require
+from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, require
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource
 from rlsys.data.rows import LOADERS
@@ -20,7 +20,7 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import DatasetStage, ScoreStage, SourceStage
 from rlsys.engines.generation.interruption import interruption_of
 from rlsys.errors import Mistakes
-from rlsys.estimate import ModelShape
+from rlsys.estimate import ModelShape, model_shape
 from rlsys.held_out import evaluation_config, rewards_of
 from rlsys.held_out_loss import held_out_loss
 from rlsys.launching import HeldOut
@@ -63,6 +63,12 @@ def load_prompts(
     mistakes = Mistakes()
     with mistakes.noted():
         check_fits(config.trainer.parallel, shape.config)
+    for name, model in flow.models.items():
+        if isinstance(model.config, TrainedRoleConfig):
+            with mistakes.noted():
+                layout, path = model.config.trainer.parallel, model.config.model.path
+                own = model_shape(path, model.head).config if path else shape.config
+                check_fits(layout, own, setting=f"{name}.trainer.layout")
     if (shared := flow.source.prompts.shared) is not None:
         with mistakes.noted():
             shared.check(config)

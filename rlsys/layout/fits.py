@@ -11,9 +11,9 @@ from rlsys.mesh import Layout
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def check_fits(layout: Layout, config: Any) -> None:
-    """Raise ValueError where the layout does not divide the model of this Hugging Face
-    configuration."""
+def check_fits(layout: Layout, config: Any, *, setting: str = "trainer.layout") -> None:
+    """Raise ValueError where the layout, which `setting` gives, does not divide the model of this
+    Hugging Face configuration."""
     text = config.get_text_config()
     heads = layout.size("tp", "cp")
     for names, dimensions, size in (
@@ -26,10 +26,10 @@ def check_fits(layout: Layout, config: Any) -> None:
             for number in numbers(text, name):
                 if number % size:
                     raise ValueError(
-                        f"trainer.layout={str(layout)!r}: {dimensions} = {size} does not divide "
+                        f"{setting}={str(layout)!r}: {dimensions} = {size} does not divide "
                         f"this model's {name}={number}; use a layout that does."
                     )
     if layout.ep > 1 and not any(numbers(text, name) for name in NUM_EXPERTS):
         raise ValueError(
-            f"trainer.layout={str(layout)!r}: this model has no experts; leave ep out."
+            f"{setting}={str(layout)!r}: this model has no experts; leave ep out."
         )

@@ -95,6 +95,13 @@ def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
     assert "data.max_prompt_tokens" in job.output
 
 
+def test_a_critics_layout_is_checked_as_the_policys_is(tmp_path: Path) -> None:
+    options = ["--critic.trainer.layout", "tp3", "--dry-run", "--runs-dir", str(tmp_path)]
+    job = run("recipes/ppo.py", options, tmp_path)
+    assert job.returncode == 1
+    assert "critic.trainer.layout='tp3': tp x cp = 3 does not divide" in job.output
+
+
 def test_a_directory_that_holds_a_run(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "quickstart"
     directory.mkdir(parents=True)
