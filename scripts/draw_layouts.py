@@ -21,6 +21,7 @@ from typing import Any
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
+from rlsys.engines.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.layout.holdings import Box, Holding
 from rlsys.mesh import Layout
@@ -155,6 +156,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/layouts"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    hide_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
         for layout in map(Layout.parse, LAYOUTS):
             family = "qwen3_moe" if layout.ep > 1 else "qwen3"

@@ -30,6 +30,4 @@ def check_fits(layout: Layout, config: Any, *, setting: str = "trainer.layout") 
                         f"this model's {name}={number}; use a layout that does."
                     )
     if layout.ep > 1 and not any(numbers(text, name) for name in NUM_EXPERTS):
-        raise ValueError(
-            f"{setting}={str(layout)!r}: this model has no experts; leave ep out."
-        )
+        raise ValueError(f"{setting}={str(layout)!r}: this model has no experts; leave ep out.")
