@@ -29,7 +29,6 @@ from rlsys.held_out import Scoreboard, rewards_of
 from rlsys.held_out_loss import held_out_loss
 from rlsys.history import State
 from rlsys.launching import HeldOut, WarmStart
-from rlsys.manifest import write_manifest
 from rlsys.observe.console import RunConsole
 from rlsys.observe.recorder import Recorder
 from rlsys.resuming import History
@@ -181,7 +180,7 @@ class Job:
             return
         if warm_start and self._begins_alike and not self._resume_from:
             await team.learner.export_the_end(self._checkpoints.taught)
-            await asyncio.to_thread(write_manifest, self._checkpoints.taught)
+            await asyncio.to_thread(self._checkpoints.seal_taught)
         limit_s = self._config.cluster.start_timeout_s
         with self._console.phase(f"Loading {', '.join(model.name for model in roles)}"):
             async with asyncio.TaskGroup() as tasks:

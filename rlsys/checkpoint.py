@@ -14,16 +14,16 @@ In: a step and something that fills a directory. Out: that directory under its f
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from rlsys.disk import writing
 from rlsys.file_modes import ordinary_modes
 from rlsys.manifest import faults_of, write_manifest
 
@@ -89,6 +89,11 @@ class Checkpoints:
     def taught(self) -> Path:
         """Where the weights are kept that a warm start has taught, for other models."""
         return self._directory / BEGINNING_DIR
+
+    def seal_taught(self) -> None:
+        """Say that they are there, whole. Raises OSError with the cause and the fix."""
+        with _advised(self.taught):
+            write_manifest(self.taught)
 
     def check_beginning(self) -> None:
         """Raise ValueError unless those weights are as they were written."""
@@ -239,22 +244,8 @@ def _partial_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-@contextmanager
-def _advised(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if (advice := _advice(error)) is None:
-            raise
-        raise OSError(error.errno, f"cannot write {path}: {advice}") from error
-
-
-def _advice(error: OSError) -> str | None:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full; free some space, or keep fewer checkpoints (keep_checkpoints)"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "permission denied; make the directory writable, or choose another (runs_dir)"
-    return None
+def _advised(path: Path) -> AbstractContextManager[None]:
+    return writing(path, room="free some space, or keep fewer checkpoints (keep_checkpoints)")
 
 
 def _sync_tree(directory: Path) -> None:

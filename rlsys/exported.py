@@ -2,8 +2,8 @@
 
     hf/
         config.json, model.safetensors, ...   as Hugging Face loads it
-        exported.json                         of which step it is
-        manifest.json                         written last: size and checksum of every file
+        manifest.json                         size and checksum of each of these files
+        exported.json                         written last: of which step it is
 
 In: the directory, when the export is done. Out: its step, or what is wrong with it.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rlsys.disk import write_whole, writing
 from rlsys.json_text import parse_json
 from rlsys.manifest import faults_of, write_manifest
 
@@ -20,9 +21,11 @@ EXPORTED_FILE = "exported.json"
 
 
 def seal_export(directory: Path, step: int) -> None:
-    """Say that the model after `step` is there, whole."""
-    (directory / EXPORTED_FILE).write_text(json.dumps({"step": step}) + "\n")
-    write_manifest(directory)
+    """Say that the model after `step` is there, whole. Raises OSError with the cause and the
+    fix."""
+    with writing(directory):
+        write_manifest(directory)
+        write_whole(directory / EXPORTED_FILE, json.dumps({"step": step}) + "\n")
 
 
 def exported_step(directory: Path) -> int | None:

@@ -9,7 +9,6 @@ still is costs one reading of these bytes, without understanding a line: a secon
 
 from __future__ import annotations
 
-import errno
 import os
 import zlib
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from rlsys.disk import write_all, writing
 from rlsys.json_text import parse_json
 
 READ_BYTES = 4 << 20
@@ -93,20 +93,13 @@ class GrowingFile:
         self.cut(kept)
 
     def append(self, line: bytes) -> None:
-        """A line, with its end. On a full disk nothing of it stays, and OSError tells the fix."""
-        try:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self.cut(self.tally)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        """A line, with its end. On a full disk nothing of it stays, and DiskError tells the fix."""
+        with writing(self.path):
+            try:
+                write_all(self._file, line)
+            except OSError:
+                self.cut(self.tally)
                 raise
-            raise OSError(
-                error.errno,
-                f"cannot write {self.path}: the disk is full; free some space, then continue the "
-                "run with --resume",
-            ) from error
         self.tally = self.tally.plus(line)
 
     def cut(self, kept: Tally) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlsys.disk import write_whole
 from rlsys.growing_file import Tally, ordinary
 from rlsys.json_text import parse_json
 
@@ -29,7 +30,7 @@ def write_manifest(directory: Path) -> None:
     """Reads all files below."""
     names = [name for name in _files(directory) if name != MANIFEST_FILE]
     entries = {name: asdict(_entry(directory / name)) for name in names}
-    (directory / MANIFEST_FILE).write_text(json.dumps(entries, indent=1) + "\n")
+    write_whole(directory / MANIFEST_FILE, json.dumps(entries, indent=1) + "\n")
 
 
 def read_manifest(directory: Path) -> dict[str, Entry]:

@@ -19,6 +19,7 @@ In: a configuration as a plain mapping. Out: the directory's paths, held by a lo
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlsys.checkpoint import find_checkpoints
+from rlsys.disk import size_limit, write_all, write_whole, writing
 from rlsys.exported import export_faults, exported_step
 from rlsys.growing_file import ordinary
 from rlsys.json_text import parse_json
@@ -293,9 +295,8 @@ class RunDirectory(RunFiles):
             number = 1 + len(list(self.path.glob("config-*.json")))
             shutil.copyfile(self.config, self.path / f"config-{number}.json")
         resolved = {"config": config, "versions": versions(), "git_revision": git_revision()}
-        temporary = self.path / "config.json.tmp"
-        temporary.write_text(json.dumps(resolved, indent=2) + "\n")
-        temporary.replace(self.config)
+        with writing(self.config):
+            write_whole(self.config, json.dumps(resolved, indent=2) + "\n")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -346,10 +347,11 @@ def check_room(directory: Path, required_bytes: int) -> None:
             )
         # Quotas, read-only mounts and failing disks show only when bytes reach the disk.
         with tempfile.TemporaryFile(dir=directory, buffering=0) as probe:
-            if probe.write(bytes(PROBE_BYTES)) < PROBE_BYTES:
-                raise OSError("the disk took only a part of what was written")
+            write_all(probe, bytes(PROBE_BYTES))
             os.fsync(probe.fileno())
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ValueError(f"runs_dir={str(directory)!r}: {size_limit()}.") from error
         raise ValueError(
             f"runs_dir={str(directory)!r} cannot be written ({error}); a run needs "
             f"{required_bytes:,} bytes there: make room, set permissions, or choose another "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,28 @@ def test_damage_is_found_by_name(
     if content is not None:
         (hf / "model.safetensors").write_bytes(content)
     assert export_faults(hf, checksums=checksums) == [fault]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "exported.json"])
+def test_a_seal_that_does_not_end_leaves_none(
+    hf: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.startswith(name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"cannot write .*: the disk is full; free some"):
+        seal_export(hf, 12)
+    assert exported_step(hf) is None
+    assert not (hf / name).exists()
+    monkeypatch.setattr(os, "fsync", real)
+    seal_export(hf, 12)
+    assert export_faults(hf, checksums=True) == []
+    assert not list(hf.glob("*.tmp"))
 
 
 def test_what_people_add_does_no_harm(hf: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_disk_with_too_little_room_is_refused_with_both_numbers(tmp_path: Path
 
 
 def test_a_disk_that_fails_to_write_is_found_by_writing(tmp_path: Path) -> None:
-    """A limit on the size of files stands for a quota: the room is there, the write fails."""
+    """The room is there, the write fails."""
     program = (
         "import resource, sys\n"
         "from pathlib import Path\n"
@@ -257,7 +257,7 @@ def test_a_disk_that_fails_to_write_is_found_by_writing(tmp_path: Path) -> None:
     )
     assert refused.returncode == 1
     assert "ValueError: runs_dir=" in refused.stderr
-    assert "cannot be written" in refused.stderr
+    assert "files of 1,000 bytes at most (ulimit -f); raise the limit first" in refused.stderr
 
 
 def test_the_probe_leaves_nothing(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.data.shared import SharedCompletion, SharedGroup
+from rlsys.growing_file import GrowingFile, Tally, ordinary
 from rlsys.json_text import parse_json
 
 
@@ -23,49 +24,52 @@ class ExternalLog:
     Raises ValueError for a damaged file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a+b")
         self._places: dict[int, int] = {}  # of a prompt's line in the file
         self.keys: list[str] = []
         """Of the groups that were taken."""
-        self._file.seek(0)
-        end = 0
-        for number, line in enumerate(self._file, start=1):
-            if not line.endswith(b"\n"):  # a crash came in the middle of writing it
-                break
-            try:
-                decided = parse_json(line)
-                self._places[int(decided["prompt"])] = end
-                if decided["group"] is not None:
-                    self.keys.append(_group(decided["group"]).key)
-            except (ValueError, KeyError, TypeError) as error:
-                self._file.close()
-                raise ValueError(
-                    f"{path} line {number} is damaged ({type(error).__name__}: {error}); restore "
-                    "the file from a copy, or start a new run under another --name."
-                ) from error
-            end += len(line)
-        self._file.truncate(end)
-        self._end = end
+        kept = self._read(path) if path.exists() else Tally()
+        self._file = GrowingFile(path, kept=kept)
+        self._reader = path.open("rb")
 
     def __contains__(self, index: int) -> bool:
         return index in self._places
 
     def group(self, index: int) -> SharedGroup | None:
         """What `decide` was given for this prompt."""
-        self._file.seek(self._places[index])
-        found = parse_json(self._file.readline())["group"]
+        self._reader.seek(self._places[index])
+        found = parse_json(self._reader.readline())["group"]
         return None if found is None else _group(found)
 
     def decide(self, index: int, group: SharedGroup | None) -> None:
         """None: the prompt is the run's own."""
         line = json.dumps({"prompt": index, "group": None if group is None else asdict(group)})
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-        self._places[index] = self._end
-        self._end += len(line) + 1
+        place = self._file.tally.num_bytes
+        self._file.append(line.encode() + b"\n")
+        self._places[index] = place
 
     def close(self) -> None:
         self._file.close()
+        self._reader.close()
+
+    def _read(self, path: Path) -> Tally:
+        """What was decided, and how much of the file tells it."""
+        kept = Tally()
+        with ordinary(path).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):  # a crash came in the middle of writing it
+                    break
+                try:
+                    decided = parse_json(line)
+                    self._places[int(decided["prompt"])] = kept.num_bytes
+                    if decided["group"] is not None:
+                        self.keys.append(_group(decided["group"]).key)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(
+                        f"{path} line {number} is damaged ({type(error).__name__}: {error}); "
+                        "restore the file from a copy, or start a new run under another --name."
+                    ) from error
+                kept = kept.plus(line)
+        return kept
 
 
 def _group(found: Any) -> SharedGroup:

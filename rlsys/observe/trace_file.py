@@ -6,8 +6,8 @@ process of the format is an actor, a thread of it is one of the actor's tracks, 
 the run began.
 
 The array is closed again with each batch, so the file is complete JSON whenever nobody writes to
-it; should a crash tear the last write, viewers still load what stands before it, and a resumed run
-removes the torn part and continues on the same time line.
+it, on a full disk too; should a crash tear the last write, viewers still load what stands before
+it, and a resumed run removes the torn part and continues on the same time line.
 
 Bound. At most `max_bytes`; the batch that would exceed them and all later ones are left out, which
 an event at the end of the file tells.
@@ -15,10 +15,12 @@ an event at the end of the file tells.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
+from rlsys.disk import write_all, writing
 from rlsys.observe.trace import (
     ARROW_IN,
     COUNTER,
@@ -49,7 +51,8 @@ class TraceFile:
         self._pids: dict[str, int] = {}
         self._tids: dict[tuple[int, str], int] = {}
         self._origin_ns = 0
-        self._file = path.open("r+b" if path.exists() else "w+b")
+        self._path = path
+        self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         self._end = self._continue()
         entries = []
         if self._end == 0:
@@ -100,22 +103,35 @@ class TraceFile:
             text = b"[" + text.removeprefix(b",")
         elif text and self._end + len(text) + len(CLOSING) > self._max_bytes - reserved:
             return False
-        self._file.seek(self._end)
-        self._file.write(text + CLOSING)
-        self._file.flush()
+        with writing(self._path):
+            try:
+                self._file.seek(self._end)
+                write_all(self._file, text + CLOSING)
+            except OSError:
+                self._give_up()
+                raise
         self._end += len(text)
         return True
+
+    def _give_up(self) -> None:
+        """Leave the file as it was. Over bytes that are there, which takes no room on the disk."""
+        closing = CLOSING if self._end else b""
+        with contextlib.suppress(OSError):
+            self._file.seek(self._end)
+            write_all(self._file, closing)
+        self._file.truncate(self._end + len(closing))
 
     def _continue(self) -> int:
         """Read who the processes and tracks are, and return where the last whole event ends."""
         position = end = 0
-        for line in self._file:
-            position += len(line)
-            if not (line.startswith(b"{") and line.endswith(b"\n")):
-                continue
-            end = position - (2 if line.endswith(b",\n") else 1)
-            if line.startswith(b'{"ph":"M"'):
-                self._restore(json.loads(line.rstrip(b",\n")))
+        with self._path.open("rb") as file:
+            for line in file:
+                position += len(line)
+                if not (line.startswith(b"{") and line.endswith(b"\n")):
+                    continue
+                end = position - (2 if line.endswith(b",\n") else 1)
+                if line.startswith(b'{"ph":"M"'):
+                    self._restore(json.loads(line.rstrip(b",\n")))
         self._file.truncate(end)
         return end
 

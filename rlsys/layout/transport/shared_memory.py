@@ -10,12 +10,14 @@ of /dev/shm plays no part. Linux only.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 
 import numpy as np
 import numpy.typing as npt
 
+from rlsys.disk import size_limit
 from rlsys.layout.transport.available_memory import require_memory
 
 Bytes = npt.NDArray[np.uint8]
@@ -40,8 +42,9 @@ class SharedMemory:
             os.posix_fallocate(self._descriptor, 0, num_bytes)
         except OSError as error:
             self.close()
+            why = size_limit() if error.errno == errno.EFBIG else error.strerror
             raise OSError(
-                error.errno, f"cannot take {num_bytes} bytes for {purpose}: {error.strerror}."
+                error.errno, f"cannot take {num_bytes} bytes for {purpose}: {why}."
             ) from error
 
     @property

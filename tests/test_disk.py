@@ -1,0 +1,122 @@
+"""What is left, and what is said, where the disk takes only a part of what is written. A limit on
+the size of files stands for a full disk: both break off in the middle of a write."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import pickle
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.data.external_log import ExternalLog, read_external
+from rlsys.data.shared import SharedCompletion, SharedGroup
+from rlsys.disk import DiskError, write_whole, writing
+from rlsys.growing_file import GrowingFile, Tally
+from rlsys.manifest import write_manifest
+from rlsys.observe.trace import Tracer
+from rlsys.observe.trace_file import TraceFile
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def lines(path: Path) -> tuple[Callable[[], None], Any]:
+    file = GrowingFile(path, kept=Tally())
+    return lambda: file.append(b'{"step": 1}\n' * 9), file
+
+
+def trace(path: Path) -> tuple[Callable[[], None], Any]:
+    file = TraceFile(path)
+
+    def write() -> None:
+        tracer = Tracer("trainer 0")
+        for _ in range(9):
+            tracer.instant("x", "t")
+        file.write(tracer.drain())
+
+    return write, file
+
+
+def external(path: Path) -> tuple[Callable[[], None], Any]:
+    log = ExternalLog(path)
+    group = SharedGroup(
+        peer="p",
+        group_id=1,
+        asked="1+1",
+        row={},
+        rewards=[0.0],
+        completions=[SharedCompletion(text="2" * 90, truncated=False)],
+    )
+    indices = iter(range(9))
+    return lambda: log.decide(next(indices), group), log
+
+
+def read_lines(path: Path) -> None:
+    assert path.read_bytes().endswith(b"}\n")
+
+
+@pytest.mark.parametrize(
+    ("opened", "read"),
+    [
+        (lines, read_lines),
+        (trace, lambda path: json.loads(path.read_bytes())),
+        (external, read_external),
+    ],
+)
+@pytest.mark.parametrize("num_more", [0, 1, 3, 50])
+def test_files_that_grow_stay_whole(
+    tmp_path: Path, opened: Any, read: Callable[[Path], object], num_more: int
+) -> None:
+    path = tmp_path / "file"
+    write, file = opened(path)
+    write()
+    before = path.read_bytes()
+    with files_of_at_most(len(before) + num_more), pytest.raises(OSError, match="cannot") as raised:
+        write()
+    assert raised.value.errno == errno.EFBIG
+    assert str(raised.value) == (
+        f"cannot write {path}: a process may write files of {len(before) + num_more:,} bytes at "
+        "most (ulimit -f); raise the limit first: ulimit -f unlimited"
+    )
+    assert path.read_bytes() == before
+    write()
+    read(path)
+    file.close()
+
+
+def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for before in (None, "before"):
+        with files_of_at_most(3), pytest.raises(OSError, match="too large"):
+            write_whole(path, "longer")
+        assert (path.read_text() if path.exists() else None) == before
+        write_whole(path, "before")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_manifest_is_whole_or_not_there(tmp_path: Path) -> None:
+    (tmp_path / "model").touch()
+    with files_of_at_most(10), pytest.raises(OSError, match="too large"):
+        write_manifest(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_error_travels_between_processes(tmp_path: Path) -> None:
+    with pytest.raises(DiskError) as raised, writing(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert str(again) == str(raised.value)
+    assert again.errno == errno.ENOSPC
