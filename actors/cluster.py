@@ -14,7 +14,7 @@ from ray._private.utils import get_num_cpus
 from rlsys.config import ClusterConfig, require
 
 from .joined_ray import joined_ray
-from .local_ray import local_ray
+from .local_ray import check_open_files, local_ray
 
 # Ray sets it for the entrypoint of a submitted job.
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -34,8 +34,7 @@ def connected(config: ClusterConfig, *, asked_cpus: float = 0) -> Iterator[str]:
             "this process is connected to Ray already, and a run connects by itself; call "
             "ray.shutdown() first."
         )
-    address = config.address or os.environ.get("RAY_ADDRESS")
-    if address not in (None, "", "local"):
+    if address := _address(config):
         with joined_ray(address):
             yield ""
         return
@@ -49,6 +48,18 @@ def connected(config: ClusterConfig, *, asked_cpus: float = 0) -> Iterator[str]:
         num_cpus = math.ceil(asked_cpus)
     with local_ray(num_cpus):
         yield warning
+
+
+def check_limits(config: ClusterConfig) -> None:
+    """Raise RayFailed where no Ray could start in this process. Costs nothing."""
+    if not _address(config):
+        check_open_files()
+
+
+def _address(config: ClusterConfig) -> str:
+    """Of the cluster to join; empty to start one."""
+    address = config.address or os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "local" else address
 
 
 def check_runs_dir(runs_dir: str) -> None:

@@ -44,11 +44,11 @@ from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, ReplicaDied, RowsLost
 
 from .calls import WorkerError
-from .cluster import check_runs_dir
+from .cluster import check_limits, check_runs_dir
 from .dry_run import describe
 from .job import Job
 from .preparation import check_held_out, hub_of, load_prompts, with_model
-from .signals import cancel_on_signals, cancel_without_main_thread
+from .signals import cancel_on_signals, cancel_without_main_thread, signals_raise
 
 # What goes wrong in the world: told in one message. A ValueError is a user's mistake, and told so
 # too; anything else is a bug and keeps its trace.
@@ -109,7 +109,11 @@ async def _dry_run(
 ) -> RunResult:
     check_runs_dir(config.runs_dir)
     files = RunFiles(Path(config.runs_dir) / config.name)
-    with hub_of(config, flow), tempfile.TemporaryDirectory(prefix="rlsys-") as directory:
+    with (
+        signals_raise(),
+        hub_of(config, flow),
+        tempfile.TemporaryDirectory(prefix="rlsys-") as directory,
+    ):
         ready = with_model(
             config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
         )
@@ -133,6 +137,7 @@ async def _run(
     assert task is not None
     watching = asyncio.create_task(cancel_without_main_thread(task))
     check_runs_dir(config.runs_dir)
+    check_limits(config.cluster)
     console = RunConsole(
         num_steps=config.num_steps,
         max_staleness=config.asynchrony.max_staleness,
@@ -143,55 +148,24 @@ async def _run(
     with contextlib.ExitStack() as stack:
         stack.callback(watching.cancel)
         stack.enter_context(console.telling_logged())
-        with console.phase("Reading model and prompts"):
-            stack.enter_context(hub_of(config, flow))
-            check_room(Path(config.runs_dir), RECORDS_BYTES)
-            ready = with_model(
-                config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
+        with signals_raise():
+            directory, job = _prepare(
+                stack,
+                console,
+                config,
+                flow,
+                own_model,
+                held_out,
+                begins_warm=warm_start is not None,
             )
-            shape = model_shape(ready.model.path, flow.main.head)
-            tokenizer = load_tokenizer(ready.model.path)
-            prompts = load_prompts(config, flow, tokenizer, shape)
-            check_held_out(ready, flow, held_out, tokenizer, shape)
-        directory = stack.enter_context(
-            RunDirectory.open(
-                config.runs_dir,
-                config.name,
-                to_dict(config),
-                resume=config.resume,
-                required_bytes=disk_bytes(ready, flow, shape, warm_start=warm_start is not None),
-            )
-        )
-        continues = config.resume is not False
-        if continues and directory.has_finished(config.num_steps):
-            console.note(f"{directory.path} has all of its {config.num_steps} steps already.")
-            newest = Checkpoints(directory.checkpoints, config.keep_checkpoints).newest()
-            if newest is None or newest.step < config.num_steps:
-                console.warn(
-                    f"{directory.checkpoints} lacks step {config.num_steps}: with more steps the "
-                    f"run would go on from {f'step {newest.step}' if newest else 'nowhere'}"
-                )
+        if job is None:
             return _result(directory)
-        resume = continues and directory.has_checkpoint
-        history = None
-        if resume:
-            with console.phase("Reading the run's history"):
-                history = read_history(
-                    directory,
-                    groups_per_step=config.prompts_per_step,
-                    num_steps=config.num_steps,
-                )
-            prompts.check_order(history.state.prompts)
-            directory.write_config(to_dict(config))
-            console.note(_where_it_goes_on(history, config, directory))
-        for warning in foresee(config):
-            console.warn(warning)
         outcome: Literal["finished", "interrupted", "failed"] = "failed"
         try:
-            job = Job(ready, flow, held_out, directory, history, prompts, tokenizer, console)
+            await asyncio.sleep(0)  # another thread may have asked for the end meanwhile
             await job.run(warm_start)
             outcome = "finished"
-        except (asyncio.CancelledError, BrokenPipeError):
+        except (asyncio.CancelledError, KeyboardInterrupt, BrokenPipeError):
             outcome = "interrupted"
             raise
         finally:
@@ -203,6 +177,61 @@ async def _run(
                 next_command=next_command(directory, outcome, flow),
             )
         return _result(directory)
+
+
+def _prepare(
+    stack: contextlib.ExitStack,
+    console: RunConsole,
+    config: RunConfig,
+    flow: Dataflow,
+    own_model: OwnModel | None,
+    held_out: HeldOut,
+    *,
+    begins_warm: bool,
+) -> tuple[RunDirectory, Job | None]:
+    """The run's directory, open until the end of `stack`, and what is to be done there; None where
+    all is done already."""
+    with console.phase("Reading model and prompts"):
+        stack.enter_context(hub_of(config, flow))
+        check_room(Path(config.runs_dir), RECORDS_BYTES)
+        ready = with_model(
+            config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
+        )
+        shape = model_shape(ready.model.path, flow.main.head)
+        tokenizer = load_tokenizer(ready.model.path)
+        prompts = load_prompts(config, flow, tokenizer, shape)
+        check_held_out(ready, flow, held_out, tokenizer, shape)
+    directory = stack.enter_context(
+        RunDirectory.open(
+            config.runs_dir,
+            config.name,
+            to_dict(config),
+            resume=config.resume,
+            required_bytes=disk_bytes(ready, flow, shape, warm_start=begins_warm),
+        )
+    )
+    continues = config.resume is not False
+    if continues and directory.has_finished(config.num_steps):
+        console.note(f"{directory.path} has all of its {config.num_steps} steps already.")
+        newest = Checkpoints(directory.checkpoints, config.keep_checkpoints).newest()
+        if newest is None or newest.step < config.num_steps:
+            console.warn(
+                f"{directory.checkpoints} lacks step {config.num_steps}: with more steps the "
+                f"run would go on from {f'step {newest.step}' if newest else 'nowhere'}"
+            )
+        return directory, None
+    history = None
+    if continues and directory.has_checkpoint:
+        with console.phase("Reading the run's history"):
+            history = read_history(
+                directory, groups_per_step=config.prompts_per_step, num_steps=config.num_steps
+            )
+        prompts.check_order(history.state.prompts)
+        directory.write_config(to_dict(config))
+        console.note(_where_it_goes_on(history, config, directory))
+    for warning in foresee(config):
+        console.warn(warning)
+    return directory, Job(ready, flow, held_out, directory, history, prompts, tokenizer, console)
 
 
 def _where_it_goes_on(history: History, config: RunConfig, directory: RunDirectory) -> str:

@@ -74,7 +74,7 @@ def local_ray(num_cpus: int | None = None) -> Iterator[None]:
     """Start Ray, and end it with the block; `num_cpus`: that it gives out, by default as many as
     there are. Raises RayFailed where it does not start twice, and
     CancelledError for a signal meanwhile."""
-    _check_open_files()
+    check_open_files()
     root = _root()
     remove_orphans(root)
     with _own_directory(root) as directory, janitor(directory), _own_settings():
@@ -191,8 +191,9 @@ def _start(directory: Path, num_cpus: int | None) -> None:
                 ) from None
 
 
-def _check_open_files() -> None:
-    """Ray's own processes would die of it a minute later, with nothing but a dump to tell why."""
+def check_open_files() -> None:
+    """Raise RayFailed where a process may have too few. Ray's own processes would die of it a
+    minute later, with nothing but a dump to tell why."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < MIN_OPEN_FILES:
         raise RayFailed(

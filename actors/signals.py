@@ -27,12 +27,17 @@ def cancel_on_signals() -> None:
     if _is_main() and (task := asyncio.current_task()) is not None:
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+                # The loop wakes up, and takes the handler away at its end. It would call one of its
+                # own only when it comes to it: nobody could see by then that the run is to end.
+                asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+                signal.signal(number, lambda *_: task.cancel())
+                signal.siginterrupt(number, False)
 
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """A signal that comes in the block, in which Ray starts, raises CancelledError there.
+    """A signal that comes in the block, which the event loop waits for, raises CancelledError
+    there; so does, at once, an end of this task that was asked for before.
 
     But not within a fork or a line of the log: these hold locks of Python's own, which would stay
     locked for ever. There it waits for a moment. Ray's own handler would raise everywhere.
@@ -41,10 +46,13 @@ def signals_raise() -> Iterator[None]:
         yield
         return
     received: list[int] = []
+    is_over = False
 
     def end(number: int, frame: FrameType | None) -> None:
         if number != signal.SIGALRM:
             received.append(number)
+        if is_over:
+            return
         if _holds_locks(frame):
             signal.signal(signal.SIGALRM, end)
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
@@ -59,15 +67,24 @@ def signals_raise() -> Iterator[None]:
     for number in before.keys() - {signal.SIGALRM}:
         signal.signal(number, end)
     try:
+        _check_wanted()
         yield
     finally:
+        is_over = True
         if received:
             signal.setitimer(signal.ITIMER_REAL, 0)
         ray_utils.set_sigterm_handler = set_rays_own
         for number, handler in before.items():
             signal.signal(number, handler)
         if received:
-            raise asyncio.CancelledError(f"{signal.Signals(received[0]).name} while Ray started")
+            raise asyncio.CancelledError(signal.Signals(received[0]).name)
+
+
+def _check_wanted() -> None:
+    """Raise CancelledError where the end of this task has been asked for."""
+    with contextlib.suppress(RuntimeError):  # no loop runs
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise asyncio.CancelledError
 
 
 def _holds_locks(frame: FrameType | None) -> bool:

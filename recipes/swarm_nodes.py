@@ -2,11 +2,13 @@
 
 Node n of NAME is the recipe's own command with --name NAME-n and the seed num_nodes * seed + n; its
 peers are NAME-*, unless the command names others. What it prints goes to RUNS_DIR/NAME-n.log. A
-node that fails holds up none of the others.
+node that fails holds up none of the others; when this process ends, however it does, all of them
+are told to.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,16 +17,21 @@ from pathlib import Path
 
 from rlsys import RunFailed, metrics
 from rlsys.observe.metrics import read_metrics
+from rlsys.rewards.keeper import PR_SET_PDEATHSIG, prctl
 
 # For a node that was told to end, to end its own processes.
 END_S = 60.0
+
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # they end the nodes, as Ctrl-C does
 
 
 def run_nodes(script: str, name: str, num_nodes: int, seed: int, runs_dir: str) -> None:
     """Until all have ended. Raises RunFailed if one of them has failed."""
     names = node_names(name, num_nodes)
     Path(runs_dir).mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the nodes, as Ctrl-C does
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, signal.default_int_handler)
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for number, node in enumerate(names):
@@ -37,10 +44,16 @@ def run_nodes(script: str, name: str, num_nodes: int, seed: int, runs_dir: str) 
     finally:
         _end(processes)
     failed = {node: code for node, code in zip(names, codes, strict=True) if code}
-    earned = {node: cumulative_reward(Path(runs_dir, node)) for node in names if node not in failed}
-    for node, reward in earned.items():
-        print(f"{node}: cumulative reward {reward:.2f}")
-    print(f"all: cumulative reward {sum(earned.values()):.2f}")
+    earned: list[float] = []
+    for node in names:
+        if node in failed:
+            continue
+        try:
+            earned.append(cumulative_reward(Path(runs_dir, node)))
+            print(f"{node}: cumulative reward {earned[-1]:.2f}")
+        except (OSError, ValueError) as error:  # its directory was removed, say
+            print(f"{node}: has ended well, but its rewards cannot be read ({error})")
+    print(f"all: cumulative reward {sum(earned):.2f}")
     if failed:
         ends = ", ".join(f"{node} {_ended(code)}" for node, code in failed.items())
         raise RunFailed(f"{ends}; see {runs_dir}/{next(iter(failed))}.log")
@@ -78,6 +91,13 @@ def _ended(code: int) -> str:
 
 
 def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    launcher = os.getpid()
+
+    def end_with_launcher() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != launcher:  # it was killed before
+            os._exit(1)
+
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, *command],
@@ -85,6 +105,7 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for this process, which ends them once
+            preexec_fn=end_with_launcher,
         )
 
 

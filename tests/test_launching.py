@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import stat
 import subprocess
@@ -626,6 +627,57 @@ def test_a_run_in_a_thread_ends_with_the_main_thread(tmp_path: Path) -> None:
     assert "Interrupted: 0 of " in out
     assert err.rstrip().endswith("Interrupted.")
     assert process.returncode == 130
+
+
+def test_too_few_open_files_are_told_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (48, 1024))
+    config = rlsys.RunConfig(prompts_per_step=4, group_size=2, runs_dir=str(tmp_path / "runs"))
+    with pytest.raises(rlsys.RunFailed, match="may have 48 open files"):
+        rlsys.launch(config, small_flow(config, ROWS), own_model=OwnModel(name="own"))
+    assert list(tmp_path.iterdir()) == []
+
+
+READING_PROGRAM = """
+import sys, time
+import rlsys
+from actors import launch
+from tests.test_launching import ROWS, small_flow
+
+def load_prompts(*_):
+    print("reading", flush=True)
+    for _ in range(6000):
+        time.sleep(0.1)
+    print("read", flush=True)
+
+launch.load_prompts = load_prompts
+config = rlsys.RunConfig(prompts_per_step=4, group_size=2, runs_dir=sys.argv[1])
+dry_run = sys.argv[2:] == ["dry"]
+start = lambda: rlsys.launch(
+    config, small_flow(config, ROWS), own_model=rlsys.OwnModel(name="own"), dry_run=dry_run
+)
+rlsys.main(start)()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [(signal.SIGTERM, []), (signal.SIGINT, []), (signal.SIGHUP, []), (signal.SIGTERM, ["dry"])],
+)
+def test_a_signal_while_the_data_is_read_ends_the_run_at_once(
+    tmp_path: Path, number: signal.Signals, options: list[str]
+) -> None:
+    process = started(READING_PROGRAM, str(tmp_path), *options)
+    assert process.stdout is not None
+    while line := process.stdout.readline():
+        if line == "reading\n":
+            break
+    process.send_signal(number)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 130, out + err
+    assert "read\n" not in out
+    assert err == ""
 
 
 # What a recipe's main makes of it.

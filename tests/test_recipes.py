@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 import rlsys
 from recipes import sums_in_words
 from recipes.dapo import penalised_advantage
-from recipes.swarm_nodes import node_options, run_nodes
+from recipes.swarm_nodes import ENDING, node_options, run_nodes
 from rlsys.algorithms import grpo_advantage
 from rlsys.cli import parse
 from rlsys.config import ObserveConfig
@@ -161,7 +166,7 @@ def test_a_node_of_a_swarm_has_each_option_once(capsys: pytest.CaptureFixture[st
 
 
 def test_a_node_that_a_signal_ends_is_told_with_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "node.py"
     script.write_text(
@@ -171,11 +176,56 @@ def test_a_node_that_a_signal_ends_is_told_with_its_name(
         "sys.exit('s-0' in sys.argv)\n"
     )
     monkeypatch.setattr("sys.argv", ["swarm.py"])
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in ENDING}
     try:
         with pytest.raises(
             rlsys.RunFailed, match=r"s-0 failed, s-1 was ended by SIGKILL; see .*s-0"
         ):
-            run_nodes(str(script), "s", 2, 0, str(tmp_path / "runs"))
+            run_nodes(str(script), "s", 3, 0, str(tmp_path / "runs"))
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert "s-2: has ended well, but its rewards cannot be read" in capsys.readouterr().out
+
+
+SWARM = """
+import sys
+import rlsys
+from recipes.swarm_nodes import run_nodes
+
+sys.argv[1:], (script, runs) = [], sys.argv[1:]
+rlsys.main(lambda: run_nodes(script, "s", 2, 0, runs))()
+"""
+
+NODE = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("in good order"))
+print(f"node {os.getpid()}.", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [*ENDING, signal.SIGINT, signal.SIGKILL])
+def test_nodes_of_a_swarm_end_with_their_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "node.py"
+    script.write_text(NODE)
+    launcher = subprocess.Popen([sys.executable, "-c", SWARM, str(script), str(tmp_path)], cwd=ROOT)
+    logs = [tmp_path / "s-0.log", tmp_path / "s-1.log"]
+    wait_until(lambda: all(log.exists() and log.read_text().endswith(".\n") for log in logs))
+    launcher.send_signal(number)
+    assert launcher.wait(300) == (-number if number == signal.SIGKILL else 130)
+    wait_until(lambda: all(log.read_text().endswith("in good order\n") for log in logs))
+    for log in logs:
+        pid = int(re.findall(r"node (\d+)", log.read_text())[0])
+        wait_until(partial(has_ended, pid))
+
+
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until(found: Callable[[], bool]) -> None:
+    until = time.monotonic() + 300
+    while not found():
+        assert time.monotonic() < until
+        time.sleep(0.05)

@@ -27,6 +27,7 @@ from ray._private import utils as ray_utils
 from actors import cluster, local_ray
 from actors.cluster import connected
 from actors.local_ray import FILES, OWNER, PREFIX, RayFailed, remove_orphans
+from actors.signals import cancel_on_signals
 from rlsys.config import ClusterConfig
 
 TIMEOUT_S = 300.0
@@ -178,6 +179,35 @@ def test_a_signal_while_ray_starts_ends_the_run_and_leaves_no_lock_behind(
     logged.start()
     logged.join(TIMEOUT_S)
     assert not logged.is_alive()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_from_before_is_heeded_when_ray_would_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    """The event loop has had no time for it."""
+    monkeypatch.setattr(local_ray, "_root", lambda: tmp_path)
+    monkeypatch.setattr(ray, "init", lambda **_: started.append(1))
+    started: list[int] = []
+    cancelling: list[int] = []
+
+    async def run() -> None:
+        cancel_on_signals()
+        os.kill(os.getpid(), number)
+        try:
+            with connected(ClusterConfig()):
+                raise AssertionError("the run goes on")
+        finally:
+            task = asyncio.current_task()
+            assert task is not None
+            cancelling.append(task.cancelling())
+
+    before = [signal.getsignal(one) for one in signal.valid_signals()]
+    with pytest.raises((asyncio.CancelledError, KeyboardInterrupt)):
+        asyncio.run(run())
+    assert cancelling == [1]
+    assert started == []
+    assert [signal.getsignal(one) for one in signal.valid_signals()] == before
 
 
 def test_too_few_open_files_are_told_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
