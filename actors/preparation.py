@@ -19,6 +19,7 @@ from rlsys.data.vocabulary import check_vocabularies
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import DatasetStage, ScoreStage, SourceStage
 from rlsys.engines.generation.interruption import interruption_of
+from rlsys.engines.training.adapters import check_installed
 from rlsys.errors import Mistakes
 from rlsys.estimate import ModelShape, model_shape
 from rlsys.held_out import evaluation_config, rewards_of
@@ -85,6 +86,10 @@ def load_prompts(
         flow.check()
     with mistakes.noted():
         _check_models(flow, tokenizer)
+    trained = [m.config for m in flow.models.values() if isinstance(m.config, TrainedRoleConfig)]
+    for model in (config.model, *(role.model for role in trained)):
+        with mistakes.noted():
+            check_installed(model)
     for scored in flow.all(ScoreStage):
         with mistakes.noted():
             pack_rewards(scored.rewards)  # raises for those that cannot travel

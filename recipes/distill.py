@@ -29,7 +29,7 @@ from recipes.grpo import grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys import Dataflow, OwnModel, Prompts, RewardFn, require
 from rlsys import algorithms as alg
-from rlsys.config import ModelConfig, RoleConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlsys.config import FrozenModelConfig, RoleConfig, RolloutConfig, RunConfig, TrainerConfig
 
 TEACHER = OwnModel(name="addition-teacher", characters=CHARACTERS, width=192, num_layers=6)
 
@@ -104,7 +104,7 @@ def trained_teacher(cfg: Config) -> RoleConfig:
         seed=cfg.seed,
     )
     found = arithmetic.run(teaching, grpo, own_model=TEACHER)
-    return replace(cfg.teacher, model=ModelConfig(path=str(found.model)))
+    return replace(cfg.teacher, model=FrozenModelConfig(path=str(found.model)))
 
 
 @rlsys.main

@@ -25,7 +25,7 @@ import rlsys
 from recipes import arithmetic, reward_model
 from rlsys import Dataflow, Prompts, RewardFn, RolloutConfig, RunConfig, require
 from rlsys import algorithms as alg
-from rlsys.config import ModelConfig, RoleConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.config import FrozenModelConfig, RoleConfig, TrainedRoleConfig, TrainerConfig
 
 SHARE = 0.4  # of the two cores that five processes have
 TRAINER = arithmetic.small_trainer(num_cpus=SHARE)
@@ -104,8 +104,10 @@ def judged(cfg: Config) -> Config:
     """With a reward model, trained once where no path names one; the critic begins as it."""
     judge = cfg.reward_model.model
     if not judge.path:
-        judge = ModelConfig(path=str(reward_model.for_run(cfg).model))
-    critic = cfg.critic if cfg.critic.model.path else replace(cfg.critic, model=judge)
+        judge = FrozenModelConfig(path=str(reward_model.for_run(cfg).model))
+    critic = cfg.critic
+    if not critic.model.path:
+        critic = replace(critic, model=replace(critic.model, path=judge.path))
     return replace(cfg, reward_model=replace(cfg.reward_model, model=judge), critic=critic)
 
 

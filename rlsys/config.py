@@ -14,6 +14,7 @@ from typing import Literal
 
 from rlsys.evaluation import check_k
 from rlsys.fields import conform
+from rlsys.lora import Lora
 from rlsys.mesh import Layout
 from rlsys.types import SamplingParams
 
@@ -36,19 +37,45 @@ def require(condition: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A model: the policy, or what plays another role beside it."""
+class AnyModelConfig:
+    """A model: whose weights, in which precision."""
 
     path: str = ""
     """Hugging Face hub name or directory of a causal language model with its tokenizer."""
     dtype: Precision = "float32"
     """Precision of forward and backward pass in trainer and sampler; the optimizer keeps float32.
     bfloat16 has float32's range, float16 eight times the digits of bfloat16."""
+
+    def __post_init__(self) -> None:
+        conform(self, "model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenModelConfig(AnyModelConfig):
+    """A model that is not trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(AnyModelConfig):
+    """A model that is trained: the policy, or what plays another role beside it."""
+
+    lora: str = ""
+    """Low-rank adapters that are trained in place of all weights: r16, r16a32 (with alpha), or
+    r16a32:q_proj,v_proj (of these layers; else all but the head's). Empty: all weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
     def __post_init__(self) -> None:
-        conform(self, "model")
+        super().__post_init__()
+        try:
+            _ = self.adapters
+        except ValueError as error:
+            raise ValueError(f"model.lora: {error}") from None
+
+    @property
+    def adapters(self) -> Lora | None:
+        """What is trained of the model; None: all of it."""
+        return Lora.parse(self.lora) if self.lora else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,8 +292,8 @@ class TrainerConfig:
     longer rollout still gets a pass of its own."""
     snapshot_every: int = 1
     """Optimizer steps between snapshots in memory, from which dead ranks start again in seconds;
-    two of them lie in the host's memory, 12 bytes a parameter each, with checkpoint_every three.
-    0: one, from which checkpoints are written."""
+    two of them lie in the host's memory, 12 bytes a trained parameter each, with checkpoint_every
+    three. 0: one, from which checkpoints are written."""
     num_cpus: float = 1
     """CPU cores that Ray reserves for one rank; also its compute threads."""
     num_gpus: float = 0
@@ -352,7 +379,7 @@ MIN_REWARD_MEMORY_GIB = 0.5
 class RoleConfig:
     """A model beside the policy that is not trained: a reference, a teacher, a reward model."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """Whose weights; an empty path takes the policy's, as they are at the beginning."""
     num_workers: int = 1
     """Processes, each with the whole model, that share the rollouts."""
@@ -393,6 +420,18 @@ class TrainedRoleConfig:
 
     def __post_init__(self) -> None:
         conform(self, "role")
+        check_adapters(self.model, self.trainer)
+
+
+def check_adapters(model: ModelConfig, trainer: TrainerConfig) -> None:
+    """Raise ValueError for adapters beside weights that a layout cuts."""
+    layout = trainer.parallel
+    require(
+        not model.lora or layout.size("tp", "pp", "cp", "ep") == 1,
+        f"model.lora={model.lora!r} and trainer.layout={trainer.layout!r}: adapters stand beside "
+        "whole matrices, on ranks that have all layers and rows; use a layout of dp alone, or "
+        "train all weights.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -653,6 +692,7 @@ class RunConfig:
             self.runs_dir != "",
             "runs_dir='' names no directory; use one such as runs, or . for the one you are in.",
         )
+        check_adapters(self.model, self.trainer)
         require(self.seed >= 0, f"seed={self.seed} is negative; use a number of at least 0.")
         require(self.num_steps >= 1, f"num_steps={self.num_steps} trains nothing; use at least 1.")
         require(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlsys.config import RunConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.config import ModelConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.data.hub import check_model_path, in_short, unreadable
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Head
@@ -35,6 +35,7 @@ RECORDS_BYTES = 64 * 2**20
 class ModelShape:
     num_parameters: int
     buffer_bytes: int  # of those that are saved with the model
+    linear_width: int  # inputs and outputs of all linear layers but the head of logits
     kv_values_per_token: int  # elements of keys and values over all layers
     max_context: int
     config: Any  # the Hugging Face configuration
@@ -51,6 +52,7 @@ class MemoryEstimate:
 def model_shape(path: str, head: Head = "logits") -> ModelShape:
     """Of a model with this head. Raises ValueError where `path` holds none that it fits on."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
 
     from rlsys.engines.scalar_lm import scalar_class
 
@@ -78,6 +80,12 @@ def model_shape(path: str, head: Head = "logits") -> ModelShape:
             for tensor in model_tensors(model).values()
             if not isinstance(tensor, torch.nn.Parameter)
         ),
+        linear_width=sum(
+            sum(module.weight.shape)
+            for module in model.modules()
+            if isinstance(module, torch.nn.Linear | Conv1D)
+            and module is not model.get_output_embeddings()
+        ),
         kv_values_per_token=2 * text.num_hidden_layers * num_kv_heads * head_dim,
         max_context=context_length(config),
         config=config,
@@ -86,6 +94,8 @@ def model_shape(path: str, head: Head = "logits") -> ModelShape:
 
 def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     itemsize = getattr(torch, config.model.dtype).itemsize
+    num_trained = _num_trained(shape, config.model)
+    frozen_bytes = shape.num_parameters * itemsize if config.model.lora else 0
     per_parameter = MASTER_BYTES + GRAD_BYTES + ADAM_BYTES
     if itemsize != MASTER_BYTES:
         per_parameter += itemsize
@@ -94,11 +104,11 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
         kv_cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
     else:
         kv_cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
-    state_bytes = _state_bytes(shape)
+    state_bytes = _state_bytes(shape, config.model)
     layout = config.trainer.parallel
     num_shards = layout.num_ranks // layout.dp_replicate
     return MemoryEstimate(
-        trainer_rank_bytes=shape.num_parameters * per_parameter // num_shards,
+        trainer_rank_bytes=(num_trained * per_parameter + frozen_bytes) // num_shards,
         snapshot_bytes=max(1, num_snapshots(config, config.trainer)) * state_bytes // num_shards,
         replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
         checkpoint_bytes=state_bytes,
@@ -116,14 +126,19 @@ def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:
 def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_start: bool) -> int:
     """The most that a run has on disk at a time: checkpoints that are kept and one that is being
     written, of all trained models; exports of the main one, whose shape this is; and records."""
-    state_bytes = _state_bytes(shape)
+    state_bytes = _state_bytes(shape, config.model)
     of_all = state_bytes + sum(
-        _state_bytes(model_shape(model.config.model.path or config.model.path, model.head))
+        _state_bytes(
+            model_shape(model.config.model.path or config.model.path, model.head),
+            model.config.model,
+        )
         for model in flow.models.values()
         if isinstance(model.config, TrainedRoleConfig)
     )
     itemsize: int = getattr(torch, config.model.dtype).itemsize
     export_bytes = shape.num_parameters * itemsize + shape.buffer_bytes
+    if config.model.lora:  # once more by themselves
+        export_bytes += _num_trained(shape, config.model) * MASTER_BYTES
     evaluated = MAX_WAITING + 2 if config.evaluation.every else 0  # one under way, and the best
     num_exports = 1 + evaluated + warm_start
     return (
@@ -134,9 +149,18 @@ def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_sta
     )
 
 
-def _state_bytes(shape: ModelShape) -> int:
-    """Of parameters, moments and buffers, as a checkpoint and a snapshot hold them."""
-    return shape.num_parameters * (MASTER_BYTES + ADAM_BYTES) + shape.buffer_bytes
+def _state_bytes(shape: ModelShape, model: ModelConfig) -> int:
+    """Of parameters, moments and buffers, as a checkpoint and a snapshot hold them; of adapters
+    without the rest of the model."""
+    buffer_bytes = 0 if model.lora else shape.buffer_bytes
+    return _num_trained(shape, model) * (MASTER_BYTES + ADAM_BYTES) + buffer_bytes
+
+
+def _num_trained(shape: ModelShape, model: ModelConfig) -> int:
+    """Parameters. Of adapters as many as stand beside all linear layers, at most."""
+    if model.adapters is None:
+        return shape.num_parameters
+    return model.adapters.rank * shape.linear_width
 
 
 def row_bytes(config: RunConfig, flow: Dataflow) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rlsys import metrics
 from rlsys.checkpoint import swapped_in
-from rlsys.config import RunConfig
+from rlsys.config import FrozenModelConfig, RunConfig
 from rlsys.data.rows import LOADERS
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import RewardFn, ScoreStage
@@ -50,7 +50,7 @@ def evaluation_config(run: RunConfig, model: Path | str) -> EvaluationConfig:
         greedy=own.greedy,
         num_prompts=own.num_prompts,
         seed=run.seed,
-        model=replace(run.model, path=str(model)),
+        model=FrozenModelConfig(path=str(model), dtype=run.model.dtype),
         data=replace(
             run.data,
             source=own.source or run.data.source,

@@ -23,7 +23,7 @@ import numpy as np
 from rlsys import metrics
 from rlsys.config import (
     DataConfig,
-    ModelConfig,
+    FrozenModelConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
@@ -80,7 +80,7 @@ class EvaluationConfig:
     """Of sampling and of the order of prompts."""
     out: str | None = None
     """File to write the samples to, a JSON line each."""
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(split="test", shuffle=False))
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

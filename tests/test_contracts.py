@@ -50,7 +50,8 @@ def test_imports_go_one_way() -> None:
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
     "user_functions json_text disk",
-    "algorithms types errors fields mesh hf_config metrics interrupts pipes blocking file_modes",
+    "algorithms types errors fields mesh lora hf_config metrics interrupts pipes blocking",
+    "file_modes",
     "growing_file",
     "manifest evaluation",
     "exported config checkpoint scaling",
@@ -120,8 +121,11 @@ def test_what_rlsys_offers_is_there_and_importing_it_is_cheap() -> None:
 
 
 def test_optional_packages_stand_in_one_place_each() -> None:
-    found = {(path.name, name) for path, name in imports("rlsys") if name in ("vllm", "wandb")}
+    found = {
+        (path.name, name) for path, name in imports("rlsys") if name in ("vllm", "wandb", "peft")
+    }
     assert {file for file, name in found if name == "wandb"} == {"wandb_sink.py"}
+    assert {file for file, name in found if name == "peft"} == {"adapters.py"}
     assert all(file.startswith("vllm_") for file, name in found if name == "vllm")
 
 

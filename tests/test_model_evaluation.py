@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import rlsys
-from rlsys.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, SamplingConfig
+from rlsys.config import DataConfig, FrozenModelConfig, RewardConfig, RolloutConfig, SamplingConfig
 from rlsys.model_evaluation import Evaluation, EvaluationConfig, Sample, evaluate_model
 from rlsys.rewards import Reward, RewardFailure
 from rlsys.tiny_models import build_tiny_model
@@ -31,7 +31,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EvaluationConfig:
     return EvaluationConfig(
         num_samples=4,
         k=(1, 4),
-        model=ModelConfig(path=str(model)),
+        model=FrozenModelConfig(path=str(model)),
         data=DataConfig(source=str(data), max_prompt_tokens=32, shuffle=False),
         sampling=SamplingConfig(max_tokens=3),
         rollout=RolloutConfig(max_running=3, kv_cache_gib=0.01),
@@ -140,7 +140,7 @@ def test_fewer_prompts(config: EvaluationConfig) -> None:
         ({"num_samples": 0}, "num_samples=0 draws nothing"),
         ({"greedy": True}, "num_samples=4 of greedy decoding are all the same"),
         ({"num_prompts": 1}, "num_prompts=1 gives no interval"),
-        ({"model": ModelConfig()}, "no model is given"),
+        ({"model": FrozenModelConfig()}, "no model is given"),
         ({"right_at": math.nan}, "right_at"),
     ],
 )

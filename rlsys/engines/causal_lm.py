@@ -101,6 +101,11 @@ def use_engine_layers(model: Any) -> None:
     """Attention and linear layers of both engines, in place."""
     register_attention()
     model.set_attn_implementation(ATTENTION)
+    use_engine_products(model)
+
+
+def use_engine_products(model: Any) -> None:
+    """Linear layers of both engines, in place."""
     if onednn_linear.is_faster():
         onednn_linear.use_onednn(model)
     use_float32_products(model)

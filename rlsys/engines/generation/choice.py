@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rlsys.config import ModelConfig, RolloutConfig, SamplingConfig
+from rlsys.config import AnyModelConfig, RolloutConfig, SamplingConfig
 from rlsys.data.prompts import load_tokenizer
 from rlsys.engines.generation.interruption import InterruptingEngine, interruption_of
 from rlsys.engines.generation.protocol import GenerationEngine
 
 
 def build_engine(
-    model: ModelConfig, rollout: RolloutConfig, sampling: SamplingConfig, *, max_context: int
+    model: AnyModelConfig, rollout: RolloutConfig, sampling: SamplingConfig, *, max_context: int
 ) -> GenerationEngine:
     """Not started yet. `max_context`: tokens of the longest prompt and completion together."""
     engine = _engine(model, rollout, max_context)
@@ -20,7 +20,7 @@ def build_engine(
     return InterruptingEngine(engine, interruption)
 
 
-def _engine(model: ModelConfig, rollout: RolloutConfig, max_context: int) -> GenerationEngine:
+def _engine(model: AnyModelConfig, rollout: RolloutConfig, max_context: int) -> GenerationEngine:
     if rollout.engine == "vllm":
         from rlsys.engines.generation.vllm_engine import VLLMEngine
 

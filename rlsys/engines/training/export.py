@@ -38,10 +38,12 @@ def export_model(
     dtype: torch.dtype,
     tokenizer_path: str | Path,
     directory: Path,
+    save_beside: Callable[[Path], None] | None = None,
 ) -> None:
     """Write `tensors`, all that `model_tensors` names, which `gather` brings to rank 0, a
     collective; with the configuration of `model` and `dtype` as the precision that it is loaded in
-    by default. Replaces `directory` as a whole, or not at all. A collective.
+    by default, and what `save_beside` writes into the directory. Replaces `directory` as a whole,
+    or not at all. A collective.
 
     Raises OSError for an unwritable directory or a full disk, on rank 0 alone.
     """
@@ -71,6 +73,8 @@ def export_model(
             raise refused
         if unfinished is not None:
             _write_settings(model, plan, dtype, tokenizer_path, unfinished)
+            if save_beside is not None:
+                save_beside(unfinished)
 
 
 @dataclass

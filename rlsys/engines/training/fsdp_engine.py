@@ -11,7 +11,8 @@ together. A batch may take several updates; the version counts batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from rlsys.engines.costs import attention_tokens
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.inference import infer
 from rlsys.engines.model_tensors import model_tensors
+from rlsys.engines.training.adapters import AdaptedWeight, Adapters
 from rlsys.engines.training.collate import Batch, split_passes
 from rlsys.engines.training.export import export_model
 from rlsys.engines.training.loading import read_weights
@@ -108,12 +110,13 @@ class FSDPEngine:
         torch.manual_seed(seed)
         if self._device.type == "cpu":
             keep_freed_memory()
-        # Masters are float32 whatever the precision of the forward pass. The model stays in
-        # evaluation mode: dropout would make trainer and sampler two different policies.
+        # Masters are float32 whatever the precision of the forward pass; what is frozen beside
+        # adapters has none. The model stays in evaluation mode: dropout would make trainer and
+        # sampler two different policies.
         self._role = load_role(
             model_path,
             head=head,
-            dtype="float32",
+            dtype=model.dtype if model.lora else "float32",
             trained=True,
             temperature=temperature,
             device=self._device,
@@ -128,6 +131,9 @@ class FSDPEngine:
             )
         self._model = network.model
         self._attention_tokens = attention_tokens(self._model)
+        self._adapters: Adapters | None = None
+        if model.adapters is not None:
+            self._adapters = Adapters(self._model, model.adapters, model_path)
         if model.gradient_checkpointing:
             recompute_activations(network)
         self._mesh = build_mesh(self._layout, rank=rank, dtype=model.dtype, device=device)
@@ -137,13 +143,10 @@ class FSDPEngine:
         except ValueError as error:
             refusal = error
         self._ranks.raise_together(refusal)  # stages have different layers
-        self._parameters = dict(self._model.named_parameters())  # tied ones stand once
-        self._tensors = model_tensors(self._model)  # these and the persistent buffers
+        self._lay_hold(model_path)
         self._scale = LossScale(self._dtype)
-        read_weights(self._tensors, self._role.unread, model_path, self._ranks)
-        self._role.unread = {}
         self.reset_optimizer()
-        published = {name: (self._dtype_of(name), t.shape) for name, t in self._tensors.items()}
+        published = {name: (self._dtype_of(name), t.shape) for name, t in self._outward.items()}
         if self._role.stage is not None:
             published = self._role.stage.of_all(published, self._tensors)
         self._published = published
@@ -152,6 +155,23 @@ class FSDPEngine:
         self._begin_batch()
         if self._layout.size("tp", "cp", "pp", "ep") > 1:
             self._try_out()
+
+    def _lay_hold(self, model_path: str | Path) -> None:
+        """Read this rank's weights, and name what is what."""
+        adapters = self._adapters
+        # All of the model, by Hugging Face name, without adapters.
+        self._base = model_tensors(self._model) if adapters is None else adapters.base
+        read_weights(self._base, self._role.unread, model_path, self._ranks)
+        self._role.unread = {}
+        # What is trained, tied parameters once; with persistent buffers, what checkpoints hold.
+        self._parameters = dict(self._model.named_parameters())
+        self._tensors = self._base
+        # What others take, by Hugging Face name.
+        self._outward: Mapping[str, torch.Tensor | AdaptedWeight] = self._base
+        if adapters is not None:
+            self._parameters = adapters.trained
+            self._tensors = dict(self._parameters)
+            self._outward = adapters.merged
 
     def reset_optimizer(self) -> None:
         self._optimizer = build_adamw(list(self._parameters.values()), self._config)
@@ -240,8 +260,8 @@ class FSDPEngine:
 
     @property
     def holdings(self) -> list[Holding]:
-        """What this rank has of the model."""
-        return holdings(self._tensors)
+        """What this rank has of the model and its adapters."""
+        return holdings(self._base | self._tensors)
 
     def load(self, directory: Path) -> None:
         self.policy_version = load_state(
@@ -280,8 +300,12 @@ class FSDPEngine:
         self._begin_batch()
 
     def export(self, directory: Path) -> None:
-        model = self._model
-        if self._role.stage is not None:  # of which this rank has only some layers
+        model, adapters, save_beside = self._model, self._adapters, None
+        if adapters is not None:
+            trained = {name: whole(tensor) for name, tensor in self._tensors.items()}
+            save_beside = partial(adapters.save, trained)
+        # Of a stage this rank has only some layers, of adapted layers others.
+        if self._role.stage is not None or adapters is not None:
             with torch.device("meta"):
                 model = type(model)(model.config)
             for name in ("_weight_conversions", "generation_config"):
@@ -294,11 +318,14 @@ class FSDPEngine:
             dtype=self._dtype,
             tokenizer_path=self._model_path,
             directory=directory,
+            save_beside=save_beside,
         )
 
     def _gather(self, name: str) -> torch.Tensor:
         """A tensor of the model, whole on rank 0. A collective."""
-        own, stage = self._tensors.get(name), self._role.stage
+        own, stage = self._outward.get(name), self._role.stage
+        if isinstance(own, AdaptedWeight):
+            return own.whole()
         tensor = None if own is None else whole(own)
         if stage is not None:
             return stage.to_first(name, tensor)
@@ -329,7 +356,10 @@ class FSDPEngine:
     def _dtype_of(self, name: str) -> torch.dtype:
         """In which a tensor leaves the trainer: a parameter as the forward pass computes with it, a
         buffer, which no precision is set for, as it is."""
-        return self._dtype if name in self._parameters else self._tensors[name].dtype
+        tensor = self._outward[name]
+        if isinstance(tensor, torch.nn.Parameter | AdaptedWeight):
+            return self._dtype
+        return tensor.dtype
 
     def _try_out(self) -> None:
         """A pass of a few tokens: what a model does beyond its plan shows here, not in a step."""

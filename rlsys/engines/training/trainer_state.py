@@ -152,7 +152,8 @@ def _check_names(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
         if size != tensor.shape:
             raise ValueError(
                 f"{directory} does not fit this model: {name} is {size and tuple(size)} there and "
-                f"{tuple(tensor.shape)} here; load it with the model.path that it was saved with."
+                f"{tuple(tensor.shape)} here; load it with the model.path and model.lora that it "
+                "was saved with."
             )
 
 

@@ -1,0 +1,183 @@
+"""Low-rank adapters in a model that is trained (LoRA, 2106.09685), by PEFT.
+
+    x ─┬─► W, frozen ─────────────┬─► y           whoever takes the weights gets
+       └─► A ─► B ─► · alpha/rank ┘               W + B A · alpha/rank, by the name of W
+
+Adapters are float32 masters, as the weights of a whole model are; what is frozen is read and kept
+in the precision of the forward pass. The head of a critic or reward model begins as zeros, so it is
+trained as a whole.
+
+Shape legend: I inputs and O outputs of a linear layer, R rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlsys.config import ModelConfig, require
+from rlsys.data.hub import in_short
+from rlsys.engines.causal_lm import telling_disk_errors, use_engine_products
+from rlsys.engines.model_tensors import model_tensors
+from rlsys.engines.scalar_lm import scalar_head
+from rlsys.engines.training.sharding import whole
+from rlsys.lora import Lora
+
+NAME = "default"  # PEFT's, of the only adapter
+BASE, PARTS = "base_layer", ("lora_A", "lora_B")  # what it calls the layer and what it adds
+HEAD = "score"
+ADAPTER = "adapter"  # of an exported model
+
+
+def check_installed(model: ModelConfig) -> None:
+    """Raise ValueError for adapters where PEFT is not there."""
+    require(
+        not model.lora or importlib.util.find_spec("peft") is not None,
+        f"model.lora={model.lora!r} needs the package peft, which is not installed; pip install "
+        "'rlsys[lora]', or leave model.lora out to train all weights.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedWeight:
+    """The matrix of a linear layer, and what is added to it."""
+
+    base: torch.Tensor  # [O, I], or [I, O] of a class that keeps its matrix so
+    a: torch.Tensor  # [R, I]
+    b: torch.Tensor  # [O, R]
+    scaling: float
+    is_transposed: bool
+
+    @classmethod
+    def of(cls, layer: Any) -> AdaptedWeight:
+        """Of a layer of PEFT."""
+        a, b = (getattr(layer, part)[NAME].weight for part in PARTS)
+        return cls(
+            base=layer.get_base_layer().weight,
+            a=a,
+            b=b,
+            scaling=layer.scaling[NAME],
+            is_transposed=layer.fan_in_fan_out,
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.base.shape
+
+    def whole(self) -> torch.Tensor:
+        """As `base` float32, gathered on every rank: a collective if it is sharded."""
+        added = whole(self.b) @ whole(self.a)
+        if self.is_transposed:
+            added = added.t()
+        return torch.add(whole(self.base).float(), added, alpha=self.scaling)
+
+
+class Adapters:
+    """Those of one model, which this puts into it, in place; all else is frozen. `path`: that of
+    the model. Raises ValueError for layers that are no linear ones of the model, or its head."""
+
+    def __init__(self, model: Any, lora: Lora, path: str | Path) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        self._model = model
+        head = scalar_head(model)
+        has_logits = model.get_output_embeddings() is not None
+        if head is None and not has_logits:
+            raise ValueError(
+                f"model.lora: the head of {type(model).__name__} is more than a linear one of one "
+                "output, which adapters leave out; train all weights."
+            )
+        self._config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            target_modules="all-linear" if lora.targets is None else list(lora.targets),
+            task_type="CAUSAL_LM" if has_logits else "SEQ_CLS",
+            base_model_name_or_path=str(path),
+        )
+        linear = _linear_layers(model)
+        try:
+            inject_adapter_in_model(self._config, model, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise self._misnamed(lora, in_short(error)) from error
+        if others := sorted(set(self._layers) - linear):
+            raise self._misnamed(lora, f"{others[0]} is none, or the head")
+        for layer in self._layers.values():
+            for part in PARTS:
+                # PEFT has laid them on the meta device, in the precision of the layer.
+                getattr(layer, part).float().to_empty(device="cpu")
+            layer.reset_lora_parameters(NAME, init_lora_weights=True)
+        use_engine_products(model)
+        if head is not None:
+            getattr(model, HEAD).float().requires_grad_(True)
+            self._config.modules_to_save = [HEAD]
+
+    def _misnamed(self, lora: Lora, why: str) -> ValueError:
+        return ValueError(
+            f"model.lora: PEFT puts no adapters beside {', '.join(lora.targets or ['all layers'])} "
+            f"of {type(self._model).__name__} ({why}); name linear layers of the model."
+        )
+
+    @property
+    def _layers(self) -> dict[str, Any]:
+        """Those that are adapted, by Hugging Face name."""
+        return {name: one for name, one in self._model.named_modules() if hasattr(one, BASE)}
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Adapters, and the head where it is trained as a whole, by the names of PEFT's model."""
+        return {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @property
+    def base(self) -> dict[str, torch.Tensor]:
+        """All tensors of the model by Hugging Face name, as they are without adapters."""
+        return {
+            name.replace(f".{BASE}.", "."): tensor
+            for name, tensor in model_tensors(self._model).items()
+            if not set(PARTS) & set(name.split("."))
+        }
+
+    @property
+    def merged(self) -> dict[str, torch.Tensor | AdaptedWeight]:
+        """The same with adapters."""
+        adapted = {
+            f"{name}.weight": AdaptedWeight.of(layer) for name, layer in self._layers.items()
+        }
+        return {name: adapted.get(name, tensor) for name, tensor in self.base.items()}
+
+    def save(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+        """Write them alone beside a model, as PEFT loads them into the one that it began as.
+        `tensors`: those that are trained, whole. Raises OSError as save_model does."""
+        from safetensors.torch import save_file
+
+        beside = directory / ADAPTER
+        beside.mkdir()
+        self._config.inference_mode = True
+        self._config.save_pretrained(str(beside))
+        named = {
+            f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor.contiguous()
+            for name, tensor in tensors.items()
+        }
+        with telling_disk_errors():
+            save_file(named, beside / "adapter_model.safetensors")
+
+
+def _linear_layers(model: Any) -> set[str]:
+    """Names of all but the head."""
+    from transformers.pytorch_utils import Conv1D
+
+    heads = (model.get_output_embeddings(), getattr(model, HEAD, None))
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module not in heads
+    }

@@ -1,0 +1,39 @@
+"""Which low-rank adapters are trained (LoRA, 2106.09685), as a short string.
+
+    "r16"                    rank 16 beside every linear layer but the head; alpha twice the rank
+    "r16a32"                 with its alpha
+    "r16a32:q_proj,v_proj"   beside the layers of these names
+
+A layer computes W x + B A x · alpha / rank, of which A [rank, I] and B [O, rank] are trained.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_TEXT = re.compile(r"r(\d+)(?:a(\d+))?(?::([\w.]+(?:,[\w.]+)*))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    rank: int
+    alpha: int
+    targets: tuple[str, ...] | None
+    """Names of linear layers, or their ends; None: all but the head."""
+
+    @classmethod
+    def parse(cls, text: str) -> Lora:
+        """Raises ValueError for what says no rank."""
+        found = _TEXT.fullmatch(text)
+        if found is None or not int(found[1]) or found[2] == "0":
+            raise ValueError(
+                f"{text!r} says no adapters; write their rank, and if need be alpha and the names "
+                "of layers, such as r16, r16a32 or r16a32:q_proj,v_proj."
+            )
+        rank = int(found[1])
+        return cls(
+            rank=rank,
+            alpha=int(found[2] or 2 * rank),
+            targets=tuple(found[3].split(",")) if found[3] else None,
+        )

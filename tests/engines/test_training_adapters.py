@@ -1,0 +1,273 @@
+"""Low-rank adapters against PEFT: gradients, merged weights, exports, checkpoints, ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlsys.algorithms import cross_entropy, value_loss
+from rlsys.config import ModelConfig, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.engines.inference import InferenceEngine
+from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.estimate import estimate_memory, model_shape
+from rlsys.lora import Lora
+from rlsys.types import TrainRow
+from tests.engines.training_harness import (
+    Weights,
+    accumulate,
+    assert_same,
+    gradients,
+    make_engine,
+    make_rows,
+    run_ranks,
+    save,
+    tiny_model,
+    weights,
+)
+
+peft = pytest.importorskip("peft")
+
+LORA = "r4a12"
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("adapters") / "model")
+
+
+@pytest.fixture
+def engine(model_path: Path) -> Iterator[FSDPEngine]:
+    """After a step, without which B is 0 and A has no gradient."""
+    made = make_engine(model_path, lora=LORA, loss=cross_entropy(), temperature=1.0)
+    step(made)
+    yield made
+    made.close()
+
+
+def step(engine: FSDPEngine, seed: int = 0) -> None:
+    accumulate(engine, [make_rows(6, seed)])
+    engine.optimizer_step()
+
+
+def loaded(model_path: Path, directory: Path, kind: Any = AutoModelForCausalLM) -> Any:
+    """The model that it began with, and the exported adapter, by PEFT alone."""
+    options = {"num_labels": 1} if kind is AutoModelForSequenceClassification else {}
+    base = kind.from_pretrained(model_path, **options)
+    return peft.PeftModel.from_pretrained(base, directory / "adapter", is_trainable=True)
+
+
+def test_gradients_are_pefts_own(model_path: Path, engine: FSDPEngine, tmp_path: Path) -> None:
+    engine.export(tmp_path / "hf")
+    theirs = loaded(model_path, tmp_path / "hf")
+    rows = make_rows(6, seed=3)
+    for row in rows:
+        tokens = torch.tensor([*row.prompt_token_ids, *row.token_ids])
+        logprobs = theirs(tokens[None]).logits[0].float().log_softmax(-1)
+        start = len(row.prompt_token_ids)
+        places = torch.arange(start, len(tokens))[torch.from_numpy(row.loss_mask)]
+        (-logprobs[places - 1, tokens[places]].sum()).backward()
+    expected = {
+        name.removeprefix("base_model.model."): parameter.grad
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    accumulate(engine, [rows])
+    found = gradients(engine)
+    assert all(bool(gradient.any()) for gradient in found.values())
+    assert_same(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_others_get_the_base_with_its_adapters(
+    model_path: Path, engine: FSDPEngine, tmp_path: Path
+) -> None:
+    engine.export(tmp_path / "hf")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokens = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        theirs = loaded(model_path, tmp_path / "hf")(tokens).logits
+        torch.testing.assert_close(merged(tokens).logits, theirs, rtol=1e-4, atol=1e-5)
+    published = weights(engine)
+    base = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
+    assert_same(published, dict(merged.named_parameters()), rtol=0, atol=0)
+
+    name = "model.layers.1.mlp.up_proj"
+    a, b = (engine._tensors[f"{name}.lora_{part}.default.weight"].detach() for part in "AB")
+    expected = base[f"{name}.weight"] + 12 / 4 * b @ a
+    torch.testing.assert_close(published[f"{name}.weight"], expected)
+    assert not torch.equal(expected, base[f"{name}.weight"])
+    assert torch.equal(published["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+
+
+def test_an_adapter_begins_as_its_base(model_path: Path) -> None:
+    """So a reference that takes the policy's weights is the base without adapter."""
+    made = make_engine(model_path, lora=LORA)
+    rows = make_rows(4)
+    reference = InferenceEngine(model_path, head="logits", temperature=0.8).infer(rows)
+    for own, other in zip(made.infer(rows), reference, strict=True):
+        torch.testing.assert_close(torch.from_numpy(own), torch.from_numpy(other))
+    made.close()
+
+
+def test_a_checkpoint_holds_adapters_alone_and_resumes_exactly(
+    model_path: Path, engine: FSDPEngine, tmp_path: Path
+) -> None:
+    whole = make_engine(model_path)
+    assert engine.snapshot_bytes(2) < whole.snapshot_bytes(2) / 2
+    whole.close()
+    assert all("lora_" in name for name in engine._tensors)
+    save(engine, tmp_path / "state")
+    step(engine, seed=1)
+    other = make_engine(model_path, lora=LORA, loss=cross_entropy(), temperature=1.0, seed=9)
+    other.load(tmp_path / "state")
+    step(other, seed=1)
+    assert_same(weights(other), weights(engine), rtol=0, atol=0)
+    other.close()
+
+
+def test_float16_adds_the_scale_of_the_loss(model_path: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"lora": LORA, "dtype": "float16", "loss": cross_entropy()}
+    made = make_engine(model_path, **options)
+    made._scale._state[0] = 2.0**40  # gradients beyond float16
+    step(made)
+    assert made._scale.num_lowered > 0
+    save(made, tmp_path / "state")
+    other = make_engine(model_path, **options)
+    other.load(tmp_path / "state")
+    assert other._scale.value == made._scale.value
+    assert {"loss_scale" in name or "lora_" in name for name in made._state} == {True}
+    assert {tensor.dtype for tensor in made._base.values()} == {torch.float16}
+    assert_same(weights(other), weights(made), rtol=0, atol=0)
+    other.close()
+    made.close()
+
+
+def test_a_rank_tells_what_it_holds_of_model_and_adapters(
+    model_path: Path, engine: FSDPEngine
+) -> None:
+    held = {one.name: one.box.shape for one in engine.holdings}
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    expected = {name: tuple(tensor.shape) for name, tensor in base.named_parameters()}
+    adapters = {name: shape for name, shape in held.items() if "lora_" in name}
+    assert {name: held[name] for name in held.keys() - adapters} == expected
+    q_proj = "model.layers.0.self_attn.q_proj"
+    assert adapters[f"{q_proj}.lora_A.default.weight"] == (4, 32)
+    assert adapters[f"{q_proj}.lora_B.default.weight"] == (32, 4)
+
+
+def test_a_checkpoint_has_the_bytes_that_are_asked_for(
+    model_path: Path, engine: FSDPEngine
+) -> None:
+    shape = model_shape(str(model_path))
+    # Of each of two layers: q (32 to 32), k and v (to 16), o; gate and up (to 48), down.
+    assert shape.linear_width == 2 * (64 + 48 + 48 + 64 + 3 * 80)
+    asked = estimate_memory(RunConfig(model=ModelConfig(lora=LORA)), shape).checkpoint_bytes
+    assert asked == 12 * 4 * shape.linear_width
+    assert asked == sum(
+        tensor.nbytes
+        for name, tensor in engine._local_state().items()
+        if name != "rng" and not name.startswith("step.")
+    )
+
+
+def test_only_named_layers_are_adapted(model_path: Path) -> None:
+    made = make_engine(model_path, lora="r2:q_proj,mlp.up_proj")
+    layers = {name.partition(".lora_")[0].rpartition("layers.")[2] for name in made._tensors}
+    assert layers == {f"{i}.{n}" for i in (0, 1) for n in ("self_attn.q_proj", "mlp.up_proj")}
+    made.close()
+
+
+@pytest.mark.parametrize("name", ["nothing", "lm_head", "embed_tokens", "q_proj,norm"])
+def test_what_is_no_linear_layer_is_refused(model_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"model\.lora: .*name linear layers of the model"):
+        make_engine(model_path, lora=f"r2:{name}")
+
+
+def critic_row(row: TrainRow) -> TrainRow:
+    return replace(row, columns={"returns": row.columns["advantages"]})
+
+
+def test_a_critic_trains_its_head_beside_adapters(model_path: Path, tmp_path: Path) -> None:
+    made = make_engine(model_path, lora=LORA, head="value", loss=value_loss())
+    for seed in (0, 1):
+        accumulate(made, [[critic_row(row) for row in make_rows(6, seed)]])
+        made.optimizer_step()
+    made.export(tmp_path / "hf")
+    assert [name for name in made._tensors if "lora_" not in name] == ["score.weight"]
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    assert bool(merged.score.weight.any())
+    theirs = loaded(model_path, tmp_path / "hf", AutoModelForSequenceClassification)
+    tokens = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            merged(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-5
+        )
+    made.close()
+
+
+def trained(model_path: Path, parts: Sequence[Sequence[TrainRow]], **options: Any) -> Weights:
+    made = make_engine(model_path, lora=LORA, **options)
+    for _ in range(2):
+        accumulate(made, parts)
+        made.optimizer_step()
+    found = weights(made)
+    made.close()
+    return found
+
+
+def two_ranks(rank: int, world_size: int, directory: Path) -> dict[str, Weights]:
+    shares = {"rank": rank, "world_size": world_size}
+    rows = make_rows(8)[4 * rank : 4 * rank + 4]
+    return {
+        dtype: trained(directory / "model", [rows], dtype=dtype, **shares)
+        for dtype in ("float32", "bfloat16")
+    }
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_same_adapters(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model")
+    expected = trained(path, [make_rows(8)])
+    found, _ = run_ranks(2, two_ranks, tmp_path)
+    assert_same(found["float32"], expected, rtol=1e-4, atol=1e-4)
+    assert {one.dtype for one in found["bfloat16"].values()} == {torch.bfloat16}
+    in_float32 = {name: tensor.float() for name, tensor in found["bfloat16"].items()}
+    assert_same(in_float32, expected, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("r16", Lora(rank=16, alpha=32, targets=None)),
+        ("r8a4", Lora(rank=8, alpha=4, targets=None)),
+        ("r8a4:q_proj,v_proj", Lora(rank=8, alpha=4, targets=("q_proj", "v_proj"))),
+    ],
+)
+def test_a_string_says_which_adapters(text: str, expected: Lora) -> None:
+    assert Lora.parse(text) == expected == ModelConfig(lora=text).adapters
+
+
+@pytest.mark.parametrize("text", ["16", "r0", "r8a0", "r8:", "r8a", "r8:q proj"])
+def test_what_says_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"model.lora: {text!r} says no adapters")):
+        ModelConfig(lora=text)
+
+
+def test_a_model_that_is_not_trained_has_none() -> None:
+    with pytest.raises(ValueError, match=r"lora='r8'.* is no FrozenModelConfig; give role\.model="):
+        RoleConfig(model=ModelConfig(lora="r8"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "dp2ep2"])
+def test_layouts_that_cut_weights_are_refused(layout: str) -> None:
+    model, trainer = ModelConfig(lora="r8"), TrainerConfig(layout=layout)
+    for kind in (RunConfig, TrainedRoleConfig):
+        with pytest.raises(ValueError, match="use a layout of dp alone"):
+            kind(model=model, trainer=trainer)
+    RunConfig(model=model, trainer=TrainerConfig(layout="dp2x2"))
