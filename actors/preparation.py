@@ -19,13 +19,13 @@ from rlsys.data.vocabulary import check_vocabularies
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import DatasetStage, ScoreStage, SourceStage
 from rlsys.engines.generation.interruption import interruption_of
-from rlsys.engines.training.adapters import check_installed
 from rlsys.errors import Mistakes
 from rlsys.estimate import ModelShape, model_shape
 from rlsys.held_out import evaluation_config, rewards_of
 from rlsys.held_out_loss import held_out_loss
 from rlsys.launching import HeldOut
 from rlsys.layout.fits import check_fits
+from rlsys.lora import check_installed
 from rlsys.model_evaluation import held_out_prompts
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.tiny_models import OwnModel
@@ -89,7 +89,7 @@ def load_prompts(
     trained = [m.config for m in flow.models.values() if isinstance(m.config, TrainedRoleConfig)]
     for model in (config.model, *(role.model for role in trained)):
         with mistakes.noted():
-            check_installed(model)
+            check_installed(model.lora)
     for scored in flow.all(ScoreStage):
         with mistakes.noted():
             pack_rewards(scored.rewards)  # raises for those that cannot travel

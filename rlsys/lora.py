@@ -9,6 +9,7 @@ A layer computes W x + B A x · alpha / rank, of which A [rank, I] and B [O, ran
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 
@@ -36,4 +37,13 @@ class Lora:
             rank=rank,
             alpha=int(found[2] or 2 * rank),
             targets=tuple(found[3].split(",")) if found[3] else None,
+        )
+
+
+def check_installed(text: str) -> None:
+    """Raise ValueError for adapters where PEFT is not there."""
+    if text and importlib.util.find_spec("peft") is None:
+        raise ValueError(
+            f"model.lora={text!r} needs the package peft, which is not installed; pip install "
+            "'rlsys[lora]', or leave model.lora out to train all weights."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,13 +77,21 @@ def test_a_checkpoint_has_the_bytes_that_are_asked_for(tmp_path: Path) -> None:
 
 def test_the_disk_holds_what_is_kept_and_what_is_being_written() -> None:
     shape = ModelShape(
-        num_parameters=10**9, buffer_bytes=8, kv_values_per_token=1, max_context=1, config=None
+        num_parameters=10**9,
+        buffer_bytes=8,
+        linear_width=10**6,
+        kv_values_per_token=1,
+        max_context=1,
+        config=None,
     )
     state, export = 12 * 10**9 + 8, 2 * 10**9 + 8
     config = GRPOConfig(keep_checkpoints=3, model=ModelConfig(dtype="bfloat16"))
     flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])
     assert disk_bytes(config, flow, shape, warm_start=False) == 2**26 + 4 * state + export
     assert disk_bytes(config, flow, shape, warm_start=True) == 2**26 + 5 * state + 2 * export
+    adapted = replace(config, model=replace(config.model, lora="r8"))
+    state, export = 12 * 8 * 10**6, export + 4 * 8 * 10**6
+    assert disk_bytes(adapted, flow, shape, warm_start=True) == 2**26 + 5 * state + 2 * export
 
 
 @pytest.mark.parametrize(

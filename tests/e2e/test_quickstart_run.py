@@ -6,7 +6,9 @@ import asyncio
 import json
 from pathlib import Path
 
+import peft
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.arithmetic import correct, held_out
@@ -83,6 +85,41 @@ def test_models_are_evaluated_beside_training_and_the_best_one_is_kept(tmp_path:
         evaluate_model(evaluation_config(config, files.best), [correct], rows=held_out().rows)
     )
     assert as_metrics(found.estimates).items() <= best.items()
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_and_resumed(tmp_path: Path) -> None:
+    options = [
+        "--model.lora",
+        "r4",
+        "--checkpoint-every",
+        "2",
+        "--evaluation.every",
+        "2",
+        "--resume",
+        "auto",
+    ]
+    directory = tmp_path / "runs" / "quickstart"
+    for num_steps in ("3", "5"):
+        job = quickstart(tmp_path, *options, "--num-steps", num_steps)
+        assert job.returncode == 0, job.output
+    metrics = read_metrics(directory / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
+    # What samples has merged weights, and what trains does not: before and after the resumption.
+    for number in (0, 3):
+        assert abs(metrics[number]["kl/sampler_trainer"]) < 1e-6
+    evaluations = read_evaluations(directory / "evaluations.jsonl")
+    assert [line["step"] for line in evaluations] == [0, 2, 3, 4, 5]
+    (base,) = (tmp_path / "runs" / ".models").iterdir()
+    merged = AutoModelForCausalLM.from_pretrained(directory / "hf")
+    adapted = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), directory / "hf" / "adapter"
+    )
+    tokens = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            adapted(tokens).logits, merged(tokens).logits, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_two_runs_on_policy_give_the_same_numbers(tmp_path: Path) -> None:

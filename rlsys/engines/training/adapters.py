@@ -12,7 +12,6 @@ Shape legend: I inputs and O outputs of a linear layer, R rank.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlsys.config import ModelConfig, require
 from rlsys.data.hub import in_short
 from rlsys.engines.causal_lm import telling_disk_errors, use_engine_products
 from rlsys.engines.model_tensors import model_tensors
@@ -33,15 +31,6 @@ NAME = "default"  # PEFT's, of the only adapter
 BASE, PARTS = "base_layer", ("lora_A", "lora_B")  # what it calls the layer and what it adds
 HEAD = "score"
 ADAPTER = "adapter"  # of an exported model
-
-
-def check_installed(model: ModelConfig) -> None:
-    """Raise ValueError for adapters where PEFT is not there."""
-    require(
-        not model.lora or importlib.util.find_spec("peft") is not None,
-        f"model.lora={model.lora!r} needs the package peft, which is not installed; pip install "
-        "'rlsys[lora]', or leave model.lora out to train all weights.",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,7 +143,7 @@ class FSDPEngine:
         except ValueError as error:
             refusal = error
         self._ranks.raise_together(refusal)  # stages have different layers
-        self._lay_hold(model_path)
+        self._take_weights(model_path)
         self._scale = LossScale(self._dtype)
         self.reset_optimizer()
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._outward.items()}
@@ -156,17 +156,16 @@ class FSDPEngine:
         if self._layout.size("tp", "cp", "pp", "ep") > 1:
             self._try_out()
 
-    def _lay_hold(self, model_path: str | Path) -> None:
-        """Read this rank's weights, and name what is what."""
+    def _take_weights(self, model_path: str | Path) -> None:
+        """Read this rank's part of the model, and tell apart what of it is trained, what is kept in
+        checkpoints, and what others get."""
         adapters = self._adapters
-        # All of the model, by Hugging Face name, without adapters.
+        # All of the model by Hugging Face name, as it is without adapters.
         self._base = model_tensors(self._model) if adapters is None else adapters.base
         read_weights(self._base, self._role.unread, model_path, self._ranks)
         self._role.unread = {}
-        # What is trained, tied parameters once; with persistent buffers, what checkpoints hold.
-        self._parameters = dict(self._model.named_parameters())
-        self._tensors = self._base
-        # What others take, by Hugging Face name.
+        self._parameters = dict(self._model.named_parameters())  # trained; tied ones stand once
+        self._tensors = self._base  # kept in checkpoints: these and the persistent buffers
         self._outward: Mapping[str, torch.Tensor | AdaptedWeight] = self._base
         if adapters is not None:
             self._parameters = adapters.trained
