@@ -64,12 +64,16 @@ def load_prompts(
     mistakes = Mistakes()
     with mistakes.noted():
         check_fits(config.trainer.parallel, shape.config)
+    with mistakes.noted():
+        check_installed(config.model.lora)
     for name, model in flow.models.items():
-        if isinstance(model.config, TrainedRoleConfig):
+        if isinstance(role := model.config, TrainedRoleConfig):
             with mistakes.noted():
-                layout, path = model.config.trainer.parallel, model.config.model.path
+                path = role.model.path
                 own = model_shape(path, model.head).config if path else shape.config
-                check_fits(layout, own, setting=f"{name}.trainer.layout")
+                check_fits(role.trainer.parallel, own, setting=f"{name}.trainer.layout")
+            with mistakes.noted():
+                check_installed(role.model.lora)
     if (shared := flow.source.prompts.shared) is not None:
         with mistakes.noted():
             shared.check(config)
@@ -86,10 +90,6 @@ def load_prompts(
         flow.check()
     with mistakes.noted():
         _check_models(flow, tokenizer)
-    trained = [m.config for m in flow.models.values() if isinstance(m.config, TrainedRoleConfig)]
-    for model in (config.model, *(role.model for role in trained)):
-        with mistakes.noted():
-            check_installed(model.lora)
     for scored in flow.all(ScoreStage):
         with mistakes.noted():
             pack_rewards(scored.rewards)  # raises for those that cannot travel

@@ -29,9 +29,9 @@ def run_nodes(script: str, name: str, num_nodes: int, seed: int, runs_dir: str) 
     """Until all have ended. Raises RunFailed if one of them has failed."""
     names = node_names(name, num_nodes)
     Path(runs_dir).mkdir(parents=True, exist_ok=True)
-    for number in ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
-            signal.signal(number, signal.default_int_handler)
+    for ending in ENDING:
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(ending, signal.default_int_handler)
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for number, node in enumerate(names):
