@@ -165,6 +165,7 @@ class Evaluator:
                 shutil.rmtree(path, ignore_errors=True)
         has_first = scoreboard.has(first_step) or first_step in self._waiting
         self.between_steps = BetweenSteps(
+            name=metrics.EVALUATION,
             is_due=lambda step: is_due(config, step),
             do=self._take,
             done=first_step if has_first else first_step - 1,

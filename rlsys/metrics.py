@@ -62,7 +62,8 @@ WEIGHTS_BYTES = "weights/bytes"  # published for the generation engines
 
 TIME_STEP_S = "time/step_s"  # between the ends of two optimizer steps
 TIME_TRAIN_S = "time/train_s"  # rank 0 at work, publishing the weights included
-TIME_TRAINER_IDLE_S = "time/trainer_idle_s"  # the trainer waits for rollouts
+# The trainer waits for rollouts: the rest of a step, less what STANDSTILLS took.
+TIME_TRAINER_IDLE_S = "time/trainer_idle_s"
 TIME_WEIGHT_SYNC_S = "time/weight_sync_s"  # from publishing to the last replica's resume
 TIME_GENERATION_PAUSE_S = "time/generation_pause_s"  # a replica stands still, mean over replicas
 TIME_UNIX_S = "time/unix_s"  # when the line was written
@@ -103,6 +104,11 @@ def queue_depth(stage: str) -> str:
 def waited_s(stage: str, reason: str) -> str:
     """Time in which a loop of the controller had nothing to do, and why."""
     return f"time/wait_s/{stage}/{reason}"
+
+
+# For what training stands still, whoever samples how fast.
+CHECKPOINT, EVALUATION, RESTART = "checkpoint", "evaluation", "restart"
+STANDSTILLS = tuple(waited_s("train", reason) for reason in (CHECKPOINT, EVALUATION, RESTART))
 
 
 def actor_work_s(actor: str) -> str:

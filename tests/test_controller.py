@@ -726,7 +726,7 @@ def test_what_is_done_between_steps_finds_the_learner_at_its_step() -> None:
         await asyncio.sleep(3.0)
         seen.append((step, len(w.learner.trained) - 1))  # the last one is under way
 
-    w.between.append(BetweenSteps(is_due=lambda step: step % 2 == 0, do=look, done=-1))
+    w.between.append(BetweenSteps(name="look", is_due=lambda step: step % 2 == 0, do=look, done=-1))
     run_in_virtual_time(w.run())
     assert seen == [(0, 0), (2, 2), (4, 4), (6, 6)]
 

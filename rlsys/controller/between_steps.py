@@ -13,8 +13,10 @@ async def _nothing() -> None:
 
 @dataclass(kw_only=True)
 class BetweenSteps:
-    """`do` is awaited after the steps for which `is_due` says so, once for each."""
+    """`do` is awaited after the steps for which `is_due` says so, once for each. `name` is what
+    training is said to wait for meanwhile."""
 
+    name: str
     is_due: Callable[[int], bool]
     do: Callable[[int], Awaitable[None]]
     done: int

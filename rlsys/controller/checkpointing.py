@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from rlsys import metrics
 from rlsys.controller.between_steps import BetweenSteps
 from rlsys.controller.state import RunState
 from rlsys.dataflow.signal import Signal
@@ -37,7 +38,11 @@ class Checkpointing:
         self._broken_off: LearnerDied | RowsLost | None = None  # by this, and not made up for yet
         self._changed = Signal()
         self.between_steps = BetweenSteps(
-            is_due=self._is_due, do=self._copy, done=state.step, settle=self._settle
+            name=metrics.CHECKPOINT,
+            is_due=self._is_due,
+            do=self._copy,
+            done=state.step,
+            settle=self._settle,
         )
 
     async def run(self) -> None:
@@ -72,8 +77,7 @@ class Checkpointing:
 
     async def _copy(self, step: int) -> None:
         if self._writing is not None:
-            with self._state.waiting("train", "checkpoint"):
-                await self._settle()
+            await self._settle()
         write = await self._begin(step)
         waits = self._broken_off is not None or step == self._state.config.num_steps
         self._broken_off = None

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from rlsys import metrics
 from rlsys.algorithms import inputs
 from rlsys.algorithms.batches import run_batch_function
 from rlsys.config import TrainedRoleConfig, TrainerConfig
@@ -227,7 +228,8 @@ class TrainingSide:
         for one in self._between:
             await one.settle()
         reached = state.step
-        step = await self._learners.restart(reached)
+        with state.waiting("train", metrics.RESTART):
+            step = await self._learners.restart(reached)
         if step == reached:
             for group_id in sorted(self._lost):
                 self._forget(group_id)
@@ -357,7 +359,9 @@ class TrainingSide:
 
     async def _do_what_is_due(self) -> None:
         for one in self._between:
-            if await one.after(self._state.step):
+            with self._state.waiting("train", one.name):
+                was_due = await one.after(self._state.step)
+            if was_due:
                 self._state.progress.notify()
 
     def _drop_what_comes_too_late(self) -> None:

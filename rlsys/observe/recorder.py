@@ -132,6 +132,7 @@ class Recorder:
     def step_trained(self, trained: TrainedStep) -> None:
         now = self._clock()
         step_s = now - self._step_started
+        stood_s = sum(self._waited_s.get(name, 0.0) for name in metrics.STANDSTILLS)
         line: dict[str, float] = {
             metrics.STEP: trained.step,
             metrics.POLICY_VERSION: trained.result.policy_version,
@@ -151,7 +152,7 @@ class Recorder:
             **self._sync,
             metrics.TIME_STEP_S: step_s,
             metrics.TIME_TRAIN_S: trained.result.train_s,
-            metrics.TIME_TRAINER_IDLE_S: max(0.0, step_s - trained.result.train_s),
+            metrics.TIME_TRAINER_IDLE_S: max(0.0, step_s - trained.result.train_s - stood_s),
             **self._waited_s,
             **self._actors_s,
             **{metrics.queue_depth(name): n for name, n in self._queue_depths().items()},
