@@ -148,7 +148,7 @@ def config_of(evidence: Evidence) -> dict[str, Any]:
         "asynchrony": {"max_staleness": evidence.max_staleness},
         "trainer": {"num_minibatches": 1, "num_epochs": 1},
         "observe": {"record_groups": evidence.recorded_groups},
-        "data": {"shuffle": evidence.shuffle, "retire_at": None},
+        "data": {"shuffle": evidence.shuffle, "retire_at": None, "chat_template": False},
         "sampling": {"interrupt_after": None},
     }
 
