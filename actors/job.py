@@ -74,6 +74,7 @@ class Job:
             directory.checkpoints,
             config.keep_checkpoints,
             records=(*directory.records, directory.external),
+            finished=directory.checkpointed,
         )
         self._history = history
         self._resume_from = history.checkpoint if history else None

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rlsys.disk import writing
+from rlsys.disk import write_whole, writing
 from rlsys.file_modes import ordinary_modes
 from rlsys.manifest import faults_of, write_manifest
 
@@ -67,13 +67,21 @@ class Checkpoints:
     """The checkpoints below `directory`; the newest `keep` stay.
 
     `records` are files that a checkpoint builds on (the ledger, the metrics): what they hold when
-    a checkpoint is finished is on disk before it counts.
+    a checkpoint is finished is on disk before it counts. `finished`: a file that says, once one
+    is, which step's was last, so that it is missed when it is gone.
     """
 
-    def __init__(self, directory: Path, keep: int, records: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        records: Sequence[Path] = (),
+        finished: Path | None = None,
+    ) -> None:
         self._directory = directory
         self._keep = keep
         self._records = records
+        self._finished = finished
 
     @property
     def warm_start(self) -> Path:
@@ -148,6 +156,8 @@ class Checkpoints:
                 _sync(record)
         write_manifest(unfinished)
         _replace(unfinished, final)
+        if self._finished is not None:
+            write_whole(self._finished, f"{final.name}\n")
         for old in self.all()[: -self._keep]:
             # Renamed first, so that a kill in the middle of deleting leaves no half checkpoint.
             doomed = _partial_name(old.path)

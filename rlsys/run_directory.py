@@ -8,6 +8,7 @@
         external.jsonl   groups of other runs that it trained on, where it takes any
         trace.json       what each actor did when, for Perfetto
         checkpoints/     for --resume
+        .checkpointed    which of them was finished last, wherever it is now
         hf/              the trained model, as Hugging Face loads it
         evaluations.jsonl, best/    with evaluation.every: a line for each, and the best model
 
@@ -100,6 +101,7 @@ class RunFiles:
         self.external = path / "external.jsonl"
         self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"
+        self.checkpointed = path / ".checkpointed"
         self.hf = path / "hf"
         self.evaluations = path / "evaluations.jsonl"
         self.best = path / "best"
@@ -254,10 +256,9 @@ class RunDirectory(RunFiles):
 
     def _empty(self, name: str, may_discard_steps: bool) -> None:
         """Remove what a start has left. Raises ValueError where there is more than that."""
-        num_steps = _num_steps(self.metrics)
-        if self.has_checkpoint or (num_steps and not may_discard_steps):
+        if self.has_checkpoint or (self.has_steps and not may_discard_steps):
             raise ValueError(_exists(self.path, name))
-        if num_steps and (lost := lost_checkpoints(self)):
+        if lost := lost_checkpoints(self):
             raise ValueError(f"name={name!r}: {lost}")
         found = [*self.path.iterdir()]
         if self.checkpoints.is_dir():
@@ -409,16 +410,13 @@ def _bytes_below(directory: Path) -> int:
 
 
 def lost_checkpoints(files: RunFiles) -> str | None:
-    """Of a run without a checkpoint: what is to be done if there must have been one."""
-    every = read_config(files.config).get("checkpoint_every")
-    num_steps = _num_steps(files.metrics)
-    # The first one is whole before the second begins, right behind that step's line.
-    if type(every) is not int or not 0 < 2 * every < num_steps:
+    """Of a run without a checkpoint: what is to be done if there was one."""
+    if not files.checkpointed.is_file():
         return None
     return (
-        f"{files.path} holds {num_steps} steps and no checkpoint, although one was written every "
-        f"{every} steps (checkpoint_every): they are gone. Bring {files.checkpoints} back; without "
-        "it the run cannot go on: choose another --name, or delete the directory to begin again."
+        f"{files.path} holds no checkpoint, although {files.checkpointed.read_text().strip()} was "
+        f"finished: it is gone. Bring {files.checkpoints} back; without it the run cannot go on: "
+        "choose another --name, or delete the directory to begin again."
     )
 
 

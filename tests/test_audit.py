@@ -538,11 +538,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
     files = write_run(made_up_run(2), tmp_path / "run")
-    edit(files.config, lambda entry: entry["config"].update(checkpoint_every=2))
+    files.checkpointed.write_text("step_000004\n")
+    assert read_evidence(files.path)[1] == []
     for directory in (files.checkpoints, files.hf):
         shutil.rmtree(directory)
     (fault,) = read_evidence(files.path)[1]
-    assert "steps and no checkpoint, although one was written every" in fault
+    assert "holds no checkpoint, although step_000004 was finished" in fault
 
 
 def test_a_line_that_nests_too_deeply_is_a_fault(tmp_path: Path) -> None:

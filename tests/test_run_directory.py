@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.checkpoint import Checkpoints
 from rlsys.exported import seal_export
 from rlsys.run_directory import RunDirectory, check_room, differences, git_revision, versions
 
@@ -181,21 +184,30 @@ def test_a_damaged_export_is_no_end(tmp_path: Path) -> None:
 
 def test_auto_discards_no_step_that_was_in_a_checkpoint(tmp_path: Path) -> None:
     """They are gone, with a disk that is not mounted, say."""
-    config = {**CONFIG, "checkpoint_every": 2}
 
     def opened() -> RunDirectory:
-        return RunDirectory.open(tmp_path, "demo", config, resume="auto")
+        return RunDirectory.open(tmp_path, "demo", CONFIG, resume="auto")
+
+    async def checkpoint(*, kill: bool) -> None:
+        checkpoints = Checkpoints(run.checkpoints, keep=1, finished=run.checkpointed)
+        with contextlib.suppress(RuntimeError):
+            async with checkpoints.writing(1):
+                if kill:
+                    raise RuntimeError("killed")
 
     with opened() as run:
-        # The first is still being written when the second is due, and waits for it.
-        run.metrics.write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 5)))
+        run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+        asyncio.run(checkpoint(kill=True))
     with opened() as run:
-        run.metrics.write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 6)))
-    gone = r"5 steps and no checkpoint, although .* every 2 steps .*Bring \S+/checkpoints back"
+        assert not run.metrics.exists()
+        run.metrics.write_text('{"step": 1}\n')
+        asyncio.run(checkpoint(kill=False))
+        shutil.rmtree(run.checkpoints / "step_000001")
+    gone = r"no checkpoint, although step_000001 was finished: .* Bring \S+/checkpoints back"
     with pytest.raises(ValueError, match=gone):
         opened()
     with pytest.raises(ValueError, match=gone):
-        RunDirectory.resume(tmp_path, "demo", config)
+        RunDirectory.resume(tmp_path, "demo", CONFIG)
     assert run.metrics.exists()
 
 
