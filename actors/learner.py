@@ -16,6 +16,7 @@ from typing import Any
 
 from rlsys.checkpoint import Checkpoint
 from rlsys.dataflow.stages import PerBatchStage
+from rlsys.disk import writing
 from rlsys.mesh import Layout
 from rlsys.types import StepResult, WeightManifest
 from rlsys.user_functions import FunctionFailed
@@ -295,8 +296,9 @@ class RayLearner:
 
     async def save(self, directory: Path) -> None:
         """Both, one after the other."""
-        await self.hold()
-        await self.write(directory)
+        with writing(directory):
+            await self.hold()
+            await self.write(directory)
 
     async def load(self, directory: Path) -> None:
         # No rank may find an old snapshot beside another's new one.
