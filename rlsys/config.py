@@ -57,7 +57,7 @@ class FrozenModelConfig(AnyModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(AnyModelConfig):
-    """A model that is trained: the policy, or what plays another role beside it."""
+    """A model that is trained: the policy, a critic or a reward model."""
 
     lora: str = ""
     """Low-rank adapters that are trained in place of all weights: r16, r16a32 (with alpha), or
