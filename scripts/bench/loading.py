@@ -1,4 +1,6 @@
-"""Memory of the ranks that load a model: part `load` of scripts/bench/train.py.
+"""Memory of the ranks that load a model.
+
+    python scripts/bench/loading.py     # the same as scripts/bench/train.py --only load
 
 A process's own memory is what the kernel calls RssAnon: what it allocated and wrote. Pages of
 mapped files, of the checkpoint and of libraries, are none of it: they are the kernel's cache, which
@@ -10,6 +12,7 @@ so that no memory for published versions plays a part.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -127,3 +130,8 @@ def _rank(rank: int, port: int, layout: str, directory: Path) -> None:
     (directory / f"{layout}-{rank}").write_text(json.dumps(told))
     engine.close()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description="Measure memory while loading.").parse_args()
+    print(json.dumps(measure_loading()))
