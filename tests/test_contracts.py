@@ -141,7 +141,7 @@ def documented_commands() -> list[tuple[str, list[str]]]:
     for page in pages:
         text = page.read_text().replace("\\\n", " ")
         for recipe, arguments in re.findall(r"python recipes/(\w+\.py)([^`\n|>]*)", text):
-            found.append((recipe, shlex.split(arguments)))
+            found.append((recipe, shlex.split(arguments, comments=True)))
     return found
 
 
