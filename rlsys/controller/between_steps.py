@@ -26,13 +26,15 @@ class BetweenSteps:
     settle: Callable[[], Awaitable[None]] = _nothing
     """Awaited when a learner has died, before it is started again."""
 
-    async def after(self, step: int) -> bool:
-        """Whether there was something to do."""
-        if step <= self.done or not self.is_due(step):
-            return False
-        await self.do(step)
-        self.done = step
-        return True
+    def wants(self, step: int) -> bool:
+        """Whether there is something to do after this step."""
+        return step > self.done and self.is_due(step)
+
+    async def after(self, step: int) -> None:
+        """Do it, if there is something to do."""
+        if self.wants(step):
+            await self.do(step)
+            self.done = step
 
     def go_back(self, step: int) -> None:
         """The steps after `step` are trained again."""

@@ -76,8 +76,7 @@ class Checkpointing:
         return bool(regular) or step == config.num_steps or self._broken_off is not None
 
     async def _copy(self, step: int) -> None:
-        if self._writing is not None:
-            await self._settle()
+        await self._settle()
         write = await self._begin(step)
         waits = self._broken_off is not None or step == self._state.config.num_steps
         self._broken_off = None

@@ -359,9 +359,9 @@ class TrainingSide:
 
     async def _do_what_is_due(self) -> None:
         for one in self._between:
-            with self._state.waiting("train", one.name):
-                was_due = await one.after(self._state.step)
-            if was_due:
+            if one.wants(self._state.step):
+                with self._state.waiting("train", one.name):
+                    await one.after(self._state.step)
                 self._state.progress.notify()
 
     def _drop_what_comes_too_late(self) -> None:

@@ -17,7 +17,8 @@ import torch
 from rlsys.engines.causal_lm import damaged
 from rlsys.engines.promises import Index, Promise, pieces, whole_index
 from rlsys.engines.training.ranks import Ranks
-from rlsys.engines.training.sharding import local, own_index
+from rlsys.engines.training.sharding import local
+from rlsys.layout.holdings import local_box
 
 
 def read_weights(
@@ -35,7 +36,7 @@ def read_weights(
     for name, tensor in tensors.items():
         if name in promises and local(tensor).numel():
             own = local(tensor).detach()
-            _fill(own, own_index(tensor), promises[name])
+            _fill(own, local_box(tensor).slices, promises[name])
             # The sum of finite weights is finite; only for one that is not, each has to be seen.
             if isinstance(tensor, torch.nn.Parameter) and not torch.isfinite(own.sum()):
                 bad += [name] if _num_bad(promises[name]) else []

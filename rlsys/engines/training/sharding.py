@@ -18,10 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
-from rlsys.engines.promises import Index, whole_index
 from rlsys.engines.training.parallel.experts import cut_experts
 from rlsys.engines.training.parallel.groups import Mesh
 from rlsys.engines.training.parallel.stages import Stage
@@ -133,16 +131,6 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter or gradient, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def own_index(tensor: torch.Tensor) -> Index:
-    """Where in the whole this rank's part lies."""
-    if not isinstance(tensor, DTensor):
-        return whole_index(tensor.shape)
-    shape, start = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
