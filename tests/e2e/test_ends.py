@@ -57,7 +57,7 @@ LOOPBACK = {
     "number",
     [
         signal.SIGTERM,
-        signal.SIGINT,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),  # test_failures.py sends it, too
         pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
         pytest.param(signal.SIGQUIT, marks=pytest.mark.slow),
     ],
