@@ -22,9 +22,16 @@ from typing import Any
 import rlsys
 from recipes.arithmetic import MODEL, ArithmeticConfig, held_out, small_trainer, warm_start
 from recipes.reward_model import pairs
-from rlsys import PREFERENCE, Dataflow, Prompts, RunConfig, TrainerConfig, require
+from rlsys import (
+    PREFERENCE,
+    Dataflow,
+    Prompts,
+    RoleConfig,
+    RunConfig,
+    TrainerConfig,
+    require,
+)
 from rlsys.algorithms import preferences, sequence_mean
-from rlsys.config import RoleConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ where it began; a critic says what each token promised. Per token,
     A_t = sum_k lambda^k (r_{t+k} + V_{t+k+1} - V_{t+k}),    R_t = A_t + V_t
 
 and then the clipped policy loss on A, whitened over the step, and (V - R)^2 / 2 for the critic,
-which begins as the reward model (2203.02155). recipes/reward_model.py makes that from pairs first.
+which begins as the reward model (2203.02155) that recipes/reward_model.py makes from pairs first.
 
     python recipes/ppo.py --name ppo
 """
@@ -25,7 +25,7 @@ import rlsys
 from recipes import arithmetic, reward_model
 from rlsys import Dataflow, Prompts, RewardFn, RolloutConfig, RunConfig, require
 from rlsys import algorithms as alg
-from rlsys.config import FrozenModelConfig, RoleConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.config import RoleConfig, TrainedRoleConfig, TrainerConfig
 
 SHARE = 0.4  # of the two cores that five processes have
 TRAINER = arithmetic.small_trainer(num_cpus=SHARE)
@@ -74,11 +74,10 @@ def ppo(
     columns = (score, rollouts[2], reference_logprobs, values)
 
     def credit(
-        score: Tensor, logprobs: Tensor, reference: Tensor, values: Tensor, row_offsets: Tensor
+        score: Tensor, logprobs: Tensor, ref: Tensor, values: Tensor, row_offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        beta, decay = cfg.kl_coefficient, cfg.trace_decay
-        rewards = alg.kl_rewards(score, logprobs, reference, row_offsets, coefficient=beta)
-        advantages, returns = alg.gae(rewards, values, row_offsets, trace_decay=decay)
+        rewards = alg.kl_rewards(score, logprobs, ref, row_offsets, coefficient=cfg.kl_coefficient)
+        advantages, returns = alg.gae(rewards, values, row_offsets, trace_decay=cfg.trace_decay)
         return alg.whitened(advantages), returns
 
     writes = ("advantages", "returns")
@@ -102,9 +101,8 @@ class Config(arithmetic.ArithmeticConfig, PPOConfig):
 
 def judged(cfg: Config) -> Config:
     """With a reward model, trained once where no path names one; the critic begins as it."""
-    judge = cfg.reward_model.model
-    if not judge.path:
-        judge = FrozenModelConfig(path=str(reward_model.for_run(cfg).model))
+    path = cfg.reward_model.model.path or str(reward_model.for_run(cfg).model)
+    judge = replace(cfg.reward_model.model, path=path)
     critic = cfg.critic
     if not critic.model.path:
         critic = replace(critic, model=replace(critic.model, path=judge.path))

@@ -20,9 +20,17 @@ from typing import Any
 
 import rlsys
 from recipes import arithmetic
-from rlsys import Dataflow, Prompts, RewardFn, RolloutConfig, RunConfig, TrainerConfig, require
+from rlsys import (
+    Dataflow,
+    Prompts,
+    RewardFn,
+    RoleConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+    require,
+)
 from rlsys.algorithms import clipped_surrogate, reinforce_plus_plus_token_advantage, token_mean
-from rlsys.config import RoleConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,6 +252,11 @@ class RolloutConfig:
             f"rollout.num_gpus={self.num_gpus} is no number that Ray can reserve; use 0 to run on "
             "the CPU, a share of one GPU such as 0.5, or a whole number.",
         )
+        require(
+            not self.num_gpus or self.tensor_parallel <= max(1, self.num_gpus),
+            f"rollout.tensor_parallel={self.tensor_parallel} needs as many GPUs for a replica, and "
+            f"rollout.num_gpus={self.num_gpus:g}; use rollout.num_gpus={self.tensor_parallel}.",
+        )
 
     @property
     def num_first(self) -> int:

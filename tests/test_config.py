@@ -45,6 +45,11 @@ from rlsys.types import SamplingParams
         (RolloutConfig, {"max_running": 0}, "rollout.max_running=0"),
         (RolloutConfig, {"tensor_parallel": 0}, "rollout.tensor_parallel=0"),
         (RolloutConfig, {"tensor_parallel": 2}, 'rollout.engine="vllm"'),
+        (
+            RolloutConfig,
+            {"engine": "vllm", "tensor_parallel": 4, "num_gpus": 2},
+            "use rollout.num_gpus=4",
+        ),
         (RolloutConfig, {"kv_cache_gib": 0.0}, "rollout.kv_cache_gib=0.0"),
         (RolloutConfig, {"gpu_memory_frac": 1.5}, "rollout.gpu_memory_frac=1.5"),
         (RolloutConfig, {"num_cpus": 0}, "rollout.num_cpus=0"),
