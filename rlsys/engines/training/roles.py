@@ -230,9 +230,15 @@ class Policy(Role):
         return names + [name for name in optional if any(name in row.columns for row in rows)]
 
 
-class Critic(Role):
-    def run(self, batch: Batch, received: torch.Tensor | None, **options: Any) -> Any:
-        return self.network(batch, received=received)
+class Scalar(Role):
+    """Whatever says one number at each place, which a loss is about."""
+
+    said: str  # the field of the loss's inputs that has the numbers
+    metric: str  # their mean
+
+    @abstractmethod
+    def inputs(self, numbers: torch.Tensor, batch: Batch) -> Any:
+        """The loss's, with these numbers [N]."""
 
     def learn(
         self,
@@ -241,10 +247,19 @@ class Critic(Role):
         staleness: torch.Tensor,
         received: torch.Tensor | None = None,
     ) -> TokenLoss:
-        values = self.run(batch, received)
-        inputs = ValueInputs(values=values, row_index=batch.row_index, columns=batch.columns)
-        losses, told = self._said(loss, inputs, "values")
-        return losses, {**told, metrics.VALUE_MEAN: values}
+        numbers = self.run(batch, received)
+        losses, told = self._said(loss, self.inputs(numbers, batch), self.said)
+        return losses, {**told, self.metric: numbers}
+
+
+class Critic(Scalar):
+    said, metric = "values", metrics.VALUE_MEAN
+
+    def run(self, batch: Batch, received: torch.Tensor | None, **options: Any) -> Any:
+        return self.network(batch, received=received)
+
+    def inputs(self, numbers: torch.Tensor, batch: Batch) -> ValueInputs:
+        return ValueInputs(values=numbers, row_index=batch.row_index, columns=batch.columns)
 
     def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
         num_tokens = sum(self.num_inferred(row) for row in rows)
@@ -252,8 +267,9 @@ class Critic(Role):
         return values
 
 
-class RewardModel(Role):
+class RewardModel(Scalar):
     unit = "row"
+    said, metric = "scores", metrics.SCORE_MEAN
 
     def num_trained(self, row: TrainRow) -> int:
         return 1
@@ -279,17 +295,8 @@ class RewardModel(Role):
         # What runs rows as transformers does is never cut into stages.
         return self.network(batch) if received is None else self.network(batch, received)
 
-    def learn(
-        self,
-        loss: Loss,
-        batch: Batch,
-        staleness: torch.Tensor,
-        received: torch.Tensor | None = None,
-    ) -> TokenLoss:
-        scores = self.run(batch, received)
-        inputs = ScoreInputs(scores=scores, group_index=batch.group_ids, columns=batch.columns)
-        losses, told = self._said(loss, inputs, "scores")
-        return losses, {**told, metrics.SCORE_MEAN: scores}
+    def inputs(self, numbers: torch.Tensor, batch: Batch) -> ScoreInputs:
+        return ScoreInputs(scores=numbers, group_index=batch.group_ids, columns=batch.columns)
 
     def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
         scores: torch.Tensor = self._answers(self.collate(rows), len(rows))
