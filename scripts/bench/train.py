@@ -49,7 +49,7 @@ from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.loading import measure_loading
 
 PARTS = ("equal", "mixed", "tree", "balance", "head", "checkpoint", "load")
-REPEATS = 3
+REPEATS = 7
 BATCH_ROWS = 16  # of the padded loop: the usual micro-batch
 LOW, HIGH = 0.2, 0.28
 RATE = 1e-6
