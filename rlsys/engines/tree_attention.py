@@ -23,6 +23,8 @@ from rlsys.engines.token_tree import Block, TokenTree
 
 # Causal blocks are computed together, padded to the longest, as long as this share is no padding.
 MIN_FILLED = 0.75
+# And as long as they have no more tokens than a core's cache holds the heads of.
+BATCH_TOKENS = 1024
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -160,7 +162,7 @@ def _alike(blocks: Sequence[Block]) -> list[list[Block]]:
     for block in sorted(blocks, key=len, reverse=True):
         if batches:
             padded = len(batches[-1][0]) * (len(batches[-1]) + 1)
-        if not batches or filled + len(block) < MIN_FILLED * padded:
+        if not batches or padded > BATCH_TOKENS or filled + len(block) < MIN_FILLED * padded:
             batches.append([])
             filled = 0
         batches[-1].append(block)
