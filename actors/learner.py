@@ -7,6 +7,7 @@ RayLearner ──► Crew: one life of all ranks ──► TrainerActor, one per
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import shutil
 import sys
@@ -25,6 +26,8 @@ from rlsys.workers import LearnerDied, Rows, RowsLost, Written
 from .calls import Worker, WorkerDied, while_loading
 from .snapshots import Room, SnapshotKeepers
 from .store import StoreAddress
+
+logger = logging.getLogger(__name__)
 
 # When a rank fails, the others have so long to say what they know; then they are ended.
 EXPLAIN_S = 2.0
@@ -422,9 +425,10 @@ async def _outliving_deaths(work: Callable[[], Awaitable[None]]) -> None:
     for attempt in range(1, ATTEMPTS + 1):
         try:
             await work()
-        except LearnerDied:
+        except LearnerDied as death:
             if attempt == ATTEMPTS:
                 raise
+            logger.warning("%s; what it was part of begins anew", death)
         else:
             return
 

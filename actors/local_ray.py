@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import resource
@@ -33,6 +34,8 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from .janitor import janitor, users_of
 from .signals import signals_raise
+
+logger = logging.getLogger(__name__)
 
 # Of one machine: a node that does not answer is busy or was put to sleep with all the others. Ray's
 # own limit takes it for dead after half a minute, and the run with it; this one is ten.
@@ -254,7 +257,16 @@ def _end(processes: set[psutil.Process]) -> None:
 
 def _root() -> Path:
     root = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
-    return Path(root if len(root) <= MAX_ROOT_LENGTH else "/tmp")
+    if len(root) <= MAX_ROOT_LENGTH:
+        return Path(root)
+    if "RAY_TMPDIR" in os.environ:
+        logger.warning(
+            "RAY_TMPDIR=%r is too long for the paths of Ray's sockets, which lie below /tmp "
+            "instead; set it to at most %d characters",
+            root,
+            MAX_ROOT_LENGTH,
+        )
+    return Path("/tmp")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-FREE_SPACE = "free some space, then continue the run with --resume"
+FREE_SPACE = "free some space, then continue the run with --resume auto"
 
 
 class DiskError(OSError):

@@ -74,8 +74,7 @@ def read_state(checkpoint: Checkpoint) -> State:
         raise ValueError(
             f"{checkpoint.controller_file} does not belong to its checkpoint "
             f"({type(error).__name__}: {error}): it was edited, or written by another version of "
-            f"rlsys. Restore it from a copy, or delete {checkpoint.path} to continue from the one "
-            "before."
+            "rlsys"
         ) from error
     return State(
         step=checkpoint.step,

@@ -50,7 +50,12 @@ def read_history(files: RunFiles, *, groups_per_step: int, num_steps: int) -> Hi
     newest = found[-1]
     if faults := newest.faults():
         raise ValueError(f"{newest.path} is damaged: {some(faults)}; {_way_out(found, files)}")
-    state = read_state(newest)
+    try:
+        state = read_state(newest)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Restore it from a copy; without one, {_way_out(found, files)}"
+        ) from error
     for path in files.records:
         if fault := state.records[path.name].fault(path):
             raise ValueError(

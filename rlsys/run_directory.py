@@ -23,6 +23,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import platform
 import re
@@ -40,6 +41,8 @@ from rlsys.disk import size_limit, write_all, write_whole, writing
 from rlsys.exported import export_faults, exported_step
 from rlsys.growing_file import ordinary
 from rlsys.json_text import parse_json
+
+logger = logging.getLogger(__name__)
 
 MIN_FREE_BYTES = 64 * 2**20  # metrics, rollouts and a trace of an average run
 PROBE_BYTES = 2**20
@@ -269,6 +272,13 @@ class RunDirectory(RunFiles):
                     f"name={name!r}: {self.path} holds {entry.relative_to(self.path)}, which no "
                     "start of a run writes; choose another --name, or move that away."
                 )
+        if num_steps := _num_steps(self.metrics):
+            logger.warning(
+                "%s: no checkpoint holds what was recorded (%d steps); the run begins anew, and "
+                "its records are removed",
+                self.path,
+                num_steps,
+            )
         for entry in self.path.iterdir():
             if entry.name == LOCK_FILE:
                 continue
@@ -413,8 +423,9 @@ def lost_checkpoints(files: RunFiles) -> str | None:
     """Of a run without a checkpoint: what is to be done if there was one."""
     if not files.checkpointed.is_file():
         return None
+    finished = files.checkpointed.read_bytes().decode(errors="replace").strip()
     return (
-        f"{files.path} holds no checkpoint, although {files.checkpointed.read_text().strip()} was "
+        f"{files.path} holds no checkpoint, although {finished or 'one'} was "
         f"finished: it is gone. Bring {files.checkpoints} back; without it the run cannot go on: "
         "choose another --name, or delete the directory to begin again."
     )

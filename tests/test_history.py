@@ -205,7 +205,11 @@ def disordered_rollouts(files: RunFiles) -> None:
             "is damaged: manifest.json is missing; there is nothing to go on from, as no older one "
             r"is whole: start again under another --name, .*\(--model.path \S+/hf\)",
         ),
-        (renamed, r"step_000011/controller.json does not belong .*it is of step 12"),
+        (
+            renamed,
+            r"step_000011/controller.json does not belong .*it is of step 12.* Restore it from a "
+            r"copy; without one, delete \S+/step_000011 to continue from \S+, which is whole",
+        ),
         (former_state, r"controller.json does not belong .*written by another version of rlsys"),
         (
             no_ledger,

@@ -121,14 +121,18 @@ def test_a_directory_that_a_start_holds_is_not_emptied(tmp_path: Path) -> None:
         assert run.ledger.exists()
 
 
-def test_auto_resumes_what_can_be_resumed_and_begins_anew_what_cannot(tmp_path: Path) -> None:
+def test_auto_resumes_what_can_be_resumed_and_begins_anew_what_cannot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def opened() -> RunDirectory:
         return RunDirectory.open(tmp_path, "demo", CONFIG, resume="auto")
 
     with opened() as run:
         run.metrics.write_text('{"step": 1}\n')  # and killed before a checkpoint
+    assert not caplog.messages
     with opened() as run:
         assert not run.metrics.exists()
+        assert "no checkpoint holds what was recorded (1 steps)" in caplog.text
         run.metrics.write_text('{"step": 1}\n')
         (run.checkpoints / "step_000010").mkdir()
     with opened() as run:
@@ -208,6 +212,12 @@ def test_auto_discards_no_step_that_was_in_a_checkpoint(tmp_path: Path) -> None:
         opened()
     with pytest.raises(ValueError, match=gone):
         RunDirectory.resume(tmp_path, "demo", CONFIG)
+    run.checkpointed.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="holds no checkpoint, although \ufffd was"):
+        opened()
+    run.checkpointed.write_bytes(b"")
+    with pytest.raises(ValueError, match="holds no checkpoint, although one was finished"):
+        opened()
     assert run.metrics.exists()
 
 

@@ -485,7 +485,9 @@ def test_a_disk_that_refuses_a_checkpoint_does_the_trainer_no_harm(
     asyncio.run(run())
 
 
-def test_what_a_warm_start_taught_is_the_beginning(cluster: None, tmp_path: Path) -> None:
+def test_what_a_warm_start_taught_is_the_beginning(
+    cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
             lives = 0
@@ -500,6 +502,7 @@ def test_what_a_warm_start_taught_is_the_beginning(cluster: None, tmp_path: Path
 
             await world.learner.warm_start(lessons)
             assert lives == 2  # and the second began afresh
+            assert "what it was part of begins anew" in caplog.text
             assert await world.lessons_learned() == 3
             await die(world)
             assert await world.learner.restart(0) == 0
