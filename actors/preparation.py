@@ -25,7 +25,7 @@ from rlsys.held_out import evaluation_config, rewards_of
 from rlsys.held_out_loss import held_out_loss
 from rlsys.launching import HeldOut
 from rlsys.layout.fits import check_fits
-from rlsys.lora import check_installed
+from rlsys.lora import check_lora
 from rlsys.model_evaluation import held_out_prompts
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.tiny_models import OwnModel
@@ -65,15 +65,15 @@ def load_prompts(
     with mistakes.noted():
         check_fits(config.trainer.parallel, shape.config)
     with mistakes.noted():
-        check_installed(config.model.lora)
+        check_lora(config.model.lora, shape.linear_layers)
     for name, model in flow.models.items():
         if isinstance(role := model.config, TrainedRoleConfig):
             with mistakes.noted():
                 path = role.model.path
-                own = model_shape(path, model.head).config if path else shape.config
-                check_fits(role.trainer.parallel, own, setting=f"{name}.trainer.layout")
-            with mistakes.noted():
-                check_installed(role.model.lora)
+                setting = f"{name}.model.path"
+                own = model_shape(path, model.head, setting=setting) if path else shape
+                check_fits(role.trainer.parallel, own.config, setting=f"{name}.trainer.layout")
+                check_lora(role.model.lora, own.linear_layers, setting=f"{name}.model.lora")
     if (shared := flow.source.prompts.shared) is not None:
         with mistakes.noted():
             shared.check(config)
@@ -166,9 +166,12 @@ def check_held_out(
         "dataset as evaluation.source, or rows as launch(held_out=rlsys.HeldOut(rows=...)).",
     )
     evaluated = evaluation_config(config, config.model.path)
-    if loss is not None:
-        loss.prompts(evaluated, tokenizer, held_out.rows)
-    if not rewards:
-        return
     pack_rewards(rewards)  # raises for those that cannot travel
-    held_out_prompts(evaluated, tokenizer, shape.max_context, as_rewards(rewards), held_out.rows)
+    try:
+        if loss is not None:
+            loss.prompts(evaluated, tokenizer, held_out.rows)
+        if rewards:
+            scorers = as_rewards(rewards)
+            held_out_prompts(evaluated, tokenizer, shape.max_context, scorers, held_out.rows)
+    except ValueError as error:
+        raise ValueError(f"Of the rows that are held out (evaluation.source): {error}") from error

@@ -15,6 +15,7 @@ import ast
 import inspect
 import itertools
 import os
+import reprlib
 import shutil
 import sys
 import textwrap
@@ -67,6 +68,11 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = 
     `doc` stands on top of --help, by default the docstring of the module that defines `cls`. Ends
     the process with code 0 after --help, and with code 2 after one line on stderr for a mistake.
     """
+    if not isinstance(cls, type):
+        raise TypeError(
+            f"rlsys.parse is given {reprlib.repr(cls)}; give the class of the configuration, "
+            f"{type(cls).__name__}, whose fields the arguments set."
+        )
     arguments = sys.argv[1:] if argv is None else list(argv)
     if "--help" in arguments or "-h" in arguments:
         try:

@@ -528,7 +528,7 @@ def check_samples(
         f"{prefix}k={ks} names none, or one twice; give each k once, such as 1,4.",
     )
     for k in ks:
-        check_k(k, num_samples)
+        check_k(k, num_samples, prefix)
     require(
         not greedy or num_samples == 1,
         f"{prefix}num_samples={num_samples} of greedy decoding are all the same; use 1, or turn "

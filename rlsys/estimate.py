@@ -7,6 +7,7 @@ longest rollouts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ RECORDS_BYTES = 64 * 2**20
 class ModelShape:
     num_parameters: int
     buffer_bytes: int  # of those that are saved with the model
-    linear_width: int  # inputs and outputs of all linear layers but the head of logits
+    linear_layers: Mapping[str, int]  # all but the head: inputs and outputs together, by name
     kv_values_per_token: int  # elements of keys and values over all layers
     max_context: int
     config: Any  # the Hugging Face configuration
@@ -49,14 +50,15 @@ class MemoryEstimate:
     checkpoint_bytes: int
 
 
-def model_shape(path: str, head: Head = "logits") -> ModelShape:
-    """Of a model with this head. Raises ValueError where `path` holds none that it fits on."""
+def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path") -> ModelShape:
+    """Of a model with this head. Raises ValueError where `path`, which `setting` gives, holds none
+    that it fits on."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
-    from rlsys.engines.scalar_lm import scalar_class
+    from rlsys.engines.scalar_lm import SCALAR_HEAD, scalar_class
 
-    check_model_path(path)
+    check_model_path(path, setting=setting)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):
@@ -66,7 +68,7 @@ def model_shape(path: str, head: Head = "logits") -> ModelShape:
                 model = scalar_class(config)(config)
     except unreadable() as error:
         raise ValueError(
-            f"model.path={path!r} holds no causal language model ({in_short(error)}); give a "
+            f"{setting}={path!r} holds no causal language model ({in_short(error)}); give a "
             "Hugging Face model directory or hub name."
         ) from error
     text = config.get_text_config()
@@ -80,12 +82,13 @@ def model_shape(path: str, head: Head = "logits") -> ModelShape:
             for tensor in model_tensors(model).values()
             if not isinstance(tensor, torch.nn.Parameter)
         ),
-        linear_width=sum(
-            sum(module.weight.shape)
-            for module in model.modules()
+        linear_layers={
+            name: sum(module.weight.shape)
+            for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear | Conv1D)
             and module is not model.get_output_embeddings()
-        ),
+            and name != SCALAR_HEAD
+        },
         kv_values_per_token=2 * text.num_hidden_layers * num_kv_heads * head_dim,
         max_context=context_length(config),
         config=config,
@@ -157,10 +160,12 @@ def _state_bytes(shape: ModelShape, model: ModelConfig) -> int:
 
 
 def _num_trained(shape: ModelShape, model: ModelConfig) -> int:
-    """Parameters. Of adapters as many as stand beside all linear layers, at most."""
+    """Parameters, or those of adapters."""
     if model.adapters is None:
         return shape.num_parameters
-    return model.adapters.rank * shape.linear_width
+    adapters = model.adapters
+    widths = (width for name, width in shape.linear_layers.items() if adapters.adapts(name))
+    return adapters.rank * sum(widths)
 
 
 def row_bytes(config: RunConfig, flow: Dataflow) -> int:

@@ -48,14 +48,16 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_right + 1, num_samples + 1))
 
 
-def check_k(k: int, num_samples: int) -> None:
-    """Raises ValueError for a k that `num_samples` samples cannot tell of."""
+def check_k(k: int, num_samples: int, prefix: str = "") -> None:
+    """Raises ValueError for a k that `num_samples` samples cannot tell of; `prefix` stands before
+    both in messages."""
     if k < 1:
-        raise ValueError(f"k={k} samples pass nothing; use at least 1.")
+        raise ValueError(f"{prefix}k={k} samples pass nothing; use at least 1.")
     if k > num_samples:
         raise ValueError(
-            f"k={k} is larger than the number of samples, {num_samples}, which says nothing of "
-            f"pass@{k}; draw at least {k} samples for each prompt, or use a smaller k."
+            f"{prefix}k={k} is larger than the number of samples, {num_samples} "
+            f"({prefix}num_samples), which says nothing of pass@{k}; draw at least {k} samples for "
+            "each prompt, or use a smaller k."
         )
 
 

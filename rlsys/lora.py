@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 _TEXT = re.compile(r"r(\d+)(?:a(\d+))?(?::([\w.]+(?:,[\w.]+)*))?")
@@ -39,11 +40,36 @@ class Lora:
             targets=tuple(found[3].split(",")) if found[3] else None,
         )
 
+    def adapts(self, name: str) -> bool:
+        """Whether there is one beside the linear layer of this name, which is not the head."""
+        return self.targets is None or any(_is(name, target) for target in self.targets)
 
-def check_installed(text: str) -> None:
-    """Raise ValueError for adapters where PEFT is not there."""
-    if text and importlib.util.find_spec("peft") is None:
+    def misnamed(self, linear_layers: Collection[str]) -> list[str]:
+        """Targets that are none of them; these names are without the head's."""
+        return [
+            target
+            for target in self.targets or ()
+            if not any(_is(name, target) for name in linear_layers)
+        ]
+
+
+def _is(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def check_lora(text: str, linear_layers: Collection[str], *, setting: str = "model.lora") -> None:
+    """Raise ValueError for adapters where PEFT is not there, or that name what is none of the
+    model's linear layers (names, without the head's). `setting` gives them."""
+    if not text:
+        return
+    if importlib.util.find_spec("peft") is None:
         raise ValueError(
-            f"model.lora={text!r} needs the package peft, which is not installed; pip install "
-            "'rlsys[lora]', or leave model.lora out to train all weights."
+            f"{setting}={text!r} needs the package peft, which is not installed; pip install "
+            f"'rlsys[lora]', or leave {setting} out to train all weights."
+        )
+    if wrong := Lora.parse(text).misnamed(linear_layers):
+        known = sorted({name.rpartition(".")[2] for name in linear_layers})
+        raise ValueError(
+            f"{setting}={text!r}: {wrong[0]!r} is no linear layer of this model, or its head; name "
+            f"some of {', '.join(known)}."
         )

@@ -59,6 +59,8 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_no_arguments_give_the_defaults() -> None:
+    with pytest.raises(TypeError, match="give the class of the configuration, ToyConfig"):
+        parse(ToyConfig(), [])  # type: ignore[type-var,arg-type]
     parsed = parse(ToyConfig, [])
     assert parsed.config == ToyConfig()
     assert not parsed.dry_run

@@ -79,7 +79,7 @@ def test_the_disk_holds_what_is_kept_and_what_is_being_written() -> None:
     shape = ModelShape(
         num_parameters=10**9,
         buffer_bytes=8,
-        linear_width=10**6,
+        linear_layers={"layers.0.q_proj": 10**6, "layers.0.v_proj": 10**6},
         kv_values_per_token=1,
         max_context=1,
         config=None,
@@ -89,7 +89,7 @@ def test_the_disk_holds_what_is_kept_and_what_is_being_written() -> None:
     flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])
     assert disk_bytes(config, flow, shape, warm_start=False) == 2**26 + 4 * state + export
     assert disk_bytes(config, flow, shape, warm_start=True) == 2**26 + 5 * state + 2 * export
-    adapted = replace(config, model=replace(config.model, lora="r8"))
+    adapted = replace(config, model=replace(config.model, lora="r8:q_proj"))
     state, export = 12 * 8 * 10**6, export + 4 * 8 * 10**6
     assert disk_bytes(adapted, flow, shape, warm_start=True) == 2**26 + 5 * state + 2 * export
 

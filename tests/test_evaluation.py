@@ -36,7 +36,7 @@ def test_pass_at_k_of_many_samples() -> None:
 @pytest.mark.parametrize(
     ("n", "c", "k", "words"),
     [
-        (4, 1, 5, "k=5 is larger than the number of samples, 4, .*; draw at least 5"),
+        (4, 1, 5, "k=5 is larger than the number of samples, 4 .*; draw at least 5"),
         (4, 1, 0, "k=0 samples pass nothing"),
         (4, 5, 1, "num_right=5 of num_samples=4"),
         (4, -1, 1, "num_right=-1"),

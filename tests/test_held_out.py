@@ -120,7 +120,10 @@ def test_an_evaluation_samples_as_the_run_does_from_data_of_its_own() -> None:
     ("settings", "says"),
     [
         ({"every": -1}, "evaluation.every=-1 is negative"),
-        ({"num_samples": 2, "k": (4,)}, "k=4 is larger than the number of samples, 2"),
+        (
+            {"num_samples": 2, "k": (4,)},
+            "evaluation.k=4 is larger than the number of samples, 2 (evaluation.num_samples)",
+        ),
         ({"num_samples": 0}, "evaluation.num_samples=0 draws nothing"),
         ({"num_samples": 2, "greedy": True}, "are all the same; use 1, or turn evaluation.greedy"),
         ({"num_prompts": 1}, "evaluation.num_prompts=1 gives no interval"),

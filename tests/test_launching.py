@@ -315,6 +315,25 @@ def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path, path: str, message
     assert refused.match(message)
 
 
+def test_adapters_beside_no_layer_are_refused(tmp_path: Path) -> None:
+    refused = (
+        r"model.lora='r4:q_proj,v_prj': 'v_prj' is no linear layer of this model, or its head; "
+        "name some of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    )
+    with pytest.raises(ValueError, match=refused):
+        launch(tmp_path, ROWS, model=rlsys.ModelConfig(lora="r4:q_proj,v_prj"))
+
+
+def test_rows_that_are_held_out_are_told_apart(tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"question": "1=", "answer": "1"}\n')
+    evaluation = rlsys.HeldOutConfig(every=5, source=str(held_out))
+    with pytest.raises(
+        ValueError, match=r"held out \(evaluation.source\): .* no column of .*held_"
+    ):
+        launch(tmp_path, ROWS, evaluation=evaluation)
+
+
 def test_without_a_model_nothing_can_be_trained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.path is empty; give a Hugging Face model"):
         launch(tmp_path, ROWS, own_model=None)

@@ -48,18 +48,18 @@ def in_short(error: Exception) -> str:
     return first if " " in first else f"{type(error).__name__}: {first}".rstrip(": ")
 
 
-def check_model_path(path: str) -> None:
+def check_model_path(path: str, *, setting: str = "model.path") -> None:
     """Raise ValueError where `path` is neither a directory nor the name of a model that is in the
-    hub's cache, or on a hub that is not known to be out of reach."""
+    hub's cache, or on a hub that is not known to be out of reach; `setting` gives it."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     if Path(path).is_dir():
-        check_no_run(path)
+        check_no_run(path, setting=setting)
         return
     require(
         not Path(path).exists(),
-        f"model.path={path!r} is a file; give the directory that holds it, with config.json.",
+        f"{setting}={path!r} is a file; give the directory that holds it, with config.json.",
     )
     try:
         is_cached = isinstance(try_to_load_from_cache(path, "config.json"), str)
@@ -70,25 +70,26 @@ def check_model_path(path: str) -> None:
         is_name = not path.startswith((".", "~"))
     require(
         is_name,
-        f"model.path={path!r} is no directory (looked in {Path.cwd()}), and no hub name either; "
+        f"{setting}={path!r} is no directory (looked in {Path.cwd()}), and no hub name either; "
         "give a Hugging Face model directory or hub name.",
     )
     require(
         is_cached or not constants.is_offline_mode(),
-        f"model.path={path!r} holds no causal language model: it is no directory (looked in "
+        f"{setting}={path!r} holds no causal language model: it is no directory (looked in "
         f"{Path.cwd()}), it is not in the hub's cache, and the hub cannot be reached "
         f"({constants.ENDPOINT}, {OFFLINE}); give a directory, or mend the network.",
     )
 
 
-def check_no_run(model_path: str) -> None:
-    """Raise ValueError for a run's directory, which has a config.json too; its model is inside."""
+def check_no_run(model_path: str, *, setting: str = "model.path") -> None:
+    """Raise ValueError for a run's directory, which has a config.json too; its model is inside.
+    `setting` gives the path."""
     path = Path(model_path)
     if not ((path / "metrics.jsonl").is_file() and (path / "config.json").is_file()):
         return
     exported = path / "hf"
     raise ValueError(
-        f"model.path={str(path)!r} is a run's directory, no model; "
+        f"{setting}={str(path)!r} is a run's directory, no model; "
         + (
             f"give the model that it exported, {str(exported)!r}."
             if (exported / "config.json").is_file()

@@ -30,23 +30,24 @@ from rlsys.types import Int32Array, Prompt
 logger = logging.getLogger(__name__)
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a model. Raises ValueError where `path` holds none."""
+def load_tokenizer(path: str, *, setting: str = "model.path") -> Any:
+    """The tokenizer of a model. Raises ValueError where `path`, which `setting` gives, holds
+    none."""
     from transformers import AutoTokenizer
 
-    check_no_run(path)
+    check_no_run(path, setting=setting)
     fix = "save one beside the model (AutoTokenizer...save_pretrained), or give a hub name."
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except unreadable() as error:
         raise ValueError(
-            f"model.path={path!r} holds no tokenizer ({in_short(error)}); {fix}"
+            f"{setting}={path!r} holds no tokenizer ({in_short(error)}); {fix}"
         ) from error
     # Without files, transformers makes a tokenizer of the model's kind that knows no word.
     require(
         bool(tokenizer("a 1", add_special_tokens=False)["input_ids"])
         or len(tokenizer) > len(tokenizer.all_special_ids),
-        f"model.path={path!r} holds no tokenizer, or an empty one; {fix}",
+        f"{setting}={path!r} holds no tokenizer, or an empty one; {fix}",
     )
     return tokenizer
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlsys.config import require
+from rlsys.data.hub import check_model_path
 from rlsys.data.prompts import load_tokenizer
 
 
@@ -20,7 +21,9 @@ def check_vocabularies(tokenizer: Any, paths: Mapping[str, str]) -> None:
     for role, path in paths.items():
         if not path:
             continue
-        theirs = load_tokenizer(path).get_vocab()
+        setting = f"{role}.model.path"
+        check_model_path(path, setting=setting)
+        theirs = load_tokenizer(path, setting=setting).get_vocab()
         differing = sorted(
             (token for token in own.keys() & theirs.keys() if own[token] != theirs[token]),
             key=own.__getitem__,
@@ -29,7 +32,7 @@ def check_vocabularies(tokenizer: Any, paths: Mapping[str, str]) -> None:
         wrong = [*lacking, *differing]
         require(
             not wrong,
-            f"{role}.model.path={path!r} has another vocabulary than the policy: {len(wrong)} of "
+            f"{setting}={path!r} has another vocabulary than the policy: {len(wrong)} of "
             f"the policy's {len(own)} tokens mean something else there, such as {wrong[:1]}; "
             "rollouts travel as token ids, so give a model with the policy's tokenizer.",
         )

@@ -30,6 +30,7 @@ from rlsys.engines.causal_lm import backbone, check_finite, hide_progress_bars
 from rlsys.engines.weight_files import load_promised
 
 HAS_HEAD = "ForSequenceClassification"
+SCALAR_HEAD = "score"  # as these classes call it
 
 
 def load_scalar_lm(
@@ -99,7 +100,7 @@ def load_scalar_lm(
 
 def scalar_head(model: Any) -> nn.Parameter | None:
     """[1, D], where that is all there is to a model's head; None where it is more, or elsewhere."""
-    head: Any = getattr(model, "score", None)
+    head: Any = getattr(model, SCALAR_HEAD, None)
     is_plain = isinstance(head, nn.Linear) and len(list(head.parameters())) == 1
     return head.weight if is_plain and head.out_features == 1 else None
 

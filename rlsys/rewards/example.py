@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlsys.fields import checked
 from rlsys.types import FinishReason, Rollout
 
 
@@ -26,6 +27,8 @@ def example_rollout(
     `metadata` holds the dataset row's columns beside the prompt. Tokens are read-only, as they are
     in a run.
     """
+    checked(completion_text, str, "completion_text")
+    checked(prompt_text, str, "prompt_text")
     prompt = np.array(prompt_token_ids, np.int32)
     tokens = np.array(token_ids, np.int32)
     for array in (prompt, tokens):

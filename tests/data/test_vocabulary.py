@@ -30,3 +30,11 @@ def test_another_vocabulary_is_refused(tmp_path: Path, characters: str, words: s
     paths = {"teacher": saved(tmp_path / "other", characters)}
     with pytest.raises(ValueError, match=f"teacher.model.path=.*another vocabulary.*{words}"):
         check_vocabularies(build_tokenizer(DIGITS), paths)
+
+
+def test_a_path_is_told_with_its_role(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^teacher\.model\.path='\S+/gone' is no directory"):
+        check_vocabularies(build_tokenizer(DIGITS), {"teacher": str(tmp_path / "gone")})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"^teacher\.model\.path='\S+/empty' holds no tokenizer"):
+        check_vocabularies(build_tokenizer(DIGITS), {"teacher": str(tmp_path / "empty")})

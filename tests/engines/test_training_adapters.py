@@ -166,9 +166,9 @@ def test_a_checkpoint_has_the_bytes_that_are_asked_for(
 ) -> None:
     shape = model_shape(str(model_path))
     # Of each of two layers: q (32 to 32), k and v (to 16), o; gate and up (to 48), down.
-    assert shape.linear_width == 2 * (64 + 48 + 48 + 64 + 3 * 80)
+    assert sum(shape.linear_layers.values()) == 2 * (64 + 48 + 48 + 64 + 3 * 80)
     asked = estimate_memory(RunConfig(model=ModelConfig(lora=LORA)), shape).checkpoint_bytes
-    assert asked == 12 * 4 * shape.linear_width
+    assert asked == 12 * 4 * sum(shape.linear_layers.values())
     assert asked == sum(
         tensor.nbytes
         for name, tensor in engine._local_state().items()
@@ -183,7 +183,9 @@ def test_only_named_layers_are_adapted(model_path: Path) -> None:
     made.close()
 
 
-@pytest.mark.parametrize("name", ["nothing", "lm_head", "embed_tokens", "q_proj,norm"])
+@pytest.mark.parametrize(
+    "name", ["nothing", "lm_head", "embed_tokens", "q_proj,norm", "q_proj,v_prj"]
+)
 def test_what_is_no_linear_layer_is_refused(model_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"model\.lora: .*name linear layers of the model"):
         make_engine(model_path, lora=f"r2:{name}")

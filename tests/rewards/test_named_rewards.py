@@ -68,3 +68,8 @@ def test_functions_of_a_file_run_in_a_process_of_their_own(tmp_path: Path) -> No
 def test_what_names_nothing_is_told(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         named_reward(text)
+
+
+def test_an_example_is_a_text() -> None:
+    with pytest.raises(ValueError, match="completion_text=5 does not fit; give"):
+        example_rollout(5)  # type: ignore[arg-type]

@@ -23,13 +23,12 @@ from torch import nn
 from rlsys.data.hub import in_short
 from rlsys.engines.causal_lm import telling_disk_errors, use_engine_products
 from rlsys.engines.model_tensors import model_tensors
-from rlsys.engines.scalar_lm import scalar_head
+from rlsys.engines.scalar_lm import SCALAR_HEAD, scalar_head
 from rlsys.engines.training.sharding import whole
 from rlsys.lora import Lora
 
 NAME = "default"  # PEFT's, of the only adapter
 BASE, PARTS = "base_layer", ("lora_A", "lora_B")  # what it calls the layer and what it adds
-HEAD = "score"
 ADAPTER = "adapter"  # of an exported model
 
 
@@ -90,6 +89,8 @@ class Adapters:
             base_model_name_or_path=str(path),
         )
         linear = _linear_layers(model)
+        if wrong := lora.misnamed(linear):
+            raise self._misnamed(lora, f"{wrong[0]!r} is none, or the head")
         try:
             inject_adapter_in_model(self._config, model, low_cpu_mem_usage=True)
         except ValueError as error:
@@ -103,8 +104,8 @@ class Adapters:
             layer.reset_lora_parameters(NAME, init_lora_weights=True)
         use_engine_products(model)
         if head is not None:
-            getattr(model, HEAD).float().requires_grad_(True)
-            self._config.modules_to_save = [HEAD]
+            getattr(model, SCALAR_HEAD).float().requires_grad_(True)
+            self._config.modules_to_save = [SCALAR_HEAD]
 
     def _misnamed(self, lora: Lora, why: str) -> ValueError:
         return ValueError(
@@ -164,7 +165,7 @@ def _linear_layers(model: Any) -> set[str]:
     """Names of all but the head."""
     from transformers.pytorch_utils import Conv1D
 
-    heads = (model.get_output_embeddings(), getattr(model, HEAD, None))
+    heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))
     return {
         name
         for name, module in model.named_modules()
