@@ -28,6 +28,7 @@ MAX_PROCESSES = 65_536
 MIN_CPUS = 0.01
 
 Precision = Literal["float32", "bfloat16", "float16"]
+Checkpointing = Literal["none", "selective", "full"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -62,8 +63,10 @@ class ModelConfig(AnyModelConfig):
     lora: str = ""
     """Low-rank adapters that are trained in place of all weights: r16, r16a32 (with alpha), or
     r16a32:q_proj,v_proj (of these layers; else all but the head's). Empty: all weights."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """Activations that the backward pass computes again. selective: all of a layer but what matrix
+    products and attention gave, about half of the memory. full: all but a layer's input, least
+    memory, about a third more time. auto: none on CPUs, selective on GPUs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,6 +79,11 @@ class ModelConfig(AnyModelConfig):
     def adapters(self) -> Lora | None:
         """What is trained of the model; None: all of it."""
         return Lora.parse(self.lora) if self.lora else None
+
+    def checkpointing(self, *, on_gpu: bool) -> Checkpointing:
+        if self.gradient_checkpointing == "auto":
+            return "selective" if on_gpu else "none"
+        return self.gradient_checkpointing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +288,12 @@ class TrainerConfig:
     """Second moment's decay."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay, on matrices only."""
+    optimizer_state: Literal["float32", "bfloat16"] = "float32"
+    """Precision of AdamW's moments: 8 or 4 bytes a trained parameter. bfloat16 is rounded
+    stochastically; weights stay float32."""
+    offload_optimizer: bool = False
+    """Keep moments in the host's memory and bring them to the GPU piece by piece in the update,
+    which takes longer; on CPUs they are there already."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
     num_minibatches: int = 1
@@ -292,8 +306,8 @@ class TrainerConfig:
     longer rollout still gets a pass of its own."""
     snapshot_every: int = 1
     """Optimizer steps between snapshots in memory, from which dead ranks start again in seconds;
-    two of them lie in the host's memory, 12 bytes a trained parameter each, with checkpoint_every
-    three. 0: one, from which checkpoints are written."""
+    two of them lie in the host's memory, 12 bytes a trained parameter each (8 with bfloat16
+    moments), with checkpoint_every three. 0: one, from which checkpoints are written."""
     num_cpus: float = 1
     """CPU cores that Ray reserves for one rank; also its compute threads."""
     num_gpus: float = 0
