@@ -63,7 +63,7 @@ def describe(
 
 
 def _offloaded(config: RunConfig) -> str:
-    return ", in host memory" if config.trainer.offload_optimizer else ""
+    return ", in host memory" if config.trainer.offloads_moments else ""
 
 
 def _reward_workers(num: int) -> str:

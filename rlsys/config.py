@@ -44,8 +44,8 @@ class AnyModelConfig:
     path: str = ""
     """Hugging Face hub name or directory of a causal language model with its tokenizer."""
     dtype: Precision = "float32"
-    """Precision of forward and backward pass in trainer and sampler; the optimizer keeps float32.
-    bfloat16 has float32's range, float16 eight times the digits of bfloat16."""
+    """Precision of forward and backward pass in trainer and sampler; the trainer's own weights are
+    float32. bfloat16 has float32's range, float16 eight times the digits of bfloat16."""
 
     def __post_init__(self) -> None:
         conform(self, "model")
@@ -288,11 +288,9 @@ class TrainerConfig:
     """Second moment's decay."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay, on matrices only."""
-    optimizer_state: Literal["float32", "bfloat16"] = "float32"
-    """Precision of AdamW's moments: 8 or 4 bytes a trained parameter. bfloat16 is rounded
-    stochastically; weights stay float32."""
-    offload_optimizer: bool = False
-    """Keep moments in the host's memory and bring them to the GPU piece by piece in the update,
+    optimizer_state: Literal["float32", "bfloat16", "cpu_float32", "cpu_bfloat16"] = "float32"
+    """Precision of AdamW's moments, 8 or 4 bytes a trained parameter; bfloat16 is rounded
+    stochastically. cpu_: in the host's memory, brought to the GPU piece by piece in the update,
     which takes longer; on CPUs they are there already."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
@@ -378,6 +376,15 @@ class TrainerConfig:
     def parallel(self) -> Layout:
         """How the ranks are laid out."""
         return Layout.parse(self.layout)
+
+    @property
+    def moments_dtype(self) -> str:
+        return self.optimizer_state.removeprefix("cpu_")
+
+    @property
+    def offloads_moments(self) -> bool:
+        """Whether they are in the host's memory while they are not used."""
+        return self.optimizer_state.startswith("cpu_")
 
     @property
     def updates_per_step(self) -> int:

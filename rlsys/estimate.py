@@ -225,7 +225,7 @@ def _state_bytes(shape: ModelShape, model: ModelConfig, trainer: TrainerConfig) 
 
 def _moment_bytes(trainer: TrainerConfig) -> int:
     """Of both, per parameter."""
-    itemsize: int = getattr(torch, trainer.optimizer_state).itemsize
+    itemsize: int = getattr(torch, trainer.moments_dtype).itemsize
     return 2 * itemsize
 
 

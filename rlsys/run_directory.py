@@ -68,7 +68,6 @@ MAY_CHANGE = {
     "trainer.layout",
     "trainer.num_ranks",  # of runs from before there were layouts
     "trainer.micro_batch_tokens",
-    "trainer.offload_optimizer",
     "trainer.snapshot_every",
     "trainer.num_cpus",
     "trainer.num_gpus",

@@ -155,7 +155,7 @@ def test_activations_are_those_of_a_pass(tmp_path: Path) -> None:
             engine.accumulate(MicroBatch(rows=rows))
         gradients = sum(one.grad.nbytes for one in engine._parameters.values())
         config = RunConfig(
-            model=ModelConfig(path=str(path), gradient_checkpointing=how),  # type: ignore[arg-type]
+            model=ModelConfig(path=str(path), gradient_checkpointing=how),
             trainer=TrainerConfig(micro_batch_tokens=300),
             data=DataConfig(max_prompt_tokens=1),
             sampling=SamplingConfig(max_tokens=149),

@@ -189,7 +189,9 @@ def test_layouts_compose(cases: list[tuple[str, str, dict[str, Any]]], tmp_path:
 def test_critics_losses_and_recomputation_know_no_layout(tmp_path: Path) -> None:
     critic = {"head": "value", "loss": value_loss()}
     loss = clipped_surrogate(0.2, 0.28)
-    recomputed = [{"loss": loss, "gradient_checkpointing": how} for how in ("selective", "full")]
+    recomputed: list[dict[str, Any]] = [
+        {"loss": loss, "gradient_checkpointing": how} for how in ("selective", "full")
+    ]
     cases = [
         (family, layout, options)
         for family, layout in (("qwen3", "tp2"), ("gemma3_text", "cp2"), ("qwen3", "pp2"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,14 +77,15 @@ class Changing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product = self.linear(x)
         product.mul_(2)
-        return product.square() * self.linear(x).exp()
+        result: torch.Tensor = product.square() * self.linear(x).exp()
+        return result
 
 
 def test_a_product_that_was_changed_in_place_is_computed_again() -> None:
     found = []
     for how in HOW:
         torch.manual_seed(0)
-        model = nn.Sequential(Changing(), Changing())
+        model: Any = nn.Sequential(Changing(), Changing())
         model._no_split_modules = ["Changing"]
         checkpoint_layers(SimpleNamespace(model=model), how)
         x = torch.ones(2, 3, requires_grad=True)

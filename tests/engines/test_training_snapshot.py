@@ -199,7 +199,7 @@ def test_the_next_step_is_the_same_to_the_last_bit(
 
 def test_two_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model")
-    of_16_bit_moments = partial(interrupted, optimizer_state="bfloat16", offload_optimizer=True)
+    of_16_bit_moments = partial(interrupted, optimizer_state="cpu_bfloat16")
     for found in run_ranks(2, of_16_bit_moments, tmp_path):
         assert_bitwise_equal(found)
 

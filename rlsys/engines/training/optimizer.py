@@ -32,7 +32,8 @@ class AdamW(torch.optim.AdamW):
 
     What bfloat16 cannot hold is rounded up or down by chance, so that it is right on average
     (stochastic rounding, 2010.06192): a change of a moment of less than a part in 256, which the
-    nearest number would lose, counts in the long run. The draw follows from the step's number.
+    nearest number would lose, counts in the long run. The draw follows from the number of the step
+    and the shape, so that ranks with copies of the same weights keep the same moments.
     """
 
     def __init__(self, groups: Any, *, dtype: torch.dtype, offload: bool, **options: Any) -> None:
@@ -59,24 +60,22 @@ class AdamW(torch.optim.AdamW):
         if not self._by_pieces:
             super().step()
             return
-        number = 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                number += 1
                 if parameter.grad is not None:
-                    self._update(group, parameter, parameter.grad, number)
+                    self._update(group, parameter, parameter.grad)
 
     def _update(
-        self, group: dict[str, Any], parameter: nn.Parameter, gradient: torch.Tensor, number: int
+        self, group: dict[str, Any], parameter: nn.Parameter, gradient: torch.Tensor
     ) -> None:
         moments = self.moments(parameter)
         moments["step"] += 1
         own = [local(one) for one in (parameter, gradient, *(moments[name] for name in MOMENTS))]
         if not own[0].numel():
             return
+        drawn_for = f"{int(moments['step'])} {tuple(own[0].shape)}"
         chance = torch.Generator(parameter.device)
-        # On the CPU a seed has 32 bits.
-        chance.manual_seed(zlib.crc32(b"%d %d" % (int(moments["step"]), number)))
+        chance.manual_seed(zlib.crc32(drawn_for.encode()))  # on the CPU a seed has 32 bits
         beta1, beta2 = group["betas"]
         for weights, its_gradient, *kept in zip(*map(_pieces, own), strict=True):
             computed = [one.to(weights.device, torch.float32) for one in kept]
@@ -132,8 +131,8 @@ def build_adamw(parameters: Sequence[nn.Parameter], config: TrainerConfig) -> Ad
             {"params": group, "weight_decay": config.weight_decay if is_matrix else 0.0}
             for (is_matrix, _), group in groups.items()
         ],
-        dtype=getattr(torch, config.optimizer_state),
-        offload=config.offload_optimizer,
+        dtype=getattr(torch, config.moments_dtype),
+        offload=config.offloads_moments,
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
     )
