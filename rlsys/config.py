@@ -282,10 +282,8 @@ class TrainerConfig:
     """After the warm-up, over run.num_steps; linear and cosine end at final_lr_frac."""
     final_lr_frac: float = 0.1
     """Last learning rate as a share of the peak."""
-    adam_beta1: float = 0.9
-    """First moment's decay."""
-    adam_beta2: float = 0.95
-    """Second moment's decay."""
+    adam_betas: tuple[float, ...] = (0.9, 0.95)
+    """Decay of the first and of the second moment."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay, on matrices only."""
     optimizer_state: Literal["float32", "bfloat16", "cpu_float32", "cpu_bfloat16"] = "float32"
@@ -343,13 +341,11 @@ class TrainerConfig:
             f"trainer.final_lr_frac={self.final_lr_frac} lies outside [0, 1]; use a share of the "
             "peak learning rate.",
         )
-        for name in ("adam_beta1", "adam_beta2"):
-            beta = getattr(self, name)
-            require(
-                0 <= beta < 1,
-                f"trainer.{name}={beta} lies outside [0, 1), so its average never settles; use a "
-                "value such as 0.95.",
-            )
+        require(
+            len(self.adam_betas) == 2 and all(0 <= beta < 1 for beta in self.adam_betas),
+            f"trainer.adam_betas={self.adam_betas} are not two numbers in [0, 1), without which an "
+            "average never settles; use two such as 0.9,0.95.",
+        )
         require(
             self.weight_decay >= 0,
             f"trainer.weight_decay={self.weight_decay} would grow the weights; use 0 for none.",

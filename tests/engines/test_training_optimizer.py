@@ -77,7 +77,7 @@ def test_small_changes_of_a_16_bit_moment_add_up() -> None:
     """The mean of squares of a constant gradient is 1 − 0.999^n. To the nearest number it would
     stand still where a step adds less than half of what is between two of them, below 0.3."""
     vector = nn.Parameter(torch.zeros(2000))
-    options = {"optimizer_state": "bfloat16", "adam_beta2": 0.999}
+    options = {"optimizer_state": "bfloat16", "adam_betas": (0.9, 0.999)}
     optimizer = build_adamw([vector], TrainerConfig(learning_rate=1e-6, **options))  # type: ignore[arg-type]
     vector.grad = torch.ones(2000)
     for _ in range(1000):

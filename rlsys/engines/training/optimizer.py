@@ -134,7 +134,7 @@ def build_adamw(parameters: Sequence[nn.Parameter], config: TrainerConfig) -> Ad
         dtype=getattr(torch, config.moments_dtype),
         offload=config.offloads_moments,
         lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
+        betas=config.adam_betas,
     )
 
 
