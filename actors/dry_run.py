@@ -8,7 +8,7 @@ from typing import Any
 from rlsys.config import RunConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.graph import Dataflow
-from rlsys.estimate import ModelShape, estimate_memory, store_bytes
+from rlsys.estimate import ModelShape, estimate_activations, estimate_memory, store_bytes
 from rlsys.fields import to_toml
 from rlsys.observe.diagnosis import foresee
 
@@ -20,7 +20,13 @@ def describe(
 ) -> str:
     ranks, replicas = needs(config, flow)
     roles = [need for needs in role_needs(config, flow).values() for need in needs]
-    memory = estimate_memory(config, shape)
+    activations, untold = 0, ""
+    try:
+        activations = estimate_activations(config, shape)
+    except ValueError as error:
+        untold = f"; not counted: {error}"
+    memory = estimate_memory(config, shape, activation_bytes=activations)
+    rank = memory.trainer_rank
     prompt = prompts.at(0)
     # Of the tokens, not of the row: this is what the model sees, special tokens included.
     seen = tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False)
@@ -32,8 +38,15 @@ def describe(
         *(str(need) for need in [*ranks, *roles, *replicas]),
         f"{_reward_workers(config.reward.num_workers)} and the store reserve nothing",
         "",
-        f"memory for {shape.num_parameters:,} parameters, activations not counted",
-        f"trainer rank      {_size(memory.trainer_rank_bytes)}  weights, gradients, optimizer",
+        f"memory for {shape.num_parameters:,} parameters{untold}",
+        f"trainer rank      {_size(rank.total)}  beside the interpreter and libraries",
+        f"  weights         {_size(rank.weights)}  float32",
+        f"  gradients       {_size(rank.gradients)}",
+        f"  moments         {_size(rank.moments)}  of AdamW{_offloaded(config)}",
+        f"  gathered        {_size(rank.gathered)}  for a pass, of all ranks' weights",
+        f"  activations     {_size(rank.activations)}  of a pass of "
+        f"{config.trainer.micro_batch_tokens:,} tokens",
+        f"published weights {_size(memory.published_bytes)}  two versions, in shared memory",
         f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
         f"rollout replica   {_size(memory.replica_bytes)}  weights and a full KV cache",
         f"store, per node   {_size(store_bytes(config, flow))}  in shared memory",
@@ -47,6 +60,10 @@ def describe(
     return "\n".join(
         ["# configuration", to_toml(config), *(f"# {fact}".rstrip() for fact in facts)]
     )
+
+
+def _offloaded(config: RunConfig) -> str:
+    return ", in host memory" if config.trainer.offloads_moments else ""
 
 
 def _reward_workers(num: int) -> str:

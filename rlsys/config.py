@@ -28,6 +28,7 @@ MAX_PROCESSES = 65_536
 MIN_CPUS = 0.01
 
 Precision = Literal["float32", "bfloat16", "float16"]
+Checkpointing = Literal["none", "selective", "full"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -43,8 +44,8 @@ class AnyModelConfig:
     path: str = ""
     """Hugging Face hub name or directory of a causal language model with its tokenizer."""
     dtype: Precision = "float32"
-    """Precision of forward and backward pass in trainer and sampler; the optimizer keeps float32.
-    bfloat16 has float32's range, float16 eight times the digits of bfloat16."""
+    """Precision of forward and backward pass in trainer and sampler; the trainer's own weights are
+    float32. bfloat16 has float32's range, float16 eight times the digits of bfloat16."""
 
     def __post_init__(self) -> None:
         conform(self, "model")
@@ -62,8 +63,10 @@ class ModelConfig(AnyModelConfig):
     lora: str = ""
     """Low-rank adapters that are trained in place of all weights: r16, r16a32 (with alpha), or
     r16a32:q_proj,v_proj (of these layers; else all but the head's). Empty: all weights."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """Activations that the backward pass computes again. selective: all of a layer but what matrix
+    products and attention gave, about half of the memory. full: all but a layer's input, least
+    memory, about a third more time. auto: none on CPUs, selective on GPUs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,6 +79,11 @@ class ModelConfig(AnyModelConfig):
     def adapters(self) -> Lora | None:
         """What is trained of the model; None: all of it."""
         return Lora.parse(self.lora) if self.lora else None
+
+    def checkpointing(self, *, on_gpu: bool) -> Checkpointing:
+        if self.gradient_checkpointing == "auto":
+            return "selective" if on_gpu else "none"
+        return self.gradient_checkpointing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,12 +287,14 @@ class TrainerConfig:
     """After the warm-up, over run.num_steps; linear and cosine end at final_lr_frac."""
     final_lr_frac: float = 0.1
     """Last learning rate as a share of the peak."""
-    adam_beta1: float = 0.9
-    """First moment's decay."""
-    adam_beta2: float = 0.95
-    """Second moment's decay."""
+    adam_betas: tuple[float, ...] = (0.9, 0.95)
+    """Decay of the first and of the second moment."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay, on matrices only."""
+    optimizer_state: Literal["float32", "bfloat16", "cpu_float32", "cpu_bfloat16"] = "float32"
+    """Precision of AdamW's moments, 8 or 4 bytes a trained parameter; bfloat16 is rounded
+    stochastically. cpu_: in the host's memory, brought to the GPU piece by piece in the update,
+    which takes longer; on CPUs they are there already."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
     num_minibatches: int = 1
@@ -297,8 +307,8 @@ class TrainerConfig:
     longer rollout still gets a pass of its own."""
     snapshot_every: int = 1
     """Optimizer steps between snapshots in memory, from which dead ranks start again in seconds;
-    two of them lie in the host's memory, 12 bytes a trained parameter each, with checkpoint_every
-    three. 0: one, from which checkpoints are written."""
+    two of them lie in the host's memory, 12 bytes a trained parameter each (8 with bfloat16
+    moments), with checkpoint_every three. 0: one, from which checkpoints are written."""
     num_cpus: float = 1
     """CPU cores that Ray reserves for one rank; also its compute threads."""
     num_gpus: float = 0
@@ -336,13 +346,11 @@ class TrainerConfig:
             f"trainer.final_lr_frac={self.final_lr_frac} lies outside [0, 1]; use a share of the "
             "peak learning rate.",
         )
-        for name in ("adam_beta1", "adam_beta2"):
-            beta = getattr(self, name)
-            require(
-                0 <= beta < 1,
-                f"trainer.{name}={beta} lies outside [0, 1), so its average never settles; use a "
-                "value such as 0.95.",
-            )
+        require(
+            len(self.adam_betas) == 2 and all(0 <= beta < 1 for beta in self.adam_betas),
+            f"trainer.adam_betas={self.adam_betas} are not two numbers in [0, 1), without which an "
+            "average never settles; use two such as 0.9,0.95.",
+        )
         require(
             self.weight_decay >= 0,
             f"trainer.weight_decay={self.weight_decay} would grow the weights; use 0 for none.",
@@ -369,6 +377,15 @@ class TrainerConfig:
     def parallel(self) -> Layout:
         """How the ranks are laid out."""
         return Layout.parse(self.layout)
+
+    @property
+    def moments_dtype(self) -> str:
+        return self.optimizer_state.removeprefix("cpu_")
+
+    @property
+    def offloads_moments(self) -> bool:
+        """Whether they are in the host's memory while they are not used."""
+        return self.optimizer_state.startswith("cpu_")
 
     @property
     def updates_per_step(self) -> int:

@@ -1,14 +1,13 @@
 """How much memory a run will take, before it starts: for --dry-run and the check of the disk.
 
 In: the configuration and the model's shape (read from its config.json, no weights loaded).
-Out: bytes for each kind of actor, and for the store. Activations are left out: they depend on the
-longest rollouts.
+Out: bytes for each kind of actor, and for the store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,6 +18,9 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Head
 from rlsys.engines.context import context_length
 from rlsys.engines.model_tensors import model_tensors
+from rlsys.engines.training.pass_memory import pass_bytes
+from rlsys.engines.training.publisher import NUM_KEPT
+from rlsys.engines.training.sharding import named_layers
 from rlsys.hf_config import largest
 from rlsys.run_directory import MAX_WAITING
 
@@ -26,7 +28,10 @@ from rlsys.run_directory import MAX_WAITING
 STORE_FILL = 0.5
 MIN_STORE_BYTES = 64 << 20
 
-MASTER_BYTES, GRAD_BYTES, ADAM_BYTES = 4, 4, 8  # per parameter: float32, float32, two float32
+MASTER_BYTES, GRAD_BYTES = 4, 4  # per parameter, float32
+
+# Decoder layers whose weights are gathered at once: the one that is computed, and the next.
+NUM_GATHERED = 2
 
 # Metrics, rollouts and a trace of an average run, beside its models.
 RECORDS_BYTES = 64 * 2**20
@@ -35,6 +40,8 @@ RECORDS_BYTES = 64 * 2**20
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     num_parameters: int
+    layer_parameters: int  # of its largest decoder layer
+    outer_parameters: int  # of what is in none: embedding, last norm, head
     buffer_bytes: int  # of those that are saved with the model
     linear_layers: Mapping[str, int]  # all but the head: inputs and outputs together, by name
     kv_values_per_token: int  # elements of keys and values over all layers
@@ -43,8 +50,25 @@ class ModelShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes of what one trainer rank has at the moment of a step that takes most: as the backward
+    pass begins, while gradients of earlier passes are there."""
+
+    weights: int  # masters, and what is frozen beside adapters
+    gradients: int
+    moments: int
+    gathered: int  # of all ranks' weights what a pass computes with, in its precision
+    activations: int  # of a pass, and the work on its logits
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    trainer_rank_bytes: int
+    trainer_rank: RankMemory
+    published_bytes: int  # versions of the weights for the replicas, in the first rank's host
     snapshot_bytes: int  # per trainer rank, in the host's memory
     replica_bytes: int
     checkpoint_bytes: int
@@ -71,12 +95,15 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
             f"{setting}={path!r} holds no causal language model ({in_short(error)}); give a "
             "Hugging Face model directory or hub name."
         ) from error
+    layers = [num_parameters(layer) for layer in named_layers(model)]
     text = config.get_text_config()
     num_heads = largest(text, "num_attention_heads", default=1)
     head_dim = largest(text, "head_dim", default=text.hidden_size // num_heads)
     num_kv_heads = largest(text, "num_key_value_heads", default=num_heads)
     return ModelShape(
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=num_parameters(model),
+        layer_parameters=max(layers, default=0),
+        outer_parameters=num_parameters(model) - sum(layers),
         buffer_bytes=sum(
             tensor.nbytes
             for tensor in model_tensors(model).values()
@@ -95,27 +122,65 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
     )
 
 
-def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
+def num_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def estimate_memory(
+    config: RunConfig, shape: ModelShape, *, activation_bytes: int = 0
+) -> MemoryEstimate:
+    """`activation_bytes`: what `estimate_activations` says, where it is to count."""
     itemsize = getattr(torch, config.model.dtype).itemsize
     num_trained = _num_trained(shape, config.model)
     frozen_bytes = shape.num_parameters * itemsize if config.model.lora else 0
-    per_parameter = MASTER_BYTES + GRAD_BYTES + ADAM_BYTES
-    if itemsize != MASTER_BYTES:
-        per_parameter += itemsize
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if config.rollout.engine == "vllm":
         kv_cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
     else:
         kv_cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
-    state_bytes = _state_bytes(shape, config.model)
+    state_bytes = _state_bytes(shape, config.model, config.trainer)
     layout = config.trainer.parallel
     num_shards = layout.num_ranks // layout.dp_replicate
+    gathers = num_shards > 1 or itemsize != MASTER_BYTES
+    gathered = shape.outer_parameters + NUM_GATHERED * shape.layer_parameters
+    rank = RankMemory(
+        weights=(num_trained * MASTER_BYTES + frozen_bytes) // num_shards,
+        gradients=num_trained * GRAD_BYTES // num_shards,
+        moments=num_trained * _moment_bytes(config.trainer) // num_shards,
+        gathered=gathers * gathered * itemsize // layout.tp,
+        activations=activation_bytes,
+    )
     return MemoryEstimate(
-        trainer_rank_bytes=(num_trained * per_parameter + frozen_bytes) // num_shards,
+        trainer_rank=rank,
+        published_bytes=NUM_KEPT * shape.num_parameters * itemsize,
         snapshot_bytes=max(1, num_snapshots(config, config.trainer)) * state_bytes // num_shards,
         replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
         checkpoint_bytes=state_bytes,
     )
+
+
+def estimate_activations(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of a full pass on one rank, of rows as long as they can be: each of its tokens is
+    trained on.
+
+    Of layouts with tp or cp, which share tokens and heads, the part of one rank; a stage of a
+    pipeline holds as many passes as there are stages, of its part of the layers each. Raises
+    ValueError where it cannot be told.
+    """
+    layout, budget = config.trainer.parallel, config.trainer.micro_batch_tokens
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    longest = min(longest, shape.max_context)
+    num_rows = config.rollouts_per_step // layout.num_data
+    num_rows = max(1, min(num_rows, round(budget / longest)))
+    on_gpu = config.trainer.num_gpus > 0
+    whole = pass_bytes(
+        shape.config,
+        dtype=config.model.dtype,
+        checkpointing=config.model.checkpointing(on_gpu=on_gpu),
+        num_rows=num_rows,
+        row_tokens=longest if num_rows == 1 else min(longest, budget // num_rows),
+    )
+    return whole // layout.num_token_shards
 
 
 def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:
@@ -129,11 +194,12 @@ def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:
 def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_start: bool) -> int:
     """The most that a run has on disk at a time: checkpoints that are kept and one that is being
     written, of all trained models; exports of the main one, whose shape this is; and records."""
-    state_bytes = _state_bytes(shape, config.model)
+    state_bytes = _state_bytes(shape, config.model, config.trainer)
     of_all = state_bytes + sum(
         _state_bytes(
             model_shape(model.config.model.path or config.model.path, model.head),
             model.config.model,
+            model.config.trainer,
         )
         for model in flow.models.values()
         if isinstance(model.config, TrainedRoleConfig)
@@ -152,11 +218,18 @@ def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_sta
     )
 
 
-def _state_bytes(shape: ModelShape, model: ModelConfig) -> int:
+def _state_bytes(shape: ModelShape, model: ModelConfig, trainer: TrainerConfig) -> int:
     """Of parameters, moments and buffers, as a checkpoint and a snapshot hold them; of adapters
     without the rest of the model."""
     buffer_bytes = 0 if model.lora else shape.buffer_bytes
-    return _num_trained(shape, model) * (MASTER_BYTES + ADAM_BYTES) + buffer_bytes
+    per_parameter = MASTER_BYTES + _moment_bytes(trainer)
+    return _num_trained(shape, model) * per_parameter + buffer_bytes
+
+
+def _moment_bytes(trainer: TrainerConfig) -> int:
+    """Of both, per parameter."""
+    itemsize: int = getattr(torch, trainer.moments_dtype).itemsize
+    return 2 * itemsize
 
 
 def _num_trained(shape: ModelShape, model: ModelConfig) -> int:

@@ -60,7 +60,7 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_no_arguments_give_the_defaults() -> None:
     with pytest.raises(TypeError, match="give the class of the configuration, ToyConfig"):
-        parse(ToyConfig(), [])  # type: ignore[type-var,arg-type]
+        parse(ToyConfig(), [])  # type: ignore[arg-type]
     parsed = parse(ToyConfig, [])
     assert parsed.config == ToyConfig()
     assert not parsed.dry_run

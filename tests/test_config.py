@@ -59,8 +59,9 @@ from rlsys.types import SamplingParams
         (TrainerConfig, {"learning_rate": math.nan}, "trainer.learning_rate=nan"),
         (TrainerConfig, {"warmup_steps": -1}, "trainer.warmup_steps=-1"),
         (TrainerConfig, {"final_lr_frac": 2.0}, "trainer.final_lr_frac=2.0"),
-        (TrainerConfig, {"adam_beta1": 1.0}, "trainer.adam_beta1=1.0"),
-        (TrainerConfig, {"adam_beta2": -0.1}, "trainer.adam_beta2=-0.1"),
+        (TrainerConfig, {"adam_betas": (1.0, 0.95)}, "trainer.adam_betas=(1.0, 0.95)"),
+        (TrainerConfig, {"adam_betas": (0.9, -0.1)}, "trainer.adam_betas=(0.9, -0.1)"),
+        (TrainerConfig, {"adam_betas": (0.9,)}, "trainer.adam_betas=(0.9,)"),
         (TrainerConfig, {"weight_decay": -0.1}, "trainer.weight_decay=-0.1"),
         (TrainerConfig, {"max_grad_norm": 0.0}, "trainer.max_grad_norm=0.0"),
         (TrainerConfig, {"micro_batch_tokens": 0}, "trainer.micro_batch_tokens=0"),
@@ -179,7 +180,7 @@ def test_values_at_the_edge_are_admitted() -> None:
     TrainerConfig(learning_rate=1.0)
     SamplingConfig(top_p=1.0, top_k=0, max_tokens=1)
     RolloutConfig(engine="vllm", tensor_parallel=2, gpu_memory_frac=1.0, num_cpus=0.5)
-    TrainerConfig(final_lr_frac=0.0, adam_beta1=0.0, num_gpus=1)
+    TrainerConfig(final_lr_frac=0.0, adam_betas=(0.0, 0.0), num_gpus=1)
     RunConfig(sampling=SamplingConfig(temperature=0.005))
     RunConfig(rollout=RolloutConfig(engine="vllm"), sampling=SamplingConfig(temperature=0.01))
     RunConfig(name="a.b_c-1", prompts_per_step=4, trainer=TrainerConfig(layout="dp2"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -14,18 +15,24 @@ from rlsys.config import (
     ClusterConfig,
     DataConfig,
     ModelConfig,
+    RunConfig,
     SamplingConfig,
     TrainerConfig,
 )
+from rlsys.engines.training.pass_memory import LiveBytes
+from rlsys.engines.training.supervised import supervised_row
 from rlsys.estimate import (
     ModelShape,
     disk_bytes,
+    estimate_activations,
     estimate_memory,
     model_shape,
     num_snapshots,
     row_bytes,
     store_bytes,
 )
+from rlsys.tiny_models import build_tiny_model
+from rlsys.types import MicroBatch
 from tests.engines.training_harness import make_engine, tiny_model
 
 # Prompt; token ids, log-probabilities and versions; padding of the block.
@@ -64,12 +71,16 @@ def test_the_store_has_room_for_what_can_be_in_flight(
     assert store_bytes(config, flow) == expected
 
 
-def test_a_checkpoint_has_the_bytes_that_are_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_a_checkpoint_has_the_bytes_that_are_asked_for(
+    tmp_path: Path, moments: Literal["float32", "bfloat16"]
+) -> None:
     """Less what names and shapes take."""
     model = tiny_model(tmp_path / "model")
-    config = GRPOConfig(model=ModelConfig(path=str(model)))
+    trainer = TrainerConfig(optimizer_state=moments)
+    config = GRPOConfig(model=ModelConfig(path=str(model)), trainer=trainer)
     asked = estimate_memory(config, model_shape(str(model))).checkpoint_bytes
-    state = make_engine(model)._local_state()
+    state = make_engine(model, optimizer_state=moments)._local_state()
     held = sum(tensor.nbytes for name, tensor in state.items() if name != "rng")
     num_steps = 4 * sum(name.startswith("step.") for name in state)  # AdamW's own count
     assert held - num_steps == asked
@@ -78,6 +89,8 @@ def test_a_checkpoint_has_the_bytes_that_are_asked_for(tmp_path: Path) -> None:
 def test_the_disk_holds_what_is_kept_and_what_is_being_written() -> None:
     shape = ModelShape(
         num_parameters=10**9,
+        layer_parameters=10**8,
+        outer_parameters=10**8,
         buffer_bytes=8,
         linear_layers={"layers.0.q_proj": 10**6, "layers.0.v_proj": 10**6},
         kv_values_per_token=1,
@@ -103,3 +116,49 @@ def test_a_snapshot_more_where_checkpoints_are_written_from_one(
     trainer = TrainerConfig(snapshot_every=snapshot_every)
     config = GRPOConfig(trainer=trainer, checkpoint_every=checkpoint_every)
     assert num_snapshots(config, trainer) == expected
+
+
+def test_a_rank_by_hand() -> None:
+    """Two layers of 10M parameters each and 5M in none: beside masters and gradients of all of them
+    a rank of two gathers both layers and the rest, in 16 bits."""
+    shape = ModelShape(
+        num_parameters=25_000_000,
+        layer_parameters=10_000_000,
+        outer_parameters=5_000_000,
+        buffer_bytes=0,
+        linear_layers={},
+        kv_values_per_token=1,
+        max_context=1,
+        config=None,
+    )
+    config = GRPOConfig(
+        model=ModelConfig(dtype="bfloat16"),
+        trainer=TrainerConfig(layout="dp2", optimizer_state="bfloat16", snapshot_every=0),
+    )
+    memory = estimate_memory(config, shape, activation_bytes=7)
+    rank = memory.trainer_rank
+    assert (rank.weights, rank.gradients, rank.moments) == (50_000_000,) * 3
+    assert rank.gathered == 2 * 25_000_000
+    assert rank.total == 200_000_007
+    assert memory.published_bytes == 2 * 2 * 25_000_000
+    assert memory.snapshot_bytes == 8 * 12_500_000
+
+
+def test_activations_are_those_of_a_pass(tmp_path: Path) -> None:
+    """As an engine's own operations make them, which another pass of other tokens shares the
+    beginning of; the estimate knows shapes alone."""
+    path = build_tiny_model(tmp_path, characters="0123456789", width=64, num_layers=3)
+    rows = [supervised_row([3 + k, *[4] * 149], 1) for k in range(2)]
+    for how in ("none", "selective", "full"):
+        engine = make_engine(path, gradient_checkpointing=how, temperature=1.0)
+        with LiveBytes(engine._model.parameters()) as live:
+            engine.accumulate(MicroBatch(rows=rows))
+        gradients = sum(one.grad.nbytes for one in engine._parameters.values())
+        config = RunConfig(
+            model=ModelConfig(path=str(path), gradient_checkpointing=how),
+            trainer=TrainerConfig(micro_batch_tokens=300),
+            data=DataConfig(max_prompt_tokens=1),
+            sampling=SamplingConfig(max_tokens=149),
+        )
+        estimate = estimate_activations(config, model_shape(str(path)))
+        assert live.peak - gradients <= estimate <= live.peak + gradients, how

@@ -87,7 +87,7 @@ def _measure(layout: str, directory: Path) -> dict[str, Any]:
     peaks = [0] * NUM_RANKS
     while not ranks.join(timeout=0.003):
         for rank, pid in enumerate(ranks.pids()):
-            peaks[rank] = max(peaks[rank], _anonymous_bytes(pid))
+            peaks[rank] = max(peaks[rank], anonymous_bytes(pid))
     told = [json.loads((directory / f"{layout}-{rank}").read_text()) for rank in range(NUM_RANKS)]
     beyond = [peak - before for peak, (before, _, _) in zip(peaks, told, strict=True)]
     return {
@@ -97,7 +97,7 @@ def _measure(layout: str, directory: Path) -> dict[str, Any]:
     }
 
 
-def _anonymous_bytes(pid: int) -> int:
+def anonymous_bytes(pid: int) -> int:
     try:
         found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     except OSError:  # it has just ended
@@ -112,7 +112,7 @@ def _rank(rank: int, port: int, layout: str, directory: Path) -> None:
     torch.set_num_threads(1)
     hide_progress_bars()
     init_process_group(rank, NUM_RANKS, "127.0.0.1", port, "cpu", 600.0)
-    before, start = _anonymous_bytes(os.getpid()), time.monotonic()
+    before, start = anonymous_bytes(os.getpid()), time.monotonic()
     engine = FSDPEngine(
         model_path=directory / "model",
         trainer=TrainerConfig(layout=layout),
@@ -126,7 +126,7 @@ def _rank(rank: int, port: int, layout: str, directory: Path) -> None:
         rank=rank,
         world_size=NUM_RANKS,
     )
-    told = (before, _anonymous_bytes(os.getpid()), time.monotonic() - start)
+    told = (before, anonymous_bytes(os.getpid()), time.monotonic() - start)
     (directory / f"{layout}-{rank}").write_text(json.dumps(told))
     engine.close()
     os._exit(0)

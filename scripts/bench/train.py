@@ -14,7 +14,8 @@ Parts: `equal` and `mixed` (rows of 128 tokens; rows of 64 in the median and at 
 against logits in one piece), `checkpoint` (what training waits for, a copy into the memory that the
 checkpoint is then written from, against memcpy of as many bytes; of both destinations every page
 was touched before; a state of 500 MB), `load` (peak memory of each of four ranks that load a model
-of 1B parameters, against its share of the float32 masters). Prints one line of JSON last.
+of 1B parameters, against its share of the float32 masters), `memory` (peak of a rank that trains a
+model of 103M parameters, against what --dry-run estimates). Prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ from rlsys.layout.transport.shared_memory import SharedMemory
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.loading import measure_loading
+from scripts.bench.memory import measure_memory
 
-PARTS = ("equal", "mixed", "tree", "balance", "head", "checkpoint", "load")
+PARTS = ("equal", "mixed", "tree", "balance", "head", "checkpoint", "load", "memory")
 REPEATS = 7
 BATCH_ROWS = 16  # of the padded loop: the usual micro-batch
 LOW, HIGH = 0.2, 0.28
@@ -91,6 +93,8 @@ def main() -> None:
             found[name] = int(subprocess.check_output(command, text=True).split()[-1])
     if "load" in args.only:
         found["load"] = measure_loading()
+    if "memory" in args.only:
+        found["memory"] = measure_memory()
     print(json.dumps(found))
 
 

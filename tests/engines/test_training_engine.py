@@ -376,12 +376,15 @@ def test_memory_that_the_versions_need_is_asked_for_at_the_start(
         make_engine(model_path)
 
 
-def test_a_resumed_run_goes_on_with_the_same_numbers(model_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_a_resumed_run_goes_on_with_the_same_numbers(
+    model_path: Path, tmp_path: Path, moments: str
+) -> None:
     def step(engine_index: int, seed: int) -> dict[str, float]:
         accumulate(engines[engine_index], [make_rows(4, seed=seed)])
         return engines[engine_index].optimizer_step().metrics
 
-    options = {"schedule": "cosine", "weight_decay": 0.1}
+    options = {"schedule": "cosine", "weight_decay": 0.1, "optimizer_state": moments}
     engines = [make_engine(model_path, **options), make_engine(model_path, **options)]
     step(0, seed=0)
     save(engines[0], tmp_path / "saved")

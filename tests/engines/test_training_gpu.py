@@ -41,7 +41,8 @@ def test_float32_trains_as_on_the_cpu(model_path: Path) -> None:
 
 def test_bfloat16_trains_close_to_float32(model_path: Path, tmp_path: Path) -> None:
     exact = make_engine(model_path)
-    engine = make_engine(model_path, device="cuda", dtype="bfloat16", gradient_checkpointing=True)
+    options = {"gradient_checkpointing": "full", "optimizer_state": "cpu_bfloat16"}
+    engine = make_engine(model_path, device="cuda", dtype="bfloat16", **options)
     for each in (exact, engine):
         accumulate(each, [make_rows(12)])
     loss = exact.optimizer_step().metrics["loss"]
@@ -49,7 +50,7 @@ def test_bfloat16_trains_close_to_float32(model_path: Path, tmp_path: Path) -> N
     assert {tensor.dtype for tensor in weights(engine).values()} == {torch.bfloat16}
 
     save(engine, tmp_path / "saved")
-    again = make_engine(model_path, device="cuda", dtype="bfloat16")
+    again = make_engine(model_path, device="cuda", dtype="bfloat16", optimizer_state="bfloat16")
     again.load(tmp_path / "saved")
     rows = make_rows(3)
     for one, other in zip(engine.infer(rows), again.infer(rows), strict=True):

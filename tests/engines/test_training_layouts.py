@@ -38,7 +38,8 @@ from tests.engines.training_harness import (
 
 FAMILIES: tuple[Family, ...] = ("qwen3", "llama", "gemma2", "gemma3")
 VARIANTS: dict[str, dict[str, Any]] = {
-    "checkpointed": {"gradient_checkpointing": True, "aggregation": sequence_mean},
+    "offloaded": {"optimizer_state": "cpu_float32"},
+    "checkpointed": {"gradient_checkpointing": "selective", "aggregation": sequence_mean},
     "gspo with entropy": {
         "loss": entropy_bonus(gspo(0.1, 0.1), 0.01),
         "aggregation": prompt_mean,
@@ -173,7 +174,8 @@ def test_two_ranks_train_as_one(
 def test_two_ranks_train_as_one_whatever_the_loss(
     variant: str, ranks: list[dict[str, Any]], directory: Path
 ) -> None:
-    options = VARIANTS[variant] | {"gradient_checkpointing": False}
+    plain = {"gradient_checkpointing": "none", "optimizer_state": "float32"}
+    options = VARIANTS[variant] | plain
     assert_same_training(ranks[0][variant], one_rank(directory / "qwen3", **options))
 
 

@@ -1,9 +1,14 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from rlsys.config import TrainerConfig
+from rlsys.engines.training import optimizer as optimizer_module
 from rlsys.engines.training.optimizer import (
+    AdamW,
+    _rounded,
     build_adamw,
     learning_rate,
     scale_gradients,
@@ -51,3 +56,93 @@ def test_gradients_are_measured_and_scaled_together() -> None:
     assert float(squared_norm(parameters)) == 6.25
     assert parameters[2].grad is None
     assert float(squared_norm([])) == 0
+
+
+def rounded(value: float, count: int) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(0)
+    return _rounded(torch.full((count,), value), chance).double()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rounding_by_chance_is_right_on_average(sign: int) -> None:
+    """Between 1 and 1 + 1/128, the next number of bfloat16, a quarter of the way."""
+    found = rounded(sign * (1 + 1 / 512), 100_000)
+    assert set(found.tolist()) == {sign * 1.0, sign * (1 + 1 / 128)}
+    assert float(found.mean()) == pytest.approx(sign * (1 + 1 / 512), abs=1e-4)
+    for exact in (0.0, sign * 1.5, sign * 2.0**-130):
+        assert rounded(exact, 1000).tolist() == [exact] * 1000
+
+
+def test_small_changes_of_a_16_bit_moment_add_up() -> None:
+    """The mean of squares of a constant gradient is 1 − 0.999^n. To the nearest number it would
+    stand still where a step adds less than half of what is between two of them, below 0.3."""
+    vector = nn.Parameter(torch.zeros(2000))
+    options = {"optimizer_state": "bfloat16", "adam_betas": (0.9, 0.999)}
+    optimizer = build_adamw([vector], TrainerConfig(learning_rate=1e-6, **options))  # type: ignore[arg-type]
+    vector.grad = torch.ones(2000)
+    for _ in range(1000):
+        optimizer.step()
+    moments = optimizer.moments(vector)
+    assert moments["exp_avg_sq"].dtype == torch.bfloat16
+    assert float(moments["exp_avg_sq"].float().mean()) == pytest.approx(1 - 0.999**1000, rel=0.01)
+    assert float(moments["exp_avg"].float().mean()) == pytest.approx(1, rel=0.01)
+
+
+def test_copies_of_the_same_weights_stay_the_same() -> None:
+    """Ranks with copies may have other parameters before them."""
+    torch.manual_seed(0)
+    first, *_, copy = parameters = [nn.Parameter(torch.zeros(*s)) for s in ((9,), (3,), (9,))]
+    optimizer = build_adamw(parameters, TrainerConfig(optimizer_state="bfloat16"))
+    for _ in range(3):
+        gradient = torch.randn(9)
+        first.grad, copy.grad = gradient.clone(), gradient.clone()
+        optimizer.step()
+    moments = [optimizer.moments(one)["exp_avg"] for one in (first, copy)]
+    assert torch.equal(*moments)
+    assert moments[0].abs().sum() > 0
+
+
+def fitted(**options: object) -> tuple[torch.Tensor, float]:
+    """Weights of a noisy linear regression, and its loss, after 300 steps of 32 examples."""
+    generator = torch.Generator().manual_seed(1)
+    true = torch.randn(16, 4, generator=generator)
+    weight, bias = nn.Parameter(torch.zeros(16, 4)), nn.Parameter(torch.zeros(4))
+    config = TrainerConfig(learning_rate=0.02, weight_decay=0.01, **options)  # type: ignore[arg-type]
+    optimizer = build_adamw([weight, bias], config)
+    losses = []
+    for _ in range(300):
+        x = torch.randn(32, 16, generator=generator)
+        noise = 0.1 * torch.randn(32, 4, generator=generator)
+        loss = (x @ weight + bias - x @ true - noise).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return weight.detach(), sum(losses[-50:]) / 50
+
+
+def test_16_bit_moments_converge_as_32_bit_ones_do() -> None:
+    (weight, loss), (other, other_loss) = fitted(), fitted(optimizer_state="bfloat16")
+    assert loss < 0.02  # of 0.01 that is noise
+    assert other_loss == pytest.approx(loss, rel=0.05)
+    assert float((weight - other).norm() / weight.norm()) < 0.01
+    assert not torch.equal(weight, other)
+    assert torch.equal(other, fitted(optimizer_state="bfloat16")[0])
+
+
+def test_an_update_piece_by_piece_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the last bit of what a vector instruction does not reach."""
+    expected = fitted()
+    build = optimizer_module.AdamW.__init__
+
+    def by_pieces(self: AdamW, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        self._by_pieces = True  # as where moments are elsewhere
+
+    monkeypatch.setattr(optimizer_module, "PIECE", 20)  # five rows of the matrix
+    monkeypatch.setattr(optimizer_module.AdamW, "__init__", by_pieces)
+    torch.testing.assert_close(fitted()[0], expected[0], rtol=1e-4, atol=1e-5)
+
+
+def test_on_the_cpu_offloading_changes_nothing() -> None:
+    assert torch.equal(fitted(optimizer_state="cpu_float32")[0], fitted()[0])

@@ -46,8 +46,9 @@ from rlsys.engines.training.parallel.stages import Stage
 from rlsys.engines.training.parallel.tensor import is_cut, sum_replicated
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks, lost_contact
+from rlsys.engines.training.recomputation import checkpoint_layers
 from rlsys.engines.training.roles import HeadKind, Loss, Policy, Role, load_role
-from rlsys.engines.training.sharding import build_mesh, recompute_activations, shard, whole
+from rlsys.engines.training.sharding import build_mesh, shard, whole
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.statistics import StepStatistics, StepSums, over_updates
 from rlsys.engines.training.supervised import supervised_row
@@ -134,8 +135,7 @@ class FSDPEngine:
         self._adapters: Adapters | None = None
         if model.adapters is not None:
             self._adapters = Adapters(self._model, model.adapters, model_path)
-        if model.gradient_checkpointing:
-            recompute_activations(network)
+        checkpoint_layers(network, model.checkpointing(on_gpu=self._device.type != "cpu"))
         self._mesh = build_mesh(self._layout, rank=rank, dtype=model.dtype, device=device)
         refusal = None
         try:

@@ -1,11 +1,15 @@
 """AdamW, its learning rate over the run, and what a step does to gradients before it.
 
-Gradients arrive as sums over all tokens; one factor normalises and clips them.
+Gradients arrive as sums over all tokens; one factor normalises and clips them. Moments may be kept
+in half the bytes, or in the host's memory while they are not used:
+
+    moments as they are kept ─► a piece, float32, on the device ─► AdamW ─► rounded ─► back
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,22 +20,121 @@ from torch.distributed.tensor import DTensor
 from rlsys.config import TrainerConfig
 from rlsys.engines.training.sharding import local
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-def build_adamw(parameters: Sequence[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
+
+# Numbers of a parameter that are updated at a time, where moments are kept otherwise than computed.
+PIECE = 1 << 22
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, with moments of `dtype`; with `offload`, in the host's memory.
+
+    What bfloat16 cannot hold is rounded up or down by chance, so that it is right on average
+    (stochastic rounding, 2010.06192): a change of a moment of less than a part in 256, which the
+    nearest number would lose, counts in the long run. The draw follows from the number of the step
+    and the shape, so that ranks with copies of the same weights keep the same moments.
+    """
+
+    def __init__(self, groups: Any, *, dtype: torch.dtype, offload: bool, **options: Any) -> None:
+        super().__init__(groups, fused=True, **options)
+        self._dtype = dtype
+        devices = {one.device.type for group in self.param_groups for one in group["params"]}
+        self._offload = offload and devices != {"cpu"}
+        self._by_pieces = self._offload or dtype is not torch.float32
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """A parameter's, and its number of steps; made as zeros where there are none yet."""
+        moments: dict[str, torch.Tensor] = self.state[parameter]
+        if not moments:
+            moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            where: dict[str, Any] = {}
+            if self._offload:
+                where = {"device": "cpu", "pin_memory": True}
+            for name in MOMENTS:
+                moments[name] = torch.zeros_like(parameter, dtype=self._dtype, **where)
+        return moments
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        if not self._by_pieces:
+            super().step()
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, parameter, parameter.grad)
+
+    def _update(
+        self, group: dict[str, Any], parameter: nn.Parameter, gradient: torch.Tensor
+    ) -> None:
+        moments = self.moments(parameter)
+        moments["step"] += 1
+        own = [local(one) for one in (parameter, gradient, *(moments[name] for name in MOMENTS))]
+        if not own[0].numel():
+            return
+        drawn_for = f"{int(moments['step'])} {tuple(own[0].shape)}"
+        chance = torch.Generator(parameter.device)
+        chance.manual_seed(zlib.crc32(drawn_for.encode()))  # on the CPU a seed has 32 bits
+        beta1, beta2 = group["betas"]
+        for weights, its_gradient, *kept in zip(*map(_pieces, own), strict=True):
+            computed = [one.to(weights.device, torch.float32) for one in kept]
+            first, second = ([one] for one in computed)
+            torch._fused_adamw_(
+                [weights],
+                [its_gradient],
+                first,
+                second,
+                [],
+                [moments["step"]],
+                amsgrad=False,
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for one, result in zip(kept, computed, strict=True):
+                if one is not result:
+                    one.copy_(result if one.dtype is torch.float32 else _rounded(result, chance))
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of at most PIECE numbers each, or of one row."""
+    if not tensor.ndim:
+        return (tensor,)
+    per_row = max(1, tensor.numel() // len(tensor))
+    pieces: tuple[torch.Tensor, ...] = tensor.split(max(1, PIECE // per_row))
+    return pieces
+
+
+def _rounded(exact: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+    """`exact`, finite float32, as bfloat16: of the two numbers around it the farther one by as much
+    chance as it is near. Overwrites `exact`."""
+    bits = exact.view(torch.int32)
+    draw = torch.empty_like(bits).random_(0, 1 << 16, generator=chance)
+    # The lower half of the bits is what bfloat16 lacks: adding to it carries over by that chance.
+    bits.add_(draw).bitwise_and_(-1 << 16)
+    return exact.to(torch.bfloat16)
+
+
+def build_adamw(parameters: Sequence[nn.Parameter], config: TrainerConfig) -> AdamW:
     """Weight decay on matrices only: norms and biases have no scale to be pulled back from."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         # One operation updates a group, and takes tensors that lie on the ranks alike.
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
-    return torch.optim.AdamW(
+    return AdamW(
         [
             {"params": group, "weight_decay": config.weight_decay if is_matrix else 0.0}
             for (is_matrix, _), group in groups.items()
         ],
+        dtype=getattr(torch, config.moments_dtype),
+        offload=config.offloads_moments,
         lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        fused=True,
+        betas=config.adam_betas,
     )
 
 

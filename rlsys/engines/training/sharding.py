@@ -10,7 +10,6 @@ activations in it, and reduce gradients in float32.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from rlsys.engines.training.parallel.experts import cut_experts
 from rlsys.engines.training.parallel.groups import Mesh
@@ -109,23 +107,23 @@ def _empty(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
 
-def recompute_activations(network: Any) -> None:
-    """Keep only each decoder layer's input for the backward pass, and run the layer again there."""
-    for layer in decoder_layers(network.model):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-
-
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that the model's authors say must stay in one piece."""
-    names = set(model._no_split_modules or ())  # type: ignore[arg-type]
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    """The layers that the model's authors say must stay in one piece. Raises ValueError for a model
+    without any."""
+    layers = named_layers(model)
     if not layers:
         raise ValueError(
             f"{type(model).__name__} names no decoder layers (_no_split_modules), so it can be "
             "neither sharded nor checkpointed layer by layer; use trainer.layout=dp1, float32 "
-            "and model.gradient_checkpointing=false with it."
+            "and model.gradient_checkpointing=none with it."
         )
     return layers
+
+
+def named_layers(model: nn.Module) -> list[nn.Module]:
+    """The same, where there are any."""
+    names = set(model._no_split_modules or ())  # type: ignore[arg-type]
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

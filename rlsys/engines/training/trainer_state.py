@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
+from rlsys.engines.training.optimizer import MOMENTS, AdamW
 from rlsys.engines.training.ranks import Ranks
 
 
@@ -106,7 +107,7 @@ def _also(policy_version: int) -> dict[str, torch.Tensor]:
 def load_state(
     directory: Path,
     tensors: Mapping[str, torch.Tensor],
-    optimizer: torch.optim.AdamW,
+    optimizer: AdamW,
     *,
     sharded: bool,
 ) -> int:
@@ -125,22 +126,16 @@ def load_state(
     return int(state["policy_version"])
 
 
-def state_tensors(
-    tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.AdamW
-) -> dict[str, Any]:
+def state_tensors(tensors: Mapping[str, torch.Tensor], optimizer: AdamW) -> dict[str, Any]:
     """Views of all state; moments that the optimizer has not made yet are made here, as zeros."""
     state: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, nn.Parameter):
             state[f"buffer.{name}"] = tensor
             continue
-        moments = optimizer.state[tensor]
-        if not moments:
-            moments["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-            moments["exp_avg"] = torch.zeros_like(tensor)
-            moments["exp_avg_sq"] = torch.zeros_like(tensor)
+        moments = optimizer.moments(tensor)
         state[f"parameter.{name}"] = tensor.detach()
-        for key in ("step", "exp_avg", "exp_avg_sq"):
+        for key in ("step", *MOMENTS):
             state[f"{key}.{name}"] = moments[key].detach()
     return state
 
