@@ -3,7 +3,7 @@
     python scripts/draw_layouts.py [--out docs/layouts]
 
 A picture for each layout, from engines that were laid out so (gloo processes on this machine): two
-layers of a Qwen3, or of a Qwen3-MoE for ep. A number is a rank; what several ranks hold, each of
+layers of a Qwen3, of a Qwen3-MoE for ep, or as many as a pipeline has pieces. A number is a rank; what several ranks hold, each of
 them whole, has all their numbers.
 """
 
@@ -25,10 +25,11 @@ from rlsys.engines.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.layout.holdings import Box, Holding
 from rlsys.mesh import Layout
-from scripts.bench.layouts import build_model, on_ranks
+from scripts.bench.layouts import build_model
+from scripts.bench.ranks import on_ranks
 from scripts.plot_run import INK
 
-LAYOUTS = ("dp2", "dp2x2", "tp2", "pp2", "cp2", "ep2", "dp2tp2")
+LAYOUTS = ("dp2", "dp2x2", "tp2", "pp2", "pp2v2", "cp2", "ep2", "dp2tp2")
 COLORS = ("#9fc1e3", "#f2bb95", "#a8cfa9", "#d9b3dc", "#e8d38a", "#c9c9c9")
 NUM_ROWS, NUM_TOKENS = 4, 8  # of the batch that is drawn
 
@@ -47,7 +48,7 @@ KINDS = {
 Cells = Mapping[Box, tuple[int, ...]]  # boxes of a tensor, and the ranks that hold each
 
 
-def held(layout: Layout, rank: int, path: Path) -> list[Holding]:
+def held(rank: int, world_size: int, layout: Layout, path: Path) -> list[Holding]:
     engine = FSDPEngine(
         model_path=path,
         trainer=TrainerConfig(layout=str(layout)),
@@ -58,7 +59,7 @@ def held(layout: Layout, rank: int, path: Path) -> list[Holding]:
         num_total_steps=1,
         seed=0,
         rank=rank,
-        world_size=layout.num_ranks,
+        world_size=world_size,
     )
     return engine.holdings
 
@@ -160,10 +161,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for layout in map(Layout.parse, LAYOUTS):
             family = "qwen3_moe" if layout.ep > 1 else "qwen3"
-            path = Path(directory) / family
-            if not path.exists():
-                build_model(path, family)
-            tensors = holders(on_ranks(held, layout, path))
+            path = Path(directory) / str(layout)
+            build_model(path, family, num_layers=max(2, layout.pp * layout.num_pieces))
+            tensors = holders(on_ranks(layout.num_ranks, held, layout, path))
             try:
                 figure = draw(layout, tensors)
             except ImportError as error:

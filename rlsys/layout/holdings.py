@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -69,3 +70,14 @@ def local_box(tensor: torch.Tensor) -> Box:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return Box(tuple((start, start + size) for start, size in zip(offset, shape, strict=True)))
+
+
+def local_part(tensor: Any) -> Any:
+    """This rank's part of a tensor, sharing its memory, differentiable; None stays None."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a parameter, gathered on every rank: a collective if it is cut."""
+    with torch.no_grad():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlsys.config import TrainerConfig
-from rlsys.engines.training.sharding import local
+from rlsys.layout.holdings import local_part
 
 
 def build_adamw(parameters: Sequence[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
@@ -71,5 +71,5 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     return [gradient for gradient in gradients if gradient.numel()]

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from rlsys.engines.training.parallel.experts import cut_experts
@@ -126,14 +125,3 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
             "and model.gradient_checkpointing=false with it."
         )
     return layers
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter or gradient, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a parameter, gathered on every rank: a collective if it is sharded."""
-    with torch.no_grad():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
