@@ -3,8 +3,8 @@
     python scripts/draw_layouts.py [--out docs/layouts]
 
 A picture for each layout, from engines that were laid out so (gloo processes on this machine): two
-layers of a Qwen3, of a Qwen3-MoE for ep, or as many as a pipeline has pieces. A number is a rank; what several ranks hold, each of
-them whole, has all their numbers.
+layers of a Qwen3, or of a Qwen3-MoE for ep, or as many as a pipeline has pieces. A number is a
+rank; what several ranks hold, each of them whole, has all their numbers.
 """
 
 from __future__ import annotations

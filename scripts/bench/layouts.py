@@ -287,7 +287,7 @@ def main() -> None:
         for layout in map(Layout.parse, arguments.layouts):
             found = measure(layout, families, Path(directory), arguments.heads)
             told[str(layout)] = found
-            print(f"{str(layout):8}", found, flush=True)
+            print(f"{layout!s:8}", found, flush=True)
     print(json.dumps(told))
 
 

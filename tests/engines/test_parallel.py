@@ -32,6 +32,11 @@ ROWS = make_rows(12, seed=3)
 # Beside the benchmark's families, which have two layers and four heads.
 MODELS: dict[str, tuple[str, dict[str, int]]] = {
     **{f"deep {name}": (name, {"num_layers": 4}) for name in ("qwen3", "gemma3_text")},
+    **{
+        f"{count}-headed {name}": (name, {"num_heads": count})
+        for count in (1, 2, 3)
+        for name in ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3")
+    },
 }
 Found = tuple[dict[str, float], Weights, Weights]
 
@@ -121,7 +126,12 @@ def relative(found: Weights, expected: Weights) -> float:
 
 
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_moe")
-HARDER = {"pp2": [("deep qwen3", "pp2v2"), ("deep gemma3_text", "pp2v2")]}
+HARDER = {
+    "pp2": [("deep qwen3", "pp2v2"), ("deep gemma3_text", "pp2v2")],
+    # Keys travel; those of windows, sinks and values of another width are gathered.
+    "cp2": [(f"1-headed {name}", "cp2") for name in ("qwen3", "gemma3_text", "gpt_oss")]
+    + [("3-headed qwen3", "cp2"), ("1-headed deepseek_v3", "cp2")],
+}
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2", "pp2"])
@@ -132,7 +142,7 @@ def test_ranks_share_rows_and_layers(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"), [("qwen3", "tp2"), ("qwen3", "cp2"), ("deep qwen3", "pp2v2")]
+    ("model", "layout"), [("qwen3", "tp2"), ("1-headed qwen3", "cp2"), ("deep qwen3", "pp2v2")]
 )
 def test_16_bit_precisions_know_no_layout(model: str, layout: str, tmp_path: Path) -> None:
     compare(tmp_path, [(model, layout, {"dtype": dtype}) for dtype in ("bfloat16", "float16")])
@@ -188,7 +198,12 @@ def test_a_model_that_does_more_than_its_plan_is_refused(
             *((name, x, {}) for x in ("dp2pp2", "tp2pp2", "cp2pp2") for name in FAMILIES),
             ("deep qwen3", "dp2pp2v2", {"gradient_checkpointing": True}),
         ],
-        [("qwen3", "cp2tp2", {}), *(("qwen3_moe", f"{x}2ep2", {}) for x in ("dp", "tp", "cp"))],
+        [
+            *((name, "cp4", {}) for name in ("1-headed qwen3", "2-headed qwen3")),
+            *((name, "cp4", {}) for name in ("2-headed gemma3_text", "2-headed gpt_oss")),
+            ("qwen3", "cp2tp2", {}),
+            *(("qwen3_moe", f"{x}2ep2", {}) for x in ("dp", "tp", "cp")),
+        ],
     ],
     ids=["data", "stages", "others"],
 )
@@ -239,7 +254,7 @@ def resumed(rank: int, world_size: int, directory: Path, *, before: str, after: 
     return restored, saved, weights(first), weights(second), said
 
 
-@pytest.mark.parametrize(("before", "after"), [("pp2v2", "tp2"), ("tp2", "pp2v2"), ("cp2", "pp2")])
+@pytest.mark.parametrize(("before", "after"), [("pp2v2", "tp2"), ("tp2", "pp2v2"), ("cp2", "dp2")])
 def test_a_checkpoint_goes_on_in_another_layout(before: str, after: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
