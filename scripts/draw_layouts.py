@@ -1,6 +1,6 @@
 """Draws layouts of a trainer: which rank holds what of a small model, and trains on which tokens.
 
-    python scripts/draw_layouts.py [--out docs/layouts]
+    python scripts/draw_layouts.py [LAYOUT ...] [--out docs/layouts]
 
 A picture for each layout, from engines that were laid out so (gloo processes on this machine): two
 layers of a Qwen3, or of a Qwen3-MoE for ep, or as many as a pipeline has pieces. A number is a
@@ -26,8 +26,8 @@ from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.layout.holdings import Box, Holding
 from rlsys.mesh import Layout
 from scripts.bench.layouts import build_model
-from scripts.bench.ranks import on_ranks
 from scripts.plot_run import INK
+from scripts.ranks import on_ranks
 
 LAYOUTS = ("dp2", "dp2x2", "tp2", "pp2", "pp2v2", "cp2", "ep2", "dp2tp2")
 COLORS = ("#9fc1e3", "#f2bb95", "#a8cfa9", "#d9b3dc", "#e8d38a", "#c9c9c9")
@@ -154,12 +154,13 @@ def _shared(ranks: Sequence[int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("layouts", nargs="*", default=LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--out", type=Path, default=Path("docs/layouts"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
-        for layout in map(Layout.parse, LAYOUTS):
+        for layout in map(Layout.parse, arguments.layouts):
             family = "qwen3_moe" if layout.ep > 1 else "qwen3"
             path = Path(directory) / str(layout)
             build_model(path, family, num_layers=max(2, layout.pp * layout.num_pieces))

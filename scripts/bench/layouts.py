@@ -34,7 +34,7 @@ from rlsys.layout.transport.shm import open_weights
 from rlsys.mesh import Layout
 from rlsys.tiny_models import build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
-from scripts.bench.ranks import on_ranks
+from scripts.ranks import on_ranks
 
 LAYOUTS = (
     *("dp2", "tp2", "pp2", "pp2v2", "cp2", "ep2"),

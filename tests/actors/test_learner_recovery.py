@@ -26,7 +26,7 @@ from rlsys.mesh import Layout
 from rlsys.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult
 from rlsys.workers import LearnerDied
-from scripts.bench.ranks import on_ranks
+from scripts.ranks import on_ranks
 from tests.actors.no_rows import NO_ROWS
 from tests.clusters import NODE_OPTIONS, cluster_of_one
 from tests.engines.training_harness import make_engine, make_rows, tiny_model

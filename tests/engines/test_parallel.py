@@ -18,7 +18,7 @@ from rlsys.mesh import Layout
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.layouts import FAMILIES as FAMILIES_OF_BENCH
 from scripts.bench.layouts import build_model
-from scripts.bench.ranks import on_ranks
+from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     Weights,
     gradients,

@@ -30,7 +30,8 @@ def calls_of(blocks: list[Block], size: int, num_ranks: int) -> list[RingCalls]:
 def parts(heads: torch.Tensor, size: int, num_ranks: int) -> tuple[torch.Tensor, ...]:
     """[1, H, M, D] of all ranks, with padding behind."""
     padding = size * num_ranks - heads.shape[2]
-    return torch.nn.functional.pad(heads.detach(), (0, 0, 0, padding)).split(size, 2)
+    padded = torch.nn.functional.pad(heads.detach(), (0, 0, 0, padding))
+    return torch.split(padded, size, 2)
 
 
 def coming(calls: list[RingCalls], rank: int) -> list[tuple[Turn, int, Places]]:
@@ -71,15 +72,18 @@ def test_equal_to_attention_with_a_mask(
         for turn, source, sent in coming(calls, rank):
             arrived = both[source][sent]
             assert arrived.shape[2] == turn.num_received
-            join(joined, total, query[rank], *arrived.chunk(2, 1), turn.rectangles, SCALING)
+            keys, values = arrived.chunk(2, 1)
+            join(joined, total, query[rank], keys, values, turn.rectangles, SCALING)
         found.append(joined)
         result = OfResult(query[rank], joined, total, grad[rank], SCALING)
         query_grad, *own = result.differentiate(key[rank], value[rank], calls[rank].own)
         of_both[rank] += torch.cat(own, 1)
         for turn, source, sent in coming(calls, rank):
             arrived = both[source][sent]
+            keys, values = arrived.chunk(2, 1)
             back = torch.zeros_like(arrived)
-            result.differentiate_joined(*arrived.chunk(2, 1), turn.rectangles, *back.chunk(2, 1))
+            of_keys, of_values = back.chunk(2, 1)
+            result.differentiate_joined(keys, values, turn.rectangles, of_keys, of_values)
             of_both[source][sent] += back
         of_query.append(query_grad)
 

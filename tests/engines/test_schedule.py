@@ -64,7 +64,7 @@ def orders(num_ranks: int, num_pieces: int, num_passes: int) -> list[list[Task]]
     ]
 
 
-@given(RANKS, PIECES, PASSES)
+@given(RANKS, PIECES, st.integers(0, 17))
 def test_every_piece_goes_forward_and_back_once_and_no_rank_waits_for_ever(
     num_ranks: int, num_pieces: int, num_passes: int
 ) -> None:

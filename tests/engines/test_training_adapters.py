@@ -19,7 +19,7 @@ from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.estimate import estimate_memory, model_shape
 from rlsys.lora import Lora
 from rlsys.types import TrainRow
-from scripts.bench.ranks import on_ranks
+from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     Weights,
     accumulate,

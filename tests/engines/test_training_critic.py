@@ -16,7 +16,7 @@ from rlsys.algorithms.values import clipped_value_loss, value_loss
 from rlsys.engines.inference import InferenceEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.types import MicroBatch, TrainRow
-from scripts.bench.ranks import on_ranks
+from scripts.ranks import on_ranks
 from tests.engines.scalar_models import plain_values, scalar_model, tokens_of
 from tests.engines.training_harness import (
     accumulate,

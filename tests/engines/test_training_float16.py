@@ -18,7 +18,7 @@ from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.loss_scale import DIVISOR, FIRST, LOWEST, UPDATES_TO_CLIMB, LossScale
 from rlsys.types import StepResult, TrainRow
 from scripts.bench.layouts import build_model
-from scripts.bench.ranks import on_ranks
+from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     Weights,
     accumulate,

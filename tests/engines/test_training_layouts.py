@@ -20,7 +20,7 @@ from rlsys.algorithms.losses import gspo
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.tiny_models import Family
 from rlsys.types import Float32Array, StepResult, TrainRow
-from scripts.bench.ranks import on_ranks
+from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     Weights,
     accumulate,

@@ -16,7 +16,7 @@ from rlsys.algorithms.preferences import bradley_terry, dpo
 from rlsys.engines.inference import InferenceEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.types import MicroBatch, TrainRow
-from scripts.bench.ranks import on_ranks
+from scripts.ranks import on_ranks
 from tests.engines.scalar_models import plain_scores, scalar_model, tokens_of
 from tests.engines.training_harness import (
     VOCABULARY,

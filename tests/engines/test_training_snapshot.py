@@ -13,7 +13,7 @@ from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory
 from rlsys.types import MicroBatch, StepResult, TrainRow
-from scripts.bench.ranks import on_ranks
+from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     Weights,
     accumulate,

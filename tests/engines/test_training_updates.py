@@ -15,7 +15,7 @@ from rlsys.algorithms.losses import clipped_surrogate, reinforce
 from rlsys.config import TrainerConfig
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.types import StepResult, TrainRow
-from scripts.bench.ranks import on_ranks
+from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     accumulate,
     assert_same,

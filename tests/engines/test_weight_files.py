@@ -20,7 +20,7 @@ from rlsys.engines.training import export
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.layout.holdings import local_part
 from scripts.bench.layouts import build_model
-from scripts.bench.ranks import on_ranks
+from scripts.ranks import on_ranks
 from tests.engines.training_harness import Weights, make_engine, tiny_model, weights
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

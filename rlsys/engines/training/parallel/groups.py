@@ -75,7 +75,7 @@ class Mesh:
         for rank in range(self.layout.num_ranks):
             at = self.layout.coordinates(rank) | {dimension: 0}
             of_each.setdefault(tuple(at.values()), []).append(rank)
-        group, _ = dist.new_subgroups_by_enumeration(list(of_each.values()))
+        group: Group = dist.new_subgroups_by_enumeration(list(of_each.values()))[0]
         return group
 
     def sharding(self, *dimensions: str) -> DeviceMesh:

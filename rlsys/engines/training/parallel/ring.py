@@ -127,7 +127,8 @@ class _RingAttention(torch.autograd.Function):
         travelling = calls.travel(key, value)
         joined, total = attend(query, key, value, calls.own, scaling)
         for turn, both in travelling:
-            join(joined, total, query, *both.chunk(2, 1), turn.rectangles, scaling)
+            keys, values = both.chunk(2, 1)
+            join(joined, total, query, keys, values, turn.rectangles, scaling)
         attended = joined.to(query.dtype)
         ctx.save_for_backward(query, key, value, attended, total)
         ctx.calls, ctx.scaling = calls, scaling
@@ -144,10 +145,10 @@ class _RingAttention(torch.autograd.Function):
         of_both = torch.cat(of_own, 1)
         returning: list[tuple[Turn, _Transfer]] = []
         for turn, both in travelling:
+            keys, values = both.chunk(2, 1)
             of_taken = torch.zeros_like(both)
-            of_result.differentiate_joined(
-                *both.chunk(2, 1), turn.rectangles, *of_taken.chunk(2, 1)
-            )
+            of_keys, of_values = of_taken.chunk(2, 1)
+            of_result.differentiate_joined(keys, values, turn.rectangles, of_keys, of_values)
             returning.append((turn, calls.send_back(turn, of_taken, of_both)))
         for turn, transfer in returning:
             of_both[turn.sent] += transfer.finished()
