@@ -100,11 +100,11 @@ def draw(layout: Layout, tensors: Mapping[str, Cells]) -> Any:
     import matplotlib.pyplot as plt
 
     ends: list[tuple[str, Cells]] = [("tokens of a batch", tokens(layout))]
-    layers: dict[str, list[tuple[str, Cells]]] = defaultdict(list)
+    layers: dict[int, list[tuple[str, Cells]]] = defaultdict(list)
     for name, cells in tensors.items():
         layer = re.search(r"layers\.(\d+)\.", name)
         if title := kind(name):
-            (layers[f"layer {layer[1]}: "] if layer else ends).append((title, cells))
+            (layers[int(layer[1])] if layer else ends).append((title, cells))
     num_lines = max(len(ends), len(layers))
     num_columns = 1 + max(map(len, layers.values()))
     figure, axes = plt.subplots(
@@ -117,9 +117,9 @@ def draw(layout: Layout, tensors: Mapping[str, Cells]) -> Any:
         axis.axis("off")
     for line, end in enumerate(ends):
         _panel(axes[line][0], *end)
-    for line, (layer_name, panels) in enumerate(layers.items()):
+    for line, (number, panels) in enumerate(sorted(layers.items())):
         for column, (title, cells) in enumerate(panels, start=1):
-            _panel(axes[line][column], layer_name + title, cells)
+            _panel(axes[line][column], f"layer {number}: {title}", cells)
     figure.suptitle(f"trainer.layout={layout}", color=INK, fontsize=11)
     return figure
 
