@@ -277,8 +277,8 @@ class TrainerConfig:
     """The training ranks and the optimizer."""
 
     layout: str = "dp1"
-    """Ranks, one process each: dp4 (FSDP2 over rows), tp2, dp2tp2, pp2, cp2, ep2, dp2x4 and so on
-    (docs/training.md)."""
+    """Ranks, one process each: dp4 (FSDP2 over rows), tp2, dp2tp2, pp2, pp2v3, cp2, ep2, dp2x4 and
+    so on (docs/training.md)."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0

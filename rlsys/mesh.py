@@ -4,8 +4,9 @@
 
     dp    data: other rows; parameters sharded over it (FSDP). dp2x4: 2 copies of 4 shards
     tp    tensor: heads, MLP widths and vocabulary cut; between them each rank keeps its tokens
-    pp    pipeline: other layers
-    cp    context: other tokens of the same rows; heads exchanged for tokens in attention (Ulysses)
+    pp    pipeline: other layers; pp2v3: 3 pieces of them on each of 2 ranks (interleaved)
+    cp    context: other tokens of the same rows; in attention heads are exchanged for tokens
+          (Ulysses), and keys travel where there are too few heads (ring)
     ep    expert: other rows, and other experts of a mixture
 
 Ranks are numbered with the last of DIMENSIONS fastest, so that what talks most lies closest.
@@ -21,7 +22,8 @@ from dataclasses import dataclass, fields
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 # Ranks that differ in these only have different rows; in the others, the same.
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "ep")
-_PART = re.compile(r"(dp|tp|pp|cp|ep)(\d+)(?:x(\d+))?")
+_PART = re.compile(r"(dp|tp|pp|cp|ep)(\d+)(?:([xv])(\d+))?")
+_SECOND = {"dp": "x", "pp": "v"}  # what stands before a second number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +36,19 @@ class Layout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    num_pieces: int = 1
+    """Of layers on each pipeline rank: the p-th of r ranks has the pieces p, p + r, p + 2r, ..."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
             size = getattr(self, each.name)
             if size < 1:
                 raise ValueError(f"a layout with {each.name}={size} has no rank; use at least 1.")
+        if self.num_pieces > 1 and self.pp == 1:
+            raise ValueError(
+                f"a layout with pp1v{self.num_pieces} has all pieces on one rank, which gains "
+                "nothing; use pp2 or more, or leave v out."
+            )
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -48,16 +57,18 @@ class Layout:
         at = 0
         while at < len(text):
             found = _PART.match(text, at)
-            if found is None or (found[3] and found[1] != "dp"):
+            if found is None or (found[3] and _SECOND.get(found[1]) != found[3]):
                 raise ValueError(_unread(text, at))
-            if found[1] in {name.partition("_")[0] for name in sizes}:
-                raise ValueError(f"layout {text!r} says {found[1]} twice; say it once.")
-            if found[1] != "dp":
-                sizes[found[1]] = int(found[2])
-            elif found[3]:
-                sizes |= {"dp_replicate": int(found[2]), "dp_shard": int(found[3])}
+            name, first, second = found[1], int(found[2]), int(found[4] or 1)
+            if name in {one.partition("_")[0] for one in sizes}:
+                raise ValueError(f"layout {text!r} says {name} twice; say it once.")
+            if name == "dp":
+                copies, shards = (first, second) if found[4] else (1, first)
+                sizes |= {"dp_replicate": copies, "dp_shard": shards}
             else:
-                sizes["dp_shard"] = int(found[2])
+                sizes[name] = first
+            if name == "pp":
+                sizes["num_pieces"] = second
             at = found.end()
         if not sizes:
             raise ValueError(_unread(text, 0))
@@ -68,8 +79,11 @@ class Layout:
         data = f"dp{self.dp_shard}" if self.dp_shard > 1 else ""
         if self.dp_replicate > 1:
             data = f"dp{self.dp_replicate}x{self.dp_shard}"
+        pieces = f"v{self.num_pieces}" if self.num_pieces > 1 else ""
         others = (
-            f"{name}{size}" for name in ("tp", "pp", "cp", "ep") if (size := self.size(name)) > 1
+            f"{name}{size}{pieces if name == 'pp' else ''}"
+            for name in ("tp", "pp", "cp", "ep")
+            if (size := self.size(name)) > 1
         )
         return data + "".join(others) or "dp1"
 
@@ -115,5 +129,6 @@ class Layout:
 def _unread(text: str, at: int) -> str:
     return (
         f"layout {text!r} cannot be read from {text[at:]!r} on; write dimensions and their sizes, "
-        "such as dp4, dp2tp2pp2, dp2x4 (two copies of four shards), cp2 or ep2."
+        "such as dp4, dp2tp2pp2, dp2x4 (two copies of four shards), pp2v3 (three pieces on each of "
+        "two ranks), cp2 or ep2."
     )

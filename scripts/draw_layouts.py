@@ -1,10 +1,10 @@
 """Draws layouts of a trainer: which rank holds what of a small model, and trains on which tokens.
 
-    python scripts/draw_layouts.py [--out docs/layouts]
+    python scripts/draw_layouts.py [LAYOUT ...] [--out docs/layouts]
 
 A picture for each layout, from engines that were laid out so (gloo processes on this machine): two
-layers of a Qwen3, or of a Qwen3-MoE for ep. A number is a rank; what several ranks hold, each of
-them whole, has all their numbers.
+layers of a Qwen3, or of a Qwen3-MoE for ep, or as many as a pipeline has pieces. A number is a
+rank; what several ranks hold, each of them whole, has all their numbers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from rlsys.engines.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.layout.holdings import Box, Holding
 from rlsys.mesh import Layout
-from scripts.bench.layouts import build_model, on_ranks
+from scripts.bench.layouts import build_model
 from scripts.plot_run import INK
+from scripts.ranks import on_ranks
 
-LAYOUTS = ("dp2", "dp2x2", "tp2", "pp2", "cp2", "ep2", "dp2tp2")
+LAYOUTS = ("dp2", "dp2x2", "tp2", "pp2", "pp2v2", "cp2", "ep2", "dp2tp2")
 COLORS = ("#9fc1e3", "#f2bb95", "#a8cfa9", "#d9b3dc", "#e8d38a", "#c9c9c9")
 NUM_ROWS, NUM_TOKENS = 4, 8  # of the batch that is drawn
 
@@ -47,7 +48,7 @@ KINDS = {
 Cells = Mapping[Box, tuple[int, ...]]  # boxes of a tensor, and the ranks that hold each
 
 
-def held(layout: Layout, rank: int, path: Path) -> list[Holding]:
+def held(rank: int, world_size: int, layout: Layout, path: Path) -> list[Holding]:
     engine = FSDPEngine(
         model_path=path,
         trainer=TrainerConfig(layout=str(layout)),
@@ -58,7 +59,7 @@ def held(layout: Layout, rank: int, path: Path) -> list[Holding]:
         num_total_steps=1,
         seed=0,
         rank=rank,
-        world_size=layout.num_ranks,
+        world_size=world_size,
     )
     return engine.holdings
 
@@ -99,11 +100,11 @@ def draw(layout: Layout, tensors: Mapping[str, Cells]) -> Any:
     import matplotlib.pyplot as plt
 
     ends: list[tuple[str, Cells]] = [("tokens of a batch", tokens(layout))]
-    layers: dict[str, list[tuple[str, Cells]]] = defaultdict(list)
+    layers: dict[int, list[tuple[str, Cells]]] = defaultdict(list)
     for name, cells in tensors.items():
         layer = re.search(r"layers\.(\d+)\.", name)
         if title := kind(name):
-            (layers[f"layer {layer[1]}: "] if layer else ends).append((title, cells))
+            (layers[int(layer[1])] if layer else ends).append((title, cells))
     num_lines = max(len(ends), len(layers))
     num_columns = 1 + max(map(len, layers.values()))
     figure, axes = plt.subplots(
@@ -116,9 +117,9 @@ def draw(layout: Layout, tensors: Mapping[str, Cells]) -> Any:
         axis.axis("off")
     for line, end in enumerate(ends):
         _panel(axes[line][0], *end)
-    for line, (layer_name, panels) in enumerate(layers.items()):
+    for line, (number, panels) in enumerate(sorted(layers.items())):
         for column, (title, cells) in enumerate(panels, start=1):
-            _panel(axes[line][column], layer_name + title, cells)
+            _panel(axes[line][column], f"layer {number}: {title}", cells)
     figure.suptitle(f"trainer.layout={layout}", color=INK, fontsize=11)
     return figure
 
@@ -153,17 +154,17 @@ def _shared(ranks: Sequence[int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("layouts", nargs="*", default=LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--out", type=Path, default=Path("docs/layouts"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
-        for layout in map(Layout.parse, LAYOUTS):
+        for layout in map(Layout.parse, arguments.layouts):
             family = "qwen3_moe" if layout.ep > 1 else "qwen3"
-            path = Path(directory) / family
-            if not path.exists():
-                build_model(path, family)
-            tensors = holders(on_ranks(held, layout, path))
+            path = Path(directory) / str(layout)
+            build_model(path, family, num_layers=max(2, layout.pp * layout.num_pieces))
+            tensors = holders(on_ranks(layout.num_ranks, held, layout, path))
             try:
                 figure = draw(layout, tensors)
             except ImportError as error:

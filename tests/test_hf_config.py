@@ -31,10 +31,10 @@ def test_lists_and_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("tp3", "tp x cp = 3 does not divide this model's num_attention_heads=4"),
-        ("tp2cp4", "tp x cp = 8 does not divide"),
+        ("tp3", "tp = 3 does not divide this model's num_attention_heads=4"),
         ("tp4", "tp = 4 does not divide this model's num_key_value_heads=2"),
         ("pp2", "pp = 2 does not divide this model's num_hidden_layers=3"),
+        ("pp3v2", "pp x 2 pieces = 6 does not divide this model's num_hidden_layers=3"),
         ("ep2", "this model has no experts; leave ep out"),
     ],
 )
@@ -42,7 +42,7 @@ def test_a_layout_that_does_not_divide_the_model_is_refused(layout: str, message
     config = AutoConfig.for_model(
         "qwen3", num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3
     )
-    check_fits(Layout.parse("dp3tp2cp2"), config)
+    check_fits(Layout.parse("dp3tp2cp4"), config)
     with pytest.raises(ValueError, match=message):
         check_fits(Layout.parse(layout), config)
 

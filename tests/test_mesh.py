@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from rlsys.config import TrainerConfig
 from rlsys.mesh import DATA_DIMENSIONS, DIMENSIONS, Layout
 
-layouts = st.builds(Layout, **{name: st.integers(1, 3) for name in DIMENSIONS})
+layouts = st.builds(
+    lambda num_pieces, **sizes: Layout(**sizes, num_pieces=num_pieces if sizes["pp"] > 1 else 1),
+    **{name: st.integers(1, 3) for name in (*DIMENSIONS, "num_pieces")},
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +25,7 @@ layouts = st.builds(Layout, **{name: st.integers(1, 3) for name in DIMENSIONS})
         ("dp2x4", {"dp_replicate": 2, "dp_shard": 4}),
         ("dp2tp2pp2", {"dp_shard": 2, "tp": 2, "pp": 2}),
         ("dp1tp2", {"tp": 2}),
+        ("pp2v3cp2", {"pp": 2, "num_pieces": 3, "cp": 2}),
         ("cp2ep4", {"cp": 2, "ep": 4}),
     ],
 )
@@ -41,6 +45,10 @@ def test_every_layout_has_a_string(layout: Layout) -> None:
         ("tp", "cannot be read from 'tp' on"),
         ("dp2zz3", "cannot be read from 'zz3' on"),
         ("tp2x2", "cannot be read from 'tp2x2' on"),
+        ("pp2x2", "cannot be read from 'pp2x2' on"),
+        ("dp2v2", "cannot be read from 'dp2v2' on"),
+        ("pp2v", "cannot be read from 'v' on"),
+        ("pp1v2", "pp1v2 has all pieces on one rank"),
         ("tp2tp2", "says tp twice"),
         ("dp2dp2x2", "says dp twice"),
         ("tp0", "tp=0 has no rank"),

@@ -77,8 +77,10 @@ class Shards(Protocol):
         key: torch.Tensor,
         value: torch.Tensor,
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        scaling: float | None,
     ) -> torch.Tensor:
-        """`attend` over all tokens, for some of the heads that this rank has."""
+        """`attend` over all tokens, for some of the heads that this rank has. With `scaling`, that
+        is tree_attention."""
 
     def own_heads(self, per_head: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Those of all heads' values that this rank attends with, where it has `num_heads` before
@@ -147,13 +149,24 @@ def packed_attention(
 ) -> torch.Tensor:
     """The same within each of the rows of a packing: query [1, H·G, M, D], key and value
     [1, H, M, D]; returns [1, M, H·G, D]."""
-    is_plain = rule.softcap is None and rule.sinks is None and not dropout
-    bounds = (rule.sliding_window, rule.chunk)
-    sees_all = all(bound is None or bound >= packing.longest for bound in bounds)
-    if packing.calls and is_plain and sees_all and takes(query, value):
+    if packing.calls and _follows_tree(query, value, rule, packing, dropout):
         return tree_attention(query, key, value, packing.calls, rule.scaling)
     query, key, value = (packing.pad(heads) for heads in (query, key, value))
     return packing.unpad(causal_attention(query, key, value, rule, dropout=dropout))
+
+
+def _follows_tree(
+    query: torch.Tensor,
+    value: torch.Tensor,
+    rule: AttentionRule,
+    packing: Packing,
+    dropout: float,
+) -> bool:
+    """Whether tree_attention computes it: tokens see all of their past, and nothing else."""
+    is_plain = rule.softcap is None and rule.sinks is None and not dropout
+    bounds = (rule.sliding_window, rule.chunk)
+    sees_all = all(bound is None or bound >= packing.longest for bound in bounds)
+    return is_plain and sees_all and takes(query, value)
 
 
 def causal_mask(
@@ -244,7 +257,8 @@ def _sharded_attention(
             return causal_attention(query, key, value, rule, dropout=dropout)
         return packed_attention(query, key, value, rule, packing, dropout=dropout)
 
-    return shards.attend(query, key, value, attend)
+    is_tree = packing is not None and _follows_tree(query, value, rule, packing, dropout)
+    return shards.attend(query, key, value, attend, rule.scaling if is_tree else None)
 
 
 def _band(

@@ -24,6 +24,7 @@ from rlsys.engines.float32_product import Float32Copy, float32_product, gradient
 from rlsys.engines.promises import Promise
 from rlsys.engines.sixteen_bit_linear import use_float32_products
 from rlsys.engines.weight_files import load_promised
+from rlsys.layout.holdings import local_part
 
 # Names of the soft cap of logits: Gemma's and NanoChat's, RecurrentGemma's, xLSTM's.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -188,11 +189,6 @@ class Head:
             self._copy = self._copy or Float32Copy(weight)
             logits = mm(hidden, self._copy.get().t())
         return logits if bias is None else logits + bias.float()
-
-
-def local_part(tensor: Any) -> Any:
-    """Of a tensor that is cut over ranks, differentiable; anything else as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:

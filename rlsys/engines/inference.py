@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,18 +35,21 @@ def infer(
     """Of each row, whatever its loss mask and columns: log-probabilities or values [T], or a score
     [1]; with `top_k`, of a Policy, what it says of the likeliest tokens [T * (2 top_k + 1)];
     without gradient. A collective: every rank brings its share of rows, which may be none."""
-    ask = partial(role.infer, top_k=top_k) if isinstance(role, Policy) else role.infer
     found = [np.zeros(role.num_inferred(row), np.float32) for row in rows]
     indices = [index for index, array in enumerate(found) if len(array)]
     chosen_rows = [rows[index] for index in indices]
     passes = split_passes(chosen_rows, max_tokens, packed=role.packs, shares=role.shares)
     with torch.no_grad():
-        for number in range(ranks.max(len(passes))):
-            chosen = [indices[i] for i in passes[number]] if number < len(passes) else []
-            numbers = ask([rows[index] for index in chosen])
-            lengths = [len(found[index]) for index in chosen]
+        passes += [[]] * (ranks.max(len(passes)) - len(passes))
+        of_passes = [[chosen_rows[index] for index in chosen] for chosen in passes]
+        if top_k and isinstance(role, Policy):
+            said = role.infer_likeliest(of_passes, top_k)
+        else:
+            said = role.infer(of_passes)
+        for chosen, numbers in zip(passes, said, strict=True):
+            lengths = [len(found[indices[index]]) for index in chosen]
             for index, part in zip(chosen, numbers.cpu().split(lengths), strict=True):
-                found[index] = part.flatten().numpy()
+                found[indices[index]] = part.flatten().numpy()
     return found
 
 

@@ -72,7 +72,7 @@ class Packing:
     @cached_property
     def calls(self) -> TreeCalls | None:
         """Of attention along the tree, whose blocks are padded to others of their own length."""
-        return TreeCalls(self.tree) if self.longest > SHORT_ROW else None
+        return TreeCalls(self.tree.blocks) if self.longest > SHORT_ROW else None
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """[1, H, M, D] to [O, H, L, D]; no gradient may come from the padding."""

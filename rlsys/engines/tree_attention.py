@@ -19,15 +19,23 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from rlsys.engines.token_tree import Block, TokenTree
+from rlsys.engines.token_tree import Block
 
 # Causal blocks are computed together, padded to the longest, as long as this share is no padding.
 MIN_FILLED = 0.75
 # And as long as they have no more tokens than a core's cache holds the heads of.
 BATCH_TOKENS = 1024
 
+Places = tuple[slice, slice, slice]  # in [1, H, M, ...]
+Rectangle = tuple[Places, Places]  # of queries, each of which sees all of the keys
+
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def places(start: int, end: int) -> Places:
+    """Of tokens."""
+    return slice(None), slice(None), slice(start, end)
 
 
 def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -36,12 +44,12 @@ def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 class TreeCalls:
-    """What is called for a tree, the same in every layer."""
+    """What is called for the blocks of a tree, the same in every layer."""
 
-    def __init__(self, tree: TokenTree) -> None:
-        alike = _alike([block for block in tree.blocks if block.is_causal])
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        alike = _alike([block for block in blocks if block.is_causal])
         self.causal = [_Batch(blocks) for blocks in alike]
-        self.whole = [_slices(block) for block in tree.blocks if not block.is_causal]
+        self.whole = [_rectangle(block) for block in blocks if not block.is_causal]
 
 
 def tree_attention(
@@ -62,20 +70,7 @@ class _TreeAttention(torch.autograd.Function):
         calls: TreeCalls,
         scaling: float,
     ) -> torch.Tensor:
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        joined = torch.empty_like(query, dtype=dtype)  # [1, H·G, M, D]
-        total = torch.empty(query.shape[:3], dtype=dtype)  # [1, H·G, M] logsumexp
-        for batch in calls.causal:
-            of_batch = (batch.take(tensor) for tensor in (query, key, value))
-            attended, sums = _forward(*of_batch, is_causal=True, scale=scaling)
-            batch.put(joined, attended)
-            batch.put(total, sums)
-        for queries, keys in calls.whole:
-            attended, sums = _forward(query[queries], key[keys], value[keys], scale=scaling)
-            before = total[queries].clone()
-            torch.logaddexp(before, sums, out=total[queries])
-            joined[queries].mul_((before - total[queries]).exp_()[..., None])
-            joined[queries].addcmul_(attended, (sums - total[queries]).exp_()[..., None])
+        joined, total = attend(query, key, value, calls, scaling)
         attended = joined.to(query.dtype)
         ctx.save_for_backward(query, key, value, attended, total)
         ctx.calls, ctx.scaling = calls, scaling
@@ -85,19 +80,95 @@ class _TreeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, attended, total = ctx.saved_tensors
-        of = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        for batch in ctx.calls.causal:
-            own = [batch.take(tensor) for tensor in (query, key, value, attended, total)]
+        of_result = OfResult(query, attended, total, grad, ctx.scaling)
+        return *of_result.differentiate(key, value, ctx.calls), None, None
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: TreeCalls, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attended values [1, H·G, M, D] and logsumexp [1, H·G, M], in float32 at least; zeros for
+    queries that stand in no block."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    joined = torch.zeros_like(query, dtype=dtype)
+    total = torch.zeros(query.shape[:3], dtype=dtype)
+    for batch in calls.causal:
+        of_batch = (batch.take(tensor) for tensor in (query, key, value))
+        attended, sums = _forward(*of_batch, is_causal=True, scale=scaling)
+        batch.put(joined, attended)
+        batch.put(total, sums)
+    join(joined, total, query, key, value, calls.whole, scaling)
+    return joined, total
+
+
+def join(
+    joined: torch.Tensor,
+    total: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rectangles: Sequence[Rectangle],
+    scaling: float,
+) -> None:
+    """Add rectangles to what `attend` gave, in place. Keys may be others than it was given."""
+    for queries, keys in rectangles:
+        attended, sums = _forward(query[queries], key[keys], value[keys], scale=scaling)
+        before = total[queries].clone()
+        torch.logaddexp(before, sums, out=total[queries])
+        joined[queries].mul_((before - total[queries]).exp_()[..., None])
+        joined[queries].addcmul_(attended, (sums - total[queries]).exp_()[..., None])
+
+
+class OfResult:
+    """What `attend` and `join` made of queries, and its gradient: all [1, H·G, M, D], `total`
+    without D."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        attended: torch.Tensor,
+        total: torch.Tensor,
+        grad: torch.Tensor,
+        scaling: float,
+    ) -> None:
+        self._query, self._attended, self._total = query, attended, total
+        self._grad, self._scaling = grad, scaling
+        self.of_query = torch.zeros_like(query)
+        """The gradient so far."""
+
+    def differentiate(
+        self, key: torch.Tensor, value: torch.Tensor, calls: TreeCalls
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of query, key and value."""
+        of = self.of_query, torch.zeros_like(key), torch.zeros_like(value)
+        for batch in calls.causal:
+            inputs = (self._query, key, value, self._attended, self._total)
+            own = [batch.take(tensor) for tensor in inputs]
             # Padding is copies of real tokens; none of them may pass a gradient on.
-            found = _backward(batch.take_real(grad), *own, 0.0, True, scale=ctx.scaling)
+            found = _backward(batch.take_real(self._grad), *own, 0.0, True, scale=self._scaling)
             for gradient, part in zip(of, found, strict=True):
                 batch.put(gradient, part)
-        for queries, keys in ctx.calls.whole:
-            inputs = (query[queries], key[keys], value[keys], attended[queries], total[queries])
-            found = _backward(grad[queries], *inputs, 0.0, False, scale=ctx.scaling)
-            for gradient, where, part in zip(of, (queries, keys, keys), found, strict=True):
+        self.differentiate_joined(key, value, calls.whole, of[1], of[2])
+        return of
+
+    def differentiate_joined(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rectangles: Sequence[Rectangle],
+        of_key: torch.Tensor,
+        of_value: torch.Tensor,
+    ) -> None:
+        """Add the gradients of rectangles."""
+        for queries, keys in rectangles:
+            inputs = (self._query[queries], key[keys], value[keys])
+            result = (self._attended[queries], self._total[queries])
+            found = _backward(
+                *(self._grad[queries], *inputs, *result, 0.0, False), scale=self._scaling
+            )
+            of = (self.of_query, queries), (of_key, keys), (of_value, keys)
+            for (gradient, where), part in zip(of, found, strict=True):
                 gradient[where] += part
-        return *of, None, None
 
 
 class _Batch:
@@ -145,14 +216,9 @@ class _Batch:
         into[0].index_copy_(1, self._places_of_real, tokens.to(into.dtype))
 
 
-Places = tuple[slice, slice, slice]  # in [1, H, M, ...]
-
-
-def _slices(block: Block) -> tuple[Places, Places]:
-    """Of queries and of keys."""
-    every = slice(None)
-    queries = slice(block.query_start, block.query_end)
-    return (every, every, queries), (every, every, slice(block.key_start, block.key_end))
+def _rectangle(block: Block) -> Rectangle:
+    queries, keys = (block.query_start, block.query_end), (block.key_start, block.key_end)
+    return places(*queries), places(*keys)
 
 
 def _alike(blocks: Sequence[Block]) -> list[list[Block]]:

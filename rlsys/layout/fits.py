@@ -15,12 +15,11 @@ def check_fits(layout: Layout, config: Any, *, setting: str = "trainer.layout") 
     """Raise ValueError where the layout, which `setting` gives, does not divide the model of this
     Hugging Face configuration."""
     text = config.get_text_config()
-    heads = layout.size("tp", "cp")
+    pieces = f"pp x {layout.num_pieces} pieces" if layout.num_pieces > 1 else "pp"
     for names, dimensions, size in (
-        (("num_attention_heads",), "tp x cp", heads),
-        (("num_key_value_heads", "intermediate_size"), "tp", layout.tp),
+        (("num_attention_heads", "num_key_value_heads", "intermediate_size"), "tp", layout.tp),
         (NUM_EXPERTS, "ep x tp", layout.size("ep", "tp")),
-        (("num_hidden_layers",), "pp", layout.pp),
+        (("num_hidden_layers",), pieces, layout.pp * layout.num_pieces),
     ):
         for name in names:
             for number in numbers(text, name):

@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,3 +72,14 @@ def local_box(tensor: torch.Tensor) -> Box:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return Box(tuple((start, start + size) for start, size in zip(offset, shape, strict=True)))
+
+
+def local_part(tensor: MaybeTensor) -> MaybeTensor:
+    """This rank's part of a tensor, sharing its memory, differentiable; None stays None."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a parameter, gathered on every rank: a collective if it is cut."""
+    with torch.no_grad():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,8 +1,9 @@
 """Loss, gradient and updated weights in every layout against one process with plain transformers.
 
-    python scripts/bench/layouts.py [LAYOUT ...] [--families qwen3,llama]
+    python scripts/bench/layouts.py [LAYOUT ...] [--families qwen3,llama] [--heads 1]
 
-Small random models, float32, rows of mixed lengths that share prompts, several passes. The
+Small random models, float32, rows of mixed lengths that share prompts, several passes. They have
+four heads, or `--heads` over one key/value head, and as many layers as a pipeline has pieces. The
 reference runs each row alone through transformers' eager attention, with autograd and torch's
 AdamW. Ranks are processes on this machine (gloo). Prints one line of JSON last: per layout the
 largest relative error of loss, gradient and weights over the model families, and the families that
@@ -13,35 +14,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import pickle
-import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.ranks import init_process_group
-from rlsys.engines.training.sharding import whole
+from rlsys.layout.holdings import whole
 from rlsys.layout.transport.shm import open_weights
 from rlsys.mesh import Layout
 from rlsys.tiny_models import build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
+from scripts.ranks import on_ranks
 
 LAYOUTS = (
-    *("dp2", "tp2", "pp2", "cp2", "ep2"),
+    *("dp2", "tp2", "pp2", "pp2v2", "cp2", "ep2"),
     *("dp2tp2", "dp2pp2", "tp2pp2", "dp2cp2", "dp2ep2", "tp2cp2", "tp2ep2", "dp2x2"),
 )
 SIZES: dict[str, Any] = {
@@ -102,12 +98,22 @@ class Step:
     weights: dict[str, torch.Tensor]
 
 
-def build_model(directory: Path, family: str) -> Path:
+def build_model(
+    directory: Path, family: str, *, num_layers: int = 2, num_heads: int | None = None
+) -> Path:
     """Of random weights, norms too, in float32, with a tokenizer of as many characters. Heads,
-    widths, vocabulary and experts divide by 2 and 4."""
+    widths, vocabulary and experts divide by 2 and 4; `num_heads` in place of these share one
+    key/value head."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {name: value for name, value in (SIZES | FAMILIES[family]).items() if value is not None}
+    sizes = SIZES | FAMILIES[family] | {"num_hidden_layers": num_layers}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = sizes["layer_types"] * (num_layers // 2)
+    if num_heads is not None:
+        every_head = family == "deepseek_v3"  # has keys of its own
+        shared = {"num_key_value_heads": num_heads if every_head else 1}
+        sizes |= {"num_attention_heads": num_heads, **shared}
+    sizes = {name: value for name, value in sizes.items() if value is not None}
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(family, **sizes), dtype=torch.float32
@@ -224,38 +230,8 @@ def _relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     return float(apart.norm() / torch.stack([x.norm() for x in expected.values()]).norm())
 
 
-def on_ranks(function: Callable[..., Any], layout: Layout, *arguments: Any) -> list[Any]:
-    """What `function(layout, rank, *arguments)` gives on each rank, which are processes that have
-    met."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as directory:
-        files = [Path(directory) / str(rank) for rank in range(layout.num_ranks)]
-        spawn(_rank, (port, files, function, layout, *arguments), nprocs=layout.num_ranks)
-        return [pickle.loads(file.read_bytes()) for file in files]
-
-
-def _rank(
-    rank: int,
-    port: int,
-    files: Sequence[Path],
-    function: Callable[..., Any],
-    layout: Layout,
-    *arguments: Any,
-) -> None:
-    torch.set_num_threads(1)
-    hide_progress_bars()
-    if layout.num_ranks > 1:
-        init_process_group(rank, layout.num_ranks, "127.0.0.1", port, "cpu", 120.0)
-    files[rank].write_bytes(pickle.dumps(function(layout, rank, *arguments)))
-    if dist.is_initialized():
-        dist.barrier()
-    os._exit(0)
-
-
 def _families(
-    layout: Layout, rank: int, families: Sequence[str], directory: Path
+    rank: int, _: int, layout: Layout, families: Sequence[str], directory: Path
 ) -> dict[str, Step | str]:
     found: dict[str, Step | str] = {}
     for family in families:
@@ -266,9 +242,16 @@ def _families(
     return found
 
 
-def measure(layout: str, families: Sequence[str], directory: Path) -> dict[str, Any]:
+def measure(
+    layout: Layout, families: Sequence[str], directory: Path, num_heads: int | None
+) -> dict[str, Any]:
+    num_layers = max(2, layout.pp * layout.num_pieces)
+    directory = directory / f"{num_layers} layers"
+    for family in families:
+        if not (directory / family).exists():
+            build_model(directory / family, family, num_layers=num_layers, num_heads=num_heads)
     ranks: list[dict[str, Step | str]] = on_ranks(
-        _families, Layout.parse(layout), families, directory
+        layout.num_ranks, _families, layout, families, directory
     )
     worst = {"loss": 0.0, "gradient": 0.0, "weights": 0.0}
     refused = {}
@@ -293,6 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("layouts", nargs="*", default=LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--heads", type=int, help="of all models, over one key/value head")
     arguments = parser.parse_args()
     families = arguments.families.split(",")
     if unknown := sorted(set(families) - set(FAMILIES)):
@@ -300,11 +284,10 @@ def main() -> None:
     hide_progress_bars()
     told = {}
     with tempfile.TemporaryDirectory() as directory:
-        for family in families:
-            build_model(Path(directory) / family, family)
-        for layout in arguments.layouts:
-            told[layout] = measure(layout, families, Path(directory))
-            print(f"{layout:8}", told[layout], flush=True)
+        for layout in map(Layout.parse, arguments.layouts):
+            found = measure(layout, families, Path(directory), arguments.heads)
+            told[str(layout)] = found
+            print(f"{layout!s:8}", found, flush=True)
     print(json.dumps(told))
 
 

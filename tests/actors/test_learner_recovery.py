@@ -26,9 +26,10 @@ from rlsys.mesh import Layout
 from rlsys.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult
 from rlsys.workers import LearnerDied
+from scripts.ranks import on_ranks
 from tests.actors.no_rows import NO_ROWS
 from tests.clusters import NODE_OPTIONS, cluster_of_one
-from tests.engines.training_harness import make_engine, make_rows, run_ranks, tiny_model
+from tests.engines.training_harness import make_engine, make_rows, tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
@@ -162,7 +163,7 @@ def test_the_steps_after_a_death_are_those_of_an_undisturbed_run(
     tiny_model(tmp_path / "model")
     expected = [
         (result.metrics, result.num_tokens)
-        for result in run_ranks(num_ranks, undisturbed, tmp_path)[0]
+        for result in on_ranks(num_ranks, undisturbed, tmp_path)[0]
     ]
     node = cluster.add_node(num_cpus=num_ranks, **NODE_OPTIONS)
 

@@ -19,6 +19,7 @@ from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.estimate import estimate_memory, model_shape
 from rlsys.lora import Lora
 from rlsys.types import TrainRow
+from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     Weights,
     accumulate,
@@ -26,7 +27,6 @@ from tests.engines.training_harness import (
     gradients,
     make_engine,
     make_rows,
-    run_ranks,
     save,
     tiny_model,
     weights,
@@ -236,7 +236,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> dict[str, Weights]
 def test_two_ranks_train_the_same_adapters(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "model")
     expected = trained(path, [make_rows(8)])
-    found, _ = run_ranks(2, two_ranks, tmp_path)
+    found, _ = on_ranks(2, two_ranks, tmp_path)
     assert_same(found["float32"], expected, rtol=1e-4, atol=1e-4)
     assert {one.dtype for one in found["bfloat16"].values()} == {torch.bfloat16}
     in_float32 = {name: tensor.float() for name, tensor in found["bfloat16"].items()}

@@ -16,6 +16,7 @@ from rlsys.algorithms.values import clipped_value_loss, value_loss
 from rlsys.engines.inference import InferenceEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.types import MicroBatch, TrainRow
+from scripts.ranks import on_ranks
 from tests.engines.scalar_models import plain_values, scalar_model, tokens_of
 from tests.engines.training_harness import (
     accumulate,
@@ -23,7 +24,6 @@ from tests.engines.training_harness import (
     gradients,
     make_engine,
     make_rows,
-    run_ranks,
     save,
     tiny_model,
 )
@@ -212,7 +212,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> Any:
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     scalar_model(tmp_path / "model", "qwen3")
-    first, second = run_ranks(2, two_ranks, tmp_path)
+    first, second = on_ranks(2, two_ranks, tmp_path)
     rows = critic_rows(9)
     for index, dtype in enumerate(("float32", "bfloat16", "float16")):
         alone = make_critic(tmp_path / "model", dtype=dtype)

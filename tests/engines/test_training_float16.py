@@ -18,13 +18,13 @@ from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.loss_scale import DIVISOR, FIRST, LOWEST, UPDATES_TO_CLIMB, LossScale
 from rlsys.types import StepResult, TrainRow
 from scripts.bench.layouts import build_model
+from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     Weights,
     accumulate,
     assert_same,
     make_engine,
     make_rows,
-    run_ranks,
     save,
     tiny_model,
     weights,
@@ -221,7 +221,7 @@ def own_rows(rank: int) -> list[TrainRow]:
 
 def test_ranks_find_the_scale_together(tmp_path: Path) -> None:
     build_model(tmp_path / "model", "qwen3")
-    ranks = run_ranks(2, overflow_of_one, tmp_path)
+    ranks = on_ranks(2, overflow_of_one, tmp_path)
     alone = make_engine(tmp_path / "model", dtype="float16")
     expected = step(alone, [*own_rows(0), *own_rows(1)])
     assert expected.metrics[metrics.UPDATES_REPEATED] > 0

@@ -20,6 +20,7 @@ from rlsys.algorithms.losses import gspo
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.tiny_models import Family
 from rlsys.types import Float32Array, StepResult, TrainRow
+from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     Weights,
     accumulate,
@@ -28,7 +29,6 @@ from tests.engines.training_harness import (
     hold,
     make_engine,
     make_rows,
-    run_ranks,
     save,
     tiny_model,
     weights,
@@ -150,7 +150,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(directory: Path) -> list[dict[str, Any]]:
-    return run_ranks(2, two_ranks, directory)
+    return on_ranks(2, two_ranks, directory)
 
 
 def assert_same_training(found: Trained, expected: Trained) -> None:

@@ -16,6 +16,7 @@ from rlsys.algorithms.preferences import bradley_terry, dpo
 from rlsys.engines.inference import InferenceEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.types import MicroBatch, TrainRow
+from scripts.ranks import on_ranks
 from tests.engines.scalar_models import plain_scores, scalar_model, tokens_of
 from tests.engines.training_harness import (
     VOCABULARY,
@@ -23,7 +24,6 @@ from tests.engines.training_harness import (
     assert_same,
     gradients,
     make_engine,
-    run_ranks,
     tiny_model,
 )
 
@@ -214,7 +214,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> Any:
 def test_two_ranks_train_as_one(kind: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"type_vocab_size": 2} if kind == "bert" else {}
     scalar_model(tmp_path / "model", kind, **settings)
-    (found, none), (other, scores) = run_ranks(2, two_ranks, tmp_path)
+    (found, none), (other, scores) = on_ranks(2, two_ranks, tmp_path)
     alone = make_scorer(tmp_path / "model")
     rows = make_pairs(5)
     accumulate(alone, [rows])
@@ -232,5 +232,5 @@ def refused_ranks(rank: int, world_size: int, directory: Path) -> str:
 
 def test_ranks_cannot_run_rows_one_by_one(tmp_path: Path) -> None:
     scalar_model(tmp_path / "model", "bert", type_vocab_size=2, pad_token_id=None)
-    for refusal in run_ranks(2, refused_ranks, tmp_path):
+    for refusal in on_ranks(2, refused_ranks, tmp_path):
         assert "set pad_token_id in its config.json, or trainer.layout=dp1." in refusal

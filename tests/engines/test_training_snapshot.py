@@ -14,13 +14,13 @@ from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory
 from rlsys.types import MicroBatch, StepResult, TrainRow
+from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     Weights,
     accumulate,
     make_engine,
     make_rows,
     memory,
-    run_ranks,
     tiny_model,
     weights,
 )
@@ -200,7 +200,7 @@ def test_the_next_step_is_the_same_to_the_last_bit(
 def test_two_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model")
     of_16_bit_moments = partial(interrupted, optimizer_state="cpu_bfloat16")
-    for found in run_ranks(2, of_16_bit_moments, tmp_path):
+    for found in on_ranks(2, of_16_bit_moments, tmp_path):
         assert_bitwise_equal(found)
 
 

@@ -15,12 +15,12 @@ from rlsys.algorithms.losses import clipped_surrogate, reinforce
 from rlsys.config import TrainerConfig
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.types import StepResult, TrainRow
+from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     accumulate,
     assert_same,
     make_engine,
     make_rows,
-    run_ranks,
     save,
     tiny_model,
     weights,
@@ -196,7 +196,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> Any:
 
 def test_two_ranks_update_as_one(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model")
-    (found, moved), (other, _) = run_ranks(2, two_ranks, tmp_path)
+    (found, moved), (other, _) = on_ranks(2, two_ranks, tmp_path)
     alone = make_engine(tmp_path / "model", num_minibatches=2)
     rows = make_rows(9)
     expected = train(alone, [rows[:5], rows[5:]])

@@ -46,7 +46,7 @@ def test_equal_to_attention_with_a_mask(
     tree = TokenTree(rows, min_shared=min_shared)
     heads = random_heads(tree.num_tokens)
     weight = torch.randn(1, tree.num_tokens, 4, 16)
-    found = tree_attention(*heads, TreeCalls(tree), SCALING)
+    found = tree_attention(*heads, TreeCalls(tree.blocks), SCALING)
     expected = masked(*heads, tree)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     gradients = torch.autograd.grad((found * weight).sum(), heads)
@@ -65,6 +65,6 @@ def test_16_bits_are_joined_in_float32(dtype: torch.dtype) -> None:
     truth = masked(query, key, value, tree)
     rounded = query.to(dtype), key.to(dtype), value.to(dtype)
     plain = masked(*rounded, tree)
-    found = tree_attention(*rounded, TreeCalls(tree), SCALING)
+    found = tree_attention(*rounded, TreeCalls(tree.blocks), SCALING)
     assert found.dtype == dtype
     assert (found - truth).abs().max() <= 1.5 * (plain - truth).abs().max()

@@ -18,9 +18,10 @@ from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.promises import Index, Promise
 from rlsys.engines.training import export
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.sharding import local
+from rlsys.layout.holdings import local_part
 from scripts.bench.layouts import build_model
-from tests.engines.training_harness import Weights, make_engine, run_ranks, tiny_model, weights
+from scripts.ranks import on_ranks
+from tests.engines.training_harness import Weights, make_engine, tiny_model, weights
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 DAMAGED = "model.layers.1.mlp.down_proj.weight"
@@ -51,7 +52,7 @@ def counted(replace: Callable[[Any, str, Any], None]) -> list[int]:
 
 
 def num_held(engine: FSDPEngine) -> int:
-    return sum(local(tensor).numel() for tensor in engine._tensors.values())
+    return sum(local_part(tensor).numel() for tensor in engine._tensors.values())
 
 
 CASES = (
@@ -106,7 +107,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(directory: Path) -> list[Found]:
-    return run_ranks(4, on_a_rank, directory)
+    return on_ranks(4, on_a_rank, directory)
 
 
 def test_all_ranks_together_hold_the_model(ranks: list[Found], directory: Path) -> None:

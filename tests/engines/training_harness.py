@@ -1,27 +1,21 @@
-"""What the training engine's tests share: rows, engines, and ranks as real processes."""
+"""What the training engine's tests share: rows and engines."""
 
 from __future__ import annotations
 
-import os
-import pickle
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from rlsys.algorithms.aggregation import Aggregation, token_mean
 from rlsys.algorithms.inputs import LossFn
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.ranks import init_process_group
-from rlsys.engines.training.sharding import whole
 from rlsys.engines.training.trainer_state import HeldState, finish_state
+from rlsys.layout.holdings import whole
 from rlsys.layout.transport.shm import open_weights
 from rlsys.tiny_models import Family, build_tiny_model
 from rlsys.types import MicroBatch, TrainRow
@@ -30,7 +24,6 @@ VOCABULARY = 21  # 18 characters and three special tokens
 
 
 Weights = dict[str, torch.Tensor]
-Scenario = Callable[[int, int, Path], Any]
 
 
 def tiny_model(directory: Path, family: Family = "qwen3") -> Path:
@@ -177,25 +170,3 @@ def assert_same(found: Weights, expected: Weights, *, rtol: float, atol: float) 
         assert bool((difference <= atol + rtol * expected[name].abs()).all()), (
             f"{name} differs by up to {float(difference.max())}"
         )
-
-
-def run_ranks(world_size: int, scenario: Scenario, directory: Path) -> list[Any]:
-    """`scenario(rank, world_size, directory)` in a process a rank; returns what each returned."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn(_rank_main, (world_size, port, scenario, directory), nprocs=world_size)
-    return [pickle.loads((directory / f"result-{rank}").read_bytes()) for rank in range(world_size)]
-
-
-def _rank_main(rank: int, world_size: int, port: int, scenario: Scenario, directory: Path) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, world_size, "127.0.0.1", port, "cpu", 60.0)
-    try:
-        result = scenario(rank, world_size, directory)
-    finally:
-        dist.destroy_process_group()
-    (directory / f"result-{rank}").write_bytes(pickle.dumps(result))
-    # An ordinary end takes torch down while threads of its own may still run: one in some hundred
-    # of them aborted.
-    os._exit(0)

@@ -24,7 +24,7 @@ from rlsys.data.hub import in_short
 from rlsys.engines.causal_lm import telling_disk_errors, use_engine_products
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.scalar_lm import SCALAR_HEAD, scalar_head
-from rlsys.engines.training.sharding import whole
+from rlsys.layout.holdings import whole
 from rlsys.lora import Lora
 
 NAME = "default"  # PEFT's, of the only adapter

@@ -48,7 +48,7 @@ from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks, lost_contact
 from rlsys.engines.training.recomputation import checkpoint_layers
 from rlsys.engines.training.roles import HeadKind, Loss, Policy, Role, load_role
-from rlsys.engines.training.sharding import build_mesh, shard, whole
+from rlsys.engines.training.sharding import build_mesh, shard
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.statistics import StepStatistics, StepSums, over_updates
 from rlsys.engines.training.supervised import supervised_row
@@ -59,7 +59,7 @@ from rlsys.engines.training.trainer_state import (
     plan_state,
     state_tensors,
 )
-from rlsys.layout.holdings import Holding, holdings
+from rlsys.layout.holdings import Holding, holdings, whole
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
@@ -498,7 +498,7 @@ class FSDPEngine:
         if self._mesh is None or self._layout.size("tp", "pp", "dp_replicate") == 1:
             return squared_norm(parameters)
         stage = self._role.stage
-        if stage is not None and not stage.is_first:
+        if stage is not None and stage.number:
             tied = stage.tied_weight()
             parameters = [one for one in parameters if one is not tied]
         cut = squared_norm([one for one in parameters if is_cut(one)])

@@ -97,7 +97,8 @@ def tokens_of(batch: Batch, mesh: Mesh | None) -> TokenShards | None:
     """How ranks share the tokens of a batch, if they do."""
     if mesh is None or mesh.num_token_shards == 1:
         return None
-    return TokenShards(mesh, batch.input_ids.shape[1])
+    tree = None if batch.packing is None else batch.packing.tree
+    return TokenShards(mesh, batch.input_ids.shape[1], tree)
 
 
 def hidden_shape(batch: Batch, mesh: Mesh | None) -> tuple[int, int]:

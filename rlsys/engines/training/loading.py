@@ -17,8 +17,7 @@ import torch
 from rlsys.engines.causal_lm import damaged
 from rlsys.engines.promises import Index, Promise, pieces, whole_index
 from rlsys.engines.training.ranks import Ranks
-from rlsys.engines.training.sharding import local
-from rlsys.layout.holdings import local_box
+from rlsys.layout.holdings import local_box, local_part
 
 
 def read_weights(
@@ -34,8 +33,8 @@ def read_weights(
     """
     bad = []
     for name, tensor in tensors.items():
-        if name in promises and local(tensor).numel():
-            own = local(tensor).detach()
+        if name in promises and local_part(tensor).numel():
+            own = local_part(tensor).detach()
             _fill(own, local_box(tensor).slices, promises[name])
             # The sum of finite weights is finite; only for one that is not, each has to be seen.
             if isinstance(tensor, torch.nn.Parameter) and not torch.isfinite(own.sum()):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlsys.config import TrainerConfig
-from rlsys.engines.training.sharding import local
+from rlsys.layout.holdings import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -70,7 +70,9 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         moments = self.moments(parameter)
         moments["step"] += 1
-        own = [local(one) for one in (parameter, gradient, *(moments[name] for name in MOMENTS))]
+        own = [
+            local_part(one) for one in (parameter, gradient, *(moments[name] for name in MOMENTS))
+        ]
         if not own[0].numel():
             return
         drawn_for = f"{int(moments['step'])} {tuple(own[0].shape)}"
@@ -174,5 +176,5 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     return [gradient for gradient in gradients if gradient.numel()]

@@ -13,7 +13,7 @@ Shape legend: N places of a pass: completion tokens with loss mask 1, or rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -142,17 +142,30 @@ class Role(ABC):
     ) -> TokenLoss:
         """What the loss says at each place [N], and metrics [N]."""
 
-    @abstractmethod
-    def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
-        """`num_inferred` numbers of each row, flat."""
-
-    def _answers(self, batch: Batch, num_numbers: int, **options: Any) -> Any:
-        """What the network says, without gradient; on other stages than the last, zeros."""
+    def infer(self, passes: Sequence[Sequence[TrainRow]]) -> Iterator[torch.Tensor]:
+        """`num_inferred` numbers of each row, flat, pass by pass; zeros on ranks without a head."""
         if self.stage is None:
-            return self.run(batch, None, **options)
-        room = None if self.stage.is_first else self.room(batch)
-        said = self.stage.through(room, lambda received: self.run(batch, received, **options))
-        return torch.zeros(num_numbers, device=self.device) if said is None else said
+            for rows in passes:
+                yield self._answer(self._whole(rows), None)
+            return
+        batches = [self._whole(rows) for rows in passes]
+        said = self.stage.infer(
+            len(batches),
+            lambda number, received: self._answer(batches[number], received),
+            lambda number: self.room(batches[number]),
+        )
+        for rows, numbers in zip(passes, said, strict=True):
+            num_numbers = sum(self.num_inferred(row) for row in rows)
+            yield torch.zeros(num_numbers, device=self.device) if numbers is None else numbers
+
+    def _whole(self, rows: Sequence[TrainRow]) -> Batch:
+        """A pass over all that can be inferred of rows."""
+        return self.collate([_unmasked(row) for row in rows])
+
+    def _answer(self, batch: Batch, received: torch.Tensor | None) -> torch.Tensor:
+        """What the network says, or its hidden states."""
+        answer: torch.Tensor = self.run(batch, received)
+        return answer
 
     def _asked(self, loss: Loss, rows: Sequence[TrainRow]) -> list[str]:
         return list(needs_of(loss))
@@ -209,15 +222,17 @@ class Policy(Role):
             }
         return losses, told
 
-    def infer(self, rows: Sequence[TrainRow], *, top_k: int = 0) -> torch.Tensor:
-        batch = self.collate(unmasked(rows))
-        if top_k:
-            likeliest: torch.Tensor = self.network.likeliest(batch, self._temperature, top_k)
-            return likeliest
-        num_tokens = sum(self.num_inferred(row) for row in rows)
-        said = self._answers(batch, num_tokens, with_entropy=False)
-        logprobs: torch.Tensor = said[0] if isinstance(said, tuple) else said
-        return logprobs
+    def infer_likeliest(
+        self, passes: Sequence[Sequence[TrainRow]], top_k: int
+    ) -> Iterator[torch.Tensor]:
+        """[tokens, 2 top_k + 1] of each pass, as TokenPolicy.likeliest gives them."""
+        for rows in passes:
+            yield self.network.likeliest(self._whole(rows), self._temperature, top_k)
+
+    def _answer(self, batch: Batch, received: torch.Tensor | None) -> torch.Tensor:
+        said = self.run(batch, received, with_entropy=False)
+        answer: torch.Tensor = said[0] if isinstance(said, tuple) else said
+        return answer
 
     def _asked(self, loss: Loss, rows: Sequence[TrainRow]) -> list[str]:
         """A loss that reads no advantages may be about rows that were not sampled here."""
@@ -261,11 +276,6 @@ class Critic(Scalar):
     def inputs(self, numbers: torch.Tensor, batch: Batch) -> ValueInputs:
         return ValueInputs(values=numbers, row_index=batch.row_index, columns=batch.columns)
 
-    def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
-        num_tokens = sum(self.num_inferred(row) for row in rows)
-        values: torch.Tensor = self._answers(self.collate(unmasked(rows)), num_tokens)
-        return values
-
 
 class RewardModel(Scalar):
     unit = "row"
@@ -297,10 +307,6 @@ class RewardModel(Scalar):
 
     def inputs(self, numbers: torch.Tensor, batch: Batch) -> ScoreInputs:
         return ScoreInputs(scores=numbers, group_index=batch.group_ids, columns=batch.columns)
-
-    def infer(self, rows: Sequence[TrainRow]) -> torch.Tensor:
-        scores: torch.Tensor = self._answers(self.collate(rows), len(rows))
-        return scores
 
 
 def load_role(
@@ -345,5 +351,5 @@ def _token_ids(likeliest: torch.Tensor) -> torch.Tensor:
     return likeliest[:, : likeliest.shape[1] // 2].long()
 
 
-def unmasked(rows: Sequence[TrainRow]) -> list[TrainRow]:
-    return [replace(row, loss_mask=np.ones(len(row.token_ids), np.bool_)) for row in rows]
+def _unmasked(row: TrainRow) -> TrainRow:
+    return replace(row, loss_mask=np.ones(len(row.token_ids), np.bool_))

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from rlsys.engines.training.parallel.experts import cut_experts
 from rlsys.engines.training.parallel.groups import Mesh
@@ -124,14 +123,3 @@ def named_layers(model: nn.Module) -> list[nn.Module]:
     """The same, where there are any."""
     names = set(model._no_split_modules or ())  # type: ignore[arg-type]
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter or gradient, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a parameter, gathered on every rank: a collective if it is sharded."""
-    with torch.no_grad():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from rlsys.engines.training.sharding import local
+from rlsys.layout.holdings import local_part
 from rlsys.layout.transport.shared_memory import Bytes, map_shared, open_shared
 
 # [checksum of names and shapes; by slot: step + 1, or 0 while it is empty] int64
@@ -54,7 +54,7 @@ class SnapshotFile:
             os.close(descriptor)
         num_slots, rest = divmod(len(buffer) - HEADER_BYTES, _slot_bytes(state))
         header = buffer[:HEADER_BYTES].view(np.int64)
-        shapes = [(name, str(t.dtype), tuple(local(t).shape)) for name, t in state.items()]
+        shapes = [(name, str(t.dtype), tuple(local_part(t).shape)) for name, t in state.items()]
         checksum = zlib.crc32(repr(shapes).encode())
         if rest or header[0] not in (0, checksum):
             raise ValueError(
@@ -81,7 +81,7 @@ class SnapshotFile:
         slot = min(free, key=self._marks.__getitem__)
         self._marks[slot] = 0
         copies = list(self._slots[slot].values())
-        torch._foreach_copy_(copies, [local(tensor) for tensor in state.values()])
+        torch._foreach_copy_(copies, [local_part(tensor) for tensor in state.values()])
         self._marks[slot] = step + 1
 
     def read(self, step: int, state: State) -> None:
@@ -89,7 +89,7 @@ class SnapshotFile:
         slot = self._slot_of(step)
         self._marks[self._marks > step + 1] = 0
         copies = list(self._slots[slot].values())
-        torch._foreach_copy_([local(tensor) for tensor in state.values()], copies)
+        torch._foreach_copy_([local_part(tensor) for tensor in state.values()], copies)
 
     def hold(self, step: int) -> State:
         """The snapshot of this step, which stays as it is until `let_go`: one at a time."""
@@ -113,14 +113,14 @@ def _slot_bytes(state: State) -> int:
 
 
 def _aligned_bytes(tensor: torch.Tensor) -> int:
-    return -(-local(tensor).nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-local_part(tensor).nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _views(slot: Bytes, state: State) -> dict[str, torch.Tensor]:
     """Of a slot's bytes. Each has a storage of its own, which torch.save writes without a copy."""
     views, offset = {}, 0
     for name, tensor in state.items():
-        part = local(tensor)
+        part = local_part(tensor)
         flat = torch.from_numpy(slot[offset : offset + part.nbytes])
         views[name] = flat.view(part.dtype).view(part.shape)
         offset += _aligned_bytes(tensor)

@@ -8,7 +8,8 @@ Shape legend: n ranks of a group, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,19 +17,22 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 Group = dist.ProcessGroup
+Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gather(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
     """All ranks' parts, one after another along `dim`. Its gradient is summed over the ranks."""
     moved = x.movedim(dim, 0).contiguous()
-    gathered: torch.Tensor = _Gather.apply(moved, group)
+    there, back = partial(_all_gather, group=group), partial(_reduce_scatter, group=group)
+    gathered: torch.Tensor = _Exchanged.apply(moved, there, back)
     return gathered.movedim(0, dim)
 
 
 def scatter_sum(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
     """This rank's part along `dim` of the sum of all ranks' x."""
     moved = x.movedim(dim, 0).contiguous()
-    scattered: torch.Tensor = _ScatterSum.apply(moved, group)
+    there, back = partial(_reduce_scatter, group=group), partial(_all_gather, group=group)
+    scattered: torch.Tensor = _Exchanged.apply(moved, there, back)
     return scattered.movedim(0, dim)
 
 
@@ -39,7 +43,7 @@ def own_part(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
 
 def total(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of all ranks' x, whose gradient is the same on all of them."""
-    summed: torch.Tensor = _Total.apply(x, group)
+    summed: torch.Tensor = _Exchanged.apply(x, partial(_all_reduce, group=group), _as_it_is)
     return summed
 
 
@@ -47,60 +51,24 @@ def exchange(
     x: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
 ) -> torch.Tensor:
     """`sent[r]` rows of x go to rank r, one after another; `received[r]` come from it."""
-    arrived: torch.Tensor = _Exchange.apply(x.contiguous(), group, list(sent), list(received))
+    there = partial(_all_to_all, group=group, sent=list(sent), received=list(received))
+    back = partial(_all_to_all, group=group, sent=list(received), received=list(sent))
+    arrived: torch.Tensor = _Exchanged.apply(x.contiguous(), there, back)
     return arrived
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
+class _Exchanged(torch.autograd.Function):
+    """`there` of a tensor, and `back` of its gradient."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _reduce_scatter(grad.contiguous(), ctx.group), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
+    def forward(ctx: Any, x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_gather(grad.contiguous(), ctx.group), None
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        summed = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: Group, sent: list[int], received: list[int]
-    ) -> torch.Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        return _all_to_all(x, group, sent, received)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        back = _all_to_all(grad.contiguous(), ctx.group, ctx.received, ctx.sent)
-        return back, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(grad.contiguous()), None, None
 
 
 def _all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -121,3 +89,13 @@ def _all_to_all(
     arrived = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(arrived, x, received, sent, group=group)
     return arrived
+
+
+def _all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
+    summed = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from rlsys.engines.causal_lm import local_part
 from rlsys.engines.training.parallel.collectives import exchange
 from rlsys.engines.training.parallel.groups import Mesh
-from rlsys.engines.training.parallel.tensor import expert_modules
+from rlsys.engines.training.parallel.tensor import expert_modules, local_weights
 
 EXPERTS = ("ep", "tp")
 
@@ -79,16 +78,10 @@ class _Cut:
 
     def _local(self, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """What this rank's experts say of tokens, each of one expert, with weight 1."""
-        module = self._module
-        held = module._parameters
-        local: dict[str, Any] = {name: local_part(weight) for name, weight in held.items()}
-        module._parameters = local
-        try:
+        with local_weights(self._module) as local:
             if not len(tokens):
                 # Every rank has gradients of its experts, if only zeros, in every pass.
                 return tokens + torch.stack([w[:1].sum() * 0 for w in local.values()]).sum()
             ones = tokens.new_ones(len(tokens), 1)
             said: torch.Tensor = self._forward(tokens, experts[:, None], ones)
             return said
-        finally:
-            module._parameters = held

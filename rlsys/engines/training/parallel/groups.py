@@ -6,6 +6,7 @@ import logging
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlsys.engines.training.parallel.collectives import Group
@@ -20,6 +21,11 @@ ALONG = (
     *(("dp_replicate",), ("tp",), ("pp",), ("cp",)),
     *(("cp", "tp"), ("ep", "tp"), ("dp_shard", "cp"), ("dp_shard", "ep", "cp")),
 )
+
+
+# Of a pipeline. NCCL has one queue for a pair of ranks in a group, in which what one rank sends and
+# what it receives would wait for each other; so a group carries but one kind from one of two ranks.
+NUM_CHANNELS = 4
 
 
 class Mesh:
@@ -37,6 +43,7 @@ class Mesh:
         # At once, and all of them: making a group is a collective of all ranks.
         for dimensions in ALONG:
             self._meshes[dimensions] = self._made(dimensions)
+        self._channels = [self._copy("pp") for _ in range(NUM_CHANNELS)] if layout.pp > 1 else []
 
     def index(self, *dimensions: str) -> int:
         """This rank's number along these dimensions together."""
@@ -57,6 +64,19 @@ class Mesh:
 
     def group(self, *dimensions: str) -> Group:
         return self.along(*dimensions).get_group()
+
+    def channel(self, *, gradient: bool, source: int) -> Group:
+        """For the hidden states that the pipeline's rank `source` sends, or the gradients."""
+        return self._channels[2 * gradient + source % 2]
+
+    def _copy(self, dimension: str) -> Group:
+        """Another group of the same ranks."""
+        of_each: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.layout.num_ranks):
+            at = self.layout.coordinates(rank) | {dimension: 0}
+            of_each.setdefault(tuple(at.values()), []).append(rank)
+        group: Group = dist.new_subgroups_by_enumeration(list(of_each.values()))[0]
+        return group
 
     def sharding(self, *dimensions: str) -> DeviceMesh:
         """Over which FSDP shards; with copies of it, a mesh of two dimensions."""

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from rlsys.engines.causal_lm import local_part
 from rlsys.engines.training.parallel.collectives import gather, own_part, scatter_sum
 from rlsys.engines.training.parallel.groups import Mesh
+from rlsys.layout.holdings import local_part
 
 TENSOR = "tp"
 # Of the plans' styles: those of linear layers.
@@ -71,7 +71,7 @@ def cuts_vocabulary(model: Any) -> bool:
 def sum_replicated(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
     """Add up the gradients of weights that every tensor rank has whole. A collective."""
     grads = [
-        grad._local_tensor if isinstance(grad, DTensor) else grad
+        local_part(grad)
         for parameter in parameters
         if not is_cut(parameter) and (grad := parameter.grad) is not None
     ]
@@ -179,7 +179,9 @@ def _local_forward(module: nn.Module, bias_scale: float = 1.0) -> Callable[..., 
     forward = module.forward
 
     def compute(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with _local_weights(module, bias_scale):
+        with local_weights(module) as local:
+            if bias_scale != 1:
+                local["bias"] = local["bias"] * bias_scale
             result: torch.Tensor = forward(*args, **kwargs)
         return result
 
@@ -187,16 +189,14 @@ def _local_forward(module: nn.Module, bias_scale: float = 1.0) -> Callable[..., 
 
 
 @contextmanager
-def _local_weights(module: nn.Module, bias_scale: float) -> Iterator[None]:
+def local_weights(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """A module that computes with the parts of its weights that lie here, which are given by name
+    and may be replaced."""
     held = module._parameters
-    local: dict[str, Any] = {
-        name: None if weight is None else local_part(weight) for name, weight in held.items()
-    }
-    if bias_scale != 1 and local.get("bias") is not None:
-        local["bias"] = local["bias"] * bias_scale
+    local: dict[str, Any] = {name: local_part(weight) for name, weight in held.items()}
     module._parameters = local
     try:
-        yield
+        yield local
     finally:
         module._parameters = held
 

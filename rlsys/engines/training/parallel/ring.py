@@ -1,0 +1,219 @@
+"""Attention over tokens that lie on several ranks: queries stay, keys and values travel.
+
+    turn 0   rank g: its queries see its own keys
+    turn d   rank g: its queries see keys of rank g - d;  its keys go to rank g + d
+
+What queries see of each rank's keys is joined by its logsumexp (tree_attention.py), so that no rank
+has keys of more than two ranks at a time, one of them on its way (Ring Attention, 2310.01889). A
+token sees only what stands before it in the packed row: nothing goes to the ranks before, and to
+those behind only the keys that a query there sees. So ranks whose rows are short against what each
+has exchange little, and rank g + d gets keys from rank g, not from its neighbour. Backward, keys
+travel once more, and their gradients back.
+
+Shape legend: S tokens of each rank, H·G query heads, H key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from rlsys.engines.token_tree import Block
+from rlsys.engines.training.parallel.collectives import Group
+from rlsys.engines.tree_attention import (
+    OfResult,
+    Places,
+    Rectangle,
+    TreeCalls,
+    attend,
+    join,
+    places,
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a rank exchanges with those that are `distance` away."""
+
+    target: int | None
+    """To which own keys go, if it sees any."""
+    sent: Places
+    source: int | None
+    """From which keys come, if a query sees any."""
+    num_received: int
+    rectangles: Sequence[Rectangle]
+    """Of own queries and of the keys that come."""
+
+
+class RingCalls:
+    """What the i-th of `ranks`, which are in a group, computes and exchanges for the blocks of a
+    tree, the same in every layer. Each has the next `size` tokens."""
+
+    def __init__(
+        self, blocks: Sequence[Block], size: int, group: Group, ranks: Sequence[int], index: int
+    ) -> None:
+        self._group = group
+        spans = [range(number * size, (number + 1) * size) for number in range(len(ranks))]
+        start = spans[index].start
+        self.own = TreeCalls(list(_own(blocks, spans[index])))
+        self.turns = []
+        for distance in range(1, len(ranks)):
+            behind, before = index + distance, index - distance
+            given = _rectangles(blocks, spans[behind], spans[index]) if behind < len(ranks) else []
+            taken = _rectangles(blocks, spans[index], spans[before]) if before >= 0 else []
+            given_keys = _hull([keys for _, keys in given]) or range(start, start)
+            taken_keys = _hull([keys for _, keys in taken])
+            turn = Turn(
+                target=ranks[behind] if given else None,
+                sent=_within(given_keys, start),
+                source=ranks[before] if taken else None,
+                num_received=len(taken_keys),
+                rectangles=[
+                    (_within(queries, start), _within(keys, taken_keys.start))
+                    for queries, keys in taken
+                ],
+            )
+            self.turns.append(turn)
+
+    def travel(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Turn, torch.Tensor]]:
+        """Of each turn the keys and values that come, [1, 2·H, n, D]. The first ones are on their
+        way at once, the next ones while those before them are used."""
+        both = torch.cat((key, value), 1)
+        return self._arriving(both, self._start(both, self.turns[0]))
+
+    def _arriving(
+        self, both: torch.Tensor, started: _Transfer
+    ) -> Iterator[tuple[Turn, torch.Tensor]]:
+        for turn, following in zip(self.turns, (*self.turns[1:], None), strict=True):
+            arrived = started.finished()
+            if following is not None:
+                started = self._start(both, following)
+            yield turn, arrived
+
+    def _start(self, both: torch.Tensor, turn: Turn) -> _Transfer:
+        room = both.new_empty(1, both.shape[1], turn.num_received, both.shape[3])
+        return _Transfer(self._group, both[turn.sent], turn.target, room, turn.source)
+
+    def send_back(self, turn: Turn, of_taken: torch.Tensor, of_own: torch.Tensor) -> _Transfer:
+        """The gradient of what came in a turn; what comes is that of what was sent."""
+        room = torch.empty_like(of_own[turn.sent])
+        return _Transfer(self._group, of_taken, turn.source, room, turn.target)
+
+
+def ring_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: RingCalls, scaling: float
+) -> torch.Tensor:
+    """query [1, H·G, S, D], key and value [1, H, S, D] to [1, S, H·G, D]; differentiable. Tokens
+    that stand in no block get zeros. A collective."""
+    attended: torch.Tensor = _RingAttention.apply(query, key, value, calls, scaling)
+    return attended.transpose(1, 2)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        calls: RingCalls,
+        scaling: float,
+    ) -> torch.Tensor:
+        travelling = calls.travel(key, value)
+        joined, total = attend(query, key, value, calls.own, scaling)
+        for turn, both in travelling:
+            keys, values = both.chunk(2, 1)
+            join(joined, total, query, keys, values, turn.rectangles, scaling)
+        attended = joined.to(query.dtype)
+        ctx.save_for_backward(query, key, value, attended, total)
+        ctx.calls, ctx.scaling = calls, scaling
+        return attended
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, attended, total = ctx.saved_tensors
+        calls: RingCalls = ctx.calls
+        travelling = calls.travel(key, value)
+        of_result = OfResult(query, attended, total, grad, ctx.scaling)
+        of_query, *of_own = of_result.differentiate(key, value, calls.own)
+        of_both = torch.cat(of_own, 1)
+        returning: list[tuple[Turn, _Transfer]] = []
+        for turn, both in travelling:
+            keys, values = both.chunk(2, 1)
+            of_taken = torch.zeros_like(both)
+            of_keys, of_values = of_taken.chunk(2, 1)
+            of_result.differentiate_joined(keys, values, turn.rectangles, of_keys, of_values)
+            returning.append((turn, calls.send_back(turn, of_taken, of_both)))
+        for turn, transfer in returning:
+            of_both[turn.sent] += transfer.finished()
+        return of_query, *of_both.chunk(2, 1), None, None
+
+
+class _Transfer:
+    """To one rank of a group and from another, by their numbers in it, or None."""
+
+    def __init__(
+        self,
+        group: Group,
+        sent: torch.Tensor,
+        target: int | None,
+        received: torch.Tensor,
+        source: int | None,
+    ) -> None:
+        self._sent, self._received = sent.contiguous(), received
+        operations = []
+        if target is not None:
+            operations.append(dist.P2POp(dist.isend, self._sent, group=group, group_peer=target))
+        if source is not None:
+            operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def finished(self) -> torch.Tensor:
+        """What was received."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _own(blocks: Sequence[Block], span: range) -> Iterator[Block]:
+    """Of these blocks what has queries and keys in a span, counted from its beginning."""
+    for block in blocks:
+        queries = _common(range(block.query_start, block.query_end), span)
+        keys = _common(range(block.key_start, block.key_end), span)
+        if queries and keys:
+            bounds = queries.start, queries.stop, keys.start, keys.stop
+            yield Block(*(bound - span.start for bound in bounds))
+
+
+def _rectangles(blocks: Sequence[Block], queries: range, keys: range) -> list[tuple[range, range]]:
+    """Of these blocks what has its queries in one span and its keys in another before it: every
+    query there sees every key, in causal blocks too."""
+    found = (
+        (
+            _common(range(block.query_start, block.query_end), queries),
+            _common(range(block.key_start, block.key_end), keys),
+        )
+        for block in blocks
+    )
+    return [pair for pair in found if all(pair)]
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _hull(ranges: Sequence[range]) -> range:
+    """From the first to the last of them."""
+    if not ranges:
+        return range(0)
+    return range(min(each.start for each in ranges), max(each.stop for each in ranges))
+
+
+def _within(tokens: range, first: int) -> Places:
+    return places(tokens.start - first, tokens.stop - first)

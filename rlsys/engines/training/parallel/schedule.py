@@ -1,0 +1,64 @@
+"""In which order a rank of a pipeline computes its pieces of the passes; pure functions.
+
+    pp2v2: passes a to d in the first piece of each rank, A to D in the second, a' backward
+    rank 0   a b A B · A'c B'd a'C b'D C'· D'c'd'
+    rank 1   · a b A A'B B'c a'd b'C C'D D'c'd'
+
+Of p ranks with v pieces each, rank r has the pieces r, p + r, 2p + r, ... of a model cut into v·p:
+a pass goes around the ranks v times (interleaved 1F1B; 2104.04473, section 2.2). Passes go in
+groups: the first piece of all passes of a group, then the second one, and so on. With v = 1 that is
+1F1B (PipeDream-Flush; 2006.09503).
+
+With n ≥ p passes that cost alike, each rank is idle while p - 1 pieces, not p - 1 stages, go
+forward and back: for (p - 1) / (v·n + p - 1) of the time. Groups have p passes, or some more where
+p does not divide n, and never grow: otherwise ranks would wait for each other. Sends wait for
+nobody, so a rank begins no more passes ahead than 1F1B does, v·p pieces in groups of p; ranks that
+send and receive in step, as the paper's do, need up to p - 1 more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A piece of a rank, forward or backward, over one pass."""
+
+    number: int
+    """Of the pass."""
+    piece: int
+    """Of those of this rank."""
+    is_forward: bool = True
+
+
+def forwards(num_ranks: int, num_pieces: int, num_passes: int) -> list[Task]:
+    """Of any rank, where there is no gradient."""
+    return [
+        Task(number, piece)
+        for group in _groups(num_ranks, num_passes)
+        for piece in range(num_pieces)
+        for number in group
+    ]
+
+
+def one_forward_one_backward(
+    rank: int, num_ranks: int, num_pieces: int, num_passes: int
+) -> list[Task]:
+    """Of one rank: forward until the first gradient can be on its way, then one forward and one
+    backward in turn."""
+    begun = forwards(num_ranks, num_pieces, num_passes)
+    ended = [Task(task.number, num_pieces - 1 - task.piece, is_forward=False) for task in begun]
+    largest = len(_groups(num_ranks, num_passes)[0])
+    ahead = min((num_pieces - 1) * largest + num_ranks - 1 - rank, len(begun))
+    in_turn = [task for pair in zip(begun[ahead:], ended, strict=False) for task in pair]
+    return begun[:ahead] + in_turn + ended[len(begun) - ahead :]
+
+
+def _groups(num_ranks: int, num_passes: int) -> list[range]:
+    """Passes that go through a piece one after another, the larger groups first."""
+    count = max(1, num_passes // num_ranks)
+    sizes = [num_passes // count + (number < num_passes % count) for number in range(count)]
+    starts = accumulate(sizes, initial=0)
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
