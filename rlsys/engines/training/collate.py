@@ -7,7 +7,7 @@ the last token of each row (`collate_whole`). Only then is the last token an inp
 begin with alike is one input, and what is read there for the same token is read once.
 
 Shape legend: B rows, L longest input of the pass, M inputs in all, N places: completion tokens with
-loss mask 1, or rows; U of them that differ; W numbers of experts of an input (rlsys.engines.routing).
+loss mask 1, or rows; U of them that differ; W experts of an input (rlsys.engines.routing).
 """
 
 from __future__ import annotations
@@ -274,8 +274,8 @@ def _routed_experts(rows: Sequence[TrainRow], num_inputs: IntArray) -> ExpertArr
     if len(widths) > 1 or -1 in widths:
         sizes = [None if experts is None else experts.size for experts in recorded]
         raise ValueError(
-            f"rows of {num_inputs.tolist()} inputs have {sizes} numbers of experts; every row needs "
-            "as many for each input as any other, or none of them any."
+            f"rows of {num_inputs.tolist()} inputs have {sizes} numbers of experts; give every row "
+            "as many for each of its inputs as any other, or leave routed_experts out of all."
         )
     return np.concatenate(told).reshape(-1, widths.pop())
 
