@@ -1,4 +1,4 @@
-"""The sampler's experts, recorded and followed: against transformers with routers forced by hand."""
+"""The sampler's experts, recorded and followed, against transformers with forced routers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engines.torch_engine_harness import batch_of, request, run
 from tests.engines.training_harness import gradients, make_engine
 
 PROMPT, OTHER = (3, 9, 4, 17, 5), (8, 8, 20)
-NUM_LAYERS, NUM_CHOSEN = 4, 2
+NUM_LAYERS, NUM_CHOSEN = 2, 2
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +158,8 @@ def test_tokens_keep_their_experts_over_new_weights_and_another_replica(
 ) -> None:
     first, second = recording(path), recording(perturbed)
     first.submit(requests)
-    for _ in range(3):
-        first.step()
+    first.step()
+    first.step()  # of b, a token is left to sample
     prior = {one.request_id: one for one in first.progress()}
     # New weights in the middle: what had been recorded stays.
     with torch.no_grad():
