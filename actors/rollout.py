@@ -187,8 +187,10 @@ class RolloutActor(Heartbeat):
             for g, start in new
         ]
         block = await self._put(
-            {name: [getattr(g, name)[start:] for g, start in new] for name in PART_COLUMNS}
-            | _experts([g for g, _ in new], inputs)
+            {
+                **{name: [getattr(g, name)[start:] for g, start in new] for name in PART_COLUMNS},
+                **_experts([g for g, _ in new], inputs),
+            }
         )
         return [
             Part(

@@ -166,16 +166,17 @@ def routers(model: nn.Module) -> list[Router]:
     """Those of a model or a layer, in the order of the layers; each module has one Router."""
     found = []
     for block in model.modules():
-        experts = getattr(block, "experts", None)
-        if not isinstance(experts, nn.Module) or not hasattr(experts, "num_experts"):
+        num_experts = getattr(getattr(block, "experts", None), "num_experts", None)
+        if not isinstance(num_experts, int):
             continue
         for name in ROUTER_NAMES:
             module = getattr(block, name, None)
-            if isinstance(module, nn.Module):
-                own = getattr(module.forward, "__self__", None)
-                found.append(
-                    own if isinstance(own, Router) else Router(module, experts.num_experts)
-                )
+            if not isinstance(module, nn.Module):
+                continue
+            router = getattr(module.forward, "__self__", None)
+            if not isinstance(router, Router):
+                router = Router(module, num_experts)
+            found.append(router)
     return found
 
 

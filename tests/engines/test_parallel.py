@@ -75,7 +75,8 @@ def with_experts(rows: Sequence[TrainRow]) -> list[TrainRow]:
         num_inputs = len(row.prompt_token_ids) + len(row.token_ids) - 1
         first = rng.integers(0, 8, (num_inputs, 2, 1), np.uint8)
         second = (first + rng.integers(1, 8, first.shape, np.uint8)) % 8
-        return np.concatenate((first, second), -1).flatten()
+        both: np.ndarray = np.concatenate((first, second), -1)
+        return both.flatten()
 
     return [replace(row, routed_experts=experts(row)) for row in rows]
 

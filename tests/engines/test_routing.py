@@ -96,7 +96,7 @@ def forced(model: Any, row: TrainRow) -> torch.Tensor:
     for layer in model.model.layers:
         del layer.mlp.gate.forward
     targets = torch.tensor(tokens[1:].astype(np.int64))
-    logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     return logprobs[len(row.prompt_token_ids) - 1 :]
 
 
@@ -202,8 +202,8 @@ def test_the_trainer_follows_the_sampler_where_it_would_choose_others(
         own_experts = own_choice(model, inputs.tolist())
         assert row.routed_experts is not None
         assert (own_experts.flatten() != row.routed_experts).mean() > 0.1
-        own = forced(model, replace(row, routed_experts=own_experts.flatten())).detach()
-        np.testing.assert_allclose(found, own, atol=1e-5)
+        as_itself = forced(model, replace(row, routed_experts=own_experts.flatten()))
+        np.testing.assert_allclose(found, as_itself.detach(), atol=1e-5)
         assert np.abs(found - followed).max() > 0.01
     engine.close()
 
@@ -316,7 +316,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     from transformers import AutoConfig
 
     routing = replayable_routing(AutoConfig.for_model("qwen3_moe", num_experts=300))
-    assert (routing.width, routing.dtype) == (24 * 8, np.int16)
+    assert (routing.width, routing.dtype) == (24 * 8, np.dtype(np.int16))
     with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts"):
         replayable_routing(AutoConfig.for_model("qwen3"))
     with pytest.raises(ValueError, match=r"PhimoeForCausalLM chooses its experts in a way"):

@@ -24,7 +24,7 @@ import torch
 from rlsys.dataflow.passes import Budget, GroupLengths, plan_passes
 from rlsys.engines.packing import Packing, ragged_places, tree_of
 from rlsys.engines.token_tree import IntArray
-from rlsys.types import ExpertArray, Float32Array, TrainRow
+from rlsys.types import ExpertArray, Float32Array, Int32Array, TrainRow
 
 # Beyond all token ids, which are int32.
 FIRST_KEY = 1 << 31
@@ -281,7 +281,7 @@ def _routed_experts(rows: Sequence[TrainRow], num_inputs: IntArray) -> ExpertArr
 
 
 def _keys(
-    rows: Sequence[TrainRow], tokens: Sequence[IntArray], experts: ExpertArray
+    rows: Sequence[TrainRow], tokens: Sequence[Int32Array], experts: ExpertArray
 ) -> list[IntArray]:
     """Of which rows share what they begin with: the tokens of prompts, which passes are planned by;
     of completions the tokens and their experts, so that each is trained as it was sampled."""
