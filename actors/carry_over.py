@@ -65,19 +65,14 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
     await asyncio.to_thread(write)
 
 
-async def load(
-    directory: Path, address: StoreAddress, *, homes: Sequence[str], has_experts: bool = False
-) -> OpenWork:
+async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) -> OpenWork:
     """Out of a checkpoint's directory into the store, spread over the nodes `homes`, those of the
-    first replicas; here if there are none. What does not get there, because the node has died, or
-    lacks the experts of its tokens where the run `has_experts`, is left out: it is sampled again.
-    Raises ValueError for a damaged file."""
+    first replicas; here if there are none. What does not get there, because the node has died, is
+    left out: it is sampled again. Raises ValueError for a damaged file."""
     path = directory / ROLLOUTS_FILE
     if not path.exists():
         return OpenWork()
     saved = await asyncio.to_thread(read_rollouts, path)
-    if has_experts:
-        saved = [rollout for rollout in saved if rollout.routed_experts is not None]
     here = ray.get_runtime_context().get_node_id()
     home_of = _spread(saved, homes or [here])
     by_home: defaultdict[str, list[SavedRollout]] = defaultdict(list)
@@ -86,8 +81,7 @@ async def load(
     finished: list[FinishedRollout] = []
     parts: list[Part] = []
     for home, rollouts in by_home.items():
-        beside = (EXPERTS_COLUMN,) if has_experts else ()
-        rows = [{name: [getattr(r, name)] for name in (*_columns(r), *beside)} for r in rollouts]
+        rows = [{name: [getattr(r, name)] for name in _columns(r)} for r in rollouts]
         try:
             blocks = await put_on_node(home, rows, address)
         except RowsLost:
@@ -97,7 +91,8 @@ async def load(
 
 
 def _columns(rollout: SavedRollout) -> tuple[str, ...]:
-    return tuple(COLUMNS) if rollout.finish_reason else PART_COLUMNS
+    columns = tuple(COLUMNS) if rollout.finish_reason else PART_COLUMNS
+    return columns if rollout.routed_experts is None else (*columns, EXPERTS_COLUMN)
 
 
 def _beside(cells: Sequence[Cell]) -> tuple[str, ...]:

@@ -305,7 +305,6 @@ class Job:
             self._history.checkpoint.path,
             team.shards.address,
             homes=sorted({replica.home for replica in replicas.values()}),
-            has_experts=self._config.rollout.replay_routing,
         )
         return replace(carried, coefficients=self._history.state.coefficients)
 
