@@ -17,6 +17,7 @@ from rlsys.checkpoint import ROLLOUTS_FILE
 from rlsys.controller import OpenWork
 from rlsys.dataflow.archive import COLUMNS, SavedRollout, read_rollouts, write_rollouts
 from rlsys.dataflow.blocks import BlockRef, Cell
+from rlsys.dataflow.stages import EXPERTS_COLUMN
 from rlsys.types import FinishReason, Sampled
 from rlsys.workers import FinishedRollout, Part, RowsLost
 
@@ -32,9 +33,11 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
     by_request: defaultdict[str, list[Cell]] = defaultdict(list)
     for part in work.parts:
         by_request[part.request_id].append(part.cell)
+    beside = _beside([*cells, *(part.cell for part in work.parts)])
+    of_running = (*PART_COLUMNS, *beside)
     try:
-        whole = await client.get_async(cells, tuple(COLUMNS)) if cells else {}
-        running = [await client.get_async(parts, PART_COLUMNS) for parts in by_request.values()]
+        whole = await client.get_async(cells, (*COLUMNS, *beside)) if cells else {}
+        running = [await client.get_async(parts, of_running) for parts in by_request.values()]
     except RowsLost:
         await asyncio.to_thread(write_rollouts, directory / ROLLOUTS_FILE, [])
         return
@@ -44,7 +47,7 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
             SavedRollout(
                 request_id=rollout.request_id,
                 finish_reason=rollout.finish_reason,
-                **{name: whole[name][i] for name in COLUMNS},
+                **{name: of_column[i] for name, of_column in whole.items()},
             )
             for i, rollout in enumerate(work.finished)
         ]
@@ -53,7 +56,7 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
                 request_id=request_id,
                 finish_reason="",
                 prompt_token_ids=np.zeros(0, np.int32),
-                **{name: np.concatenate(columns[name]) for name in PART_COLUMNS},
+                **{name: np.concatenate(columns[name]) for name in of_running},
             )
             for request_id, columns in zip(by_request, running, strict=True)
         ]
@@ -88,7 +91,14 @@ async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) 
 
 
 def _columns(rollout: SavedRollout) -> tuple[str, ...]:
-    return tuple(COLUMNS) if rollout.finish_reason else PART_COLUMNS
+    columns = tuple(COLUMNS) if rollout.finish_reason else PART_COLUMNS
+    return columns if rollout.routed_experts is None else (*columns, EXPERTS_COLUMN)
+
+
+def _beside(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """What rollouts of the run have beside COLUMNS."""
+    has_experts = any(EXPERTS_COLUMN in block.layout.columns for block, _ in cells)
+    return (EXPERTS_COLUMN,) if has_experts else ()
 
 
 def _group_of(rollout: SavedRollout) -> int:

@@ -19,6 +19,7 @@ from rlsys.data.vocabulary import check_vocabularies
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import DatasetStage, ScoreStage, SourceStage
 from rlsys.engines.generation.interruption import interruption_of
+from rlsys.engines.routing import replayable_routing
 from rlsys.errors import Mistakes
 from rlsys.estimate import ModelShape, model_shape
 from rlsys.held_out import evaluation_config, rewards_of
@@ -87,6 +88,9 @@ def load_prompts(
     with mistakes.noted():
         flow.check_groups(config.group_size)
         flow.hold_proximal(config.trainer.updates_per_step)
+        if config.rollout.replay_routing:
+            routing = replayable_routing(shape.config)
+            flow.replay_routing(routing.width, routing.dtype.itemsize)
         flow.check()
     with mistakes.noted():
         _check_models(flow, tokenizer)

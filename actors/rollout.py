@@ -13,6 +13,7 @@ import ray
 
 from rlsys.dataflow.blocks import BlockRef, Cell, Columns
 from rlsys.dataflow.signal import Signal
+from rlsys.dataflow.stages import EXPERTS_COLUMN
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
@@ -91,7 +92,10 @@ class RolloutActor(Heartbeat):
     ) -> None:
         self._tracer.instant("engine", "submit", rollouts=len(requests))
         known = {
-            name: prior for name, cells in priors.items() if (prior := await self._prior(cells))
+            request.request_id: prior
+            for request in requests
+            if (cells := priors.get(request.request_id))
+            and (prior := await self._prior(cells, len(request.prompt_token_ids)))
         }
         self._switch.submit(
             [
@@ -107,19 +111,26 @@ class RolloutActor(Heartbeat):
         self._priors.update(known)
         self._num_told.update((name, len(prior.token_ids)) for name, prior in known.items())
 
-    async def _prior(self, cells: list[Cell]) -> Generation | None:
+    async def _prior(self, cells: list[Cell], num_prompt_tokens: int) -> Generation | None:
         """The parts that another replica had sampled, as one; None if they are lost."""
+        has_experts = EXPERTS_COLUMN in cells[0][0].layout.columns
+        names = (*PART_COLUMNS, EXPERTS_COLUMN) if has_experts else PART_COLUMNS
         try:
-            parts = await self._store.get_async(cells, PART_COLUMNS)
+            parts = await self._store.get_async(cells, names)
         except RowsLost:
             return None
         token_ids, logprobs, versions = (np.concatenate(parts[name]) for name in PART_COLUMNS)
+        experts = None
+        if has_experts:
+            num_inputs = num_prompt_tokens + len(token_ids) - 1
+            experts = np.concatenate(parts[EXPERTS_COLUMN]).reshape(num_inputs, -1)
         return Generation(
             request_id="",
             token_ids=token_ids,
             sampler_logprobs=logprobs,
             policy_versions=versions,
             finish_reason=FinishReason.ABORTED,
+            routed_experts=experts,
         )
 
     async def collect(self) -> Collected:
@@ -147,6 +158,7 @@ class RolloutActor(Heartbeat):
                 "token_ids": [g.token_ids for g in generations],
                 "sampler_logprobs": [g.sampler_logprobs for g in generations],
                 "policy_versions": [g.policy_versions for g in generations],
+                **_experts(generations, [slice(None)] * len(generations)),
             }
         )
         finished = [
@@ -169,8 +181,16 @@ class RolloutActor(Heartbeat):
         if not new:
             return []
         self._num_told.update((g.request_id, len(g.token_ids)) for g, _ in new)
+        # Behind what the parts before it have: the first one has the prompt's.
+        inputs = [
+            slice(len(self._prompts[g.request_id]) + start - 1 if start else 0, None)
+            for g, start in new
+        ]
         block = await self._put(
-            {name: [getattr(g, name)[start:] for g, start in new] for name in PART_COLUMNS}
+            {
+                **{name: [getattr(g, name)[start:] for g, start in new] for name in PART_COLUMNS},
+                **_experts([g for g, _ in new], inputs),
+            }
         )
         return [
             Part(
@@ -262,6 +282,21 @@ class RolloutActor(Heartbeat):
     def _is_sampling(self) -> bool:
         stats = self._engine.stats()
         return stats.num_running + stats.num_waiting > 0
+
+
+def _experts(generations: Sequence[Generation], inputs: Sequence[slice]) -> Columns:
+    """The column of the experts of these inputs; none where the engine tells none."""
+    recorded = [g.routed_experts for g in generations]
+    told = [experts for experts in recorded if experts is not None]
+    if not told:
+        return {}
+    none = told[0][:0]  # of a request that was aborted before it ran
+    return {
+        EXPERTS_COLUMN: [
+            (none if experts is None else experts[of_request]).flatten()
+            for experts, of_request in zip(recorded, inputs, strict=True)
+        ]
+    }
 
 
 def _finished(generation: Generation, cell: Cell, *, num_prompt_tokens: int) -> FinishedRollout:

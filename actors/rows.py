@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlsys.dataflow.stages import EXPERTS_COLUMN
 from rlsys.types import INJECTED, Float32Array, TrainRow
 from rlsys.workers import Rows, Written
 
@@ -14,6 +15,7 @@ from .store import StoreClient
 
 # Columns that are fields of a TrainRow; all others are its `columns`.
 FIELDS = ("prompt_token_ids", "token_ids", "policy_versions")
+OPTIONAL_FIELDS = (EXPERTS_COLUMN,)
 
 
 def read_rows(rows: Rows, store: StoreClient) -> list[TrainRow]:
@@ -27,12 +29,15 @@ def read_rows(rows: Rows, store: StoreClient) -> list[TrainRow]:
 def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
     num_tokens = len(arrays["token_ids"][i])
     columns: dict[str, Float32Array] = {
-        name: of_column[i] for name, of_column in arrays.items() if name not in FIELDS
+        name: of_column[i]
+        for name, of_column in arrays.items()
+        if name not in (*FIELDS, *OPTIONAL_FIELDS)
     }
     for name, values in rows.scalars.items():
         columns[name] = np.full(num_tokens, values[i], np.float32)
     return TrainRow(
         **{name: arrays[name][i] for name in FIELDS},
+        **{name: arrays[name][i] for name in OPTIONAL_FIELDS if name in arrays},
         loss_mask=arrays["policy_versions"][i] != INJECTED,
         columns=columns,
         group_id=rows.group_ids[i],

@@ -30,6 +30,8 @@ from rlsys import (
 )
 
 CHARACTERS = "0123456789+="
+# Share of the teacher's sums that are right; the others are off by 1 or 10.
+TEACHER_RIGHT_FRAC = 0.3
 NUM_PROBLEMS, NUM_HELD_OUT = 8192, 256
 MODEL = OwnModel(name="addition", characters=CHARACTERS)
 
@@ -60,8 +62,6 @@ class ArithmeticConfig(Base):
 
     warm_start_steps: int = 200
     """Supervised steps before reinforcement learning starts."""
-    teacher_right_frac: float = 0.3
-    """Share of the teacher's sums that are right; the others are off by 1 or 10."""
     warm_start_batch: int = 128
     """Examples in one of them."""
     num_steps: int = 200
@@ -77,10 +77,6 @@ class ArithmeticConfig(Base):
         require(
             self.warm_start_steps >= 0,
             f"warm_start_steps={self.warm_start_steps} is negative; use 0 for none.",
-        )
-        require(
-            0 <= self.teacher_right_frac <= 1,
-            f"teacher_right_frac={self.teacher_right_frac} is no share; use 0 to 1.",
         )
         require(
             self.warm_start_batch >= 1,
@@ -115,7 +111,7 @@ def lessons(cfg: ArithmeticConfig) -> Iterator[list[tuple[str, str]]]:
     """Batches of prompts and the teacher's completions for the warm start."""
     rng = random.Random(cfg.seed)
     while True:
-        yield [lesson(rng, cfg.teacher_right_frac) for _ in range(cfg.warm_start_batch)]
+        yield [lesson(rng, TEACHER_RIGHT_FRAC) for _ in range(cfg.warm_start_batch)]
 
 
 def lesson(rng: random.Random, right_frac: float) -> tuple[str, str]:

@@ -213,9 +213,18 @@ class RolloutConfig:
     """CPU cores that Ray reserves for one replica; also its compute threads."""
     num_gpus: float = 0
     """GPUs that Ray reserves for one replica; 0 runs on the CPU."""
+    replay_routing: bool = False
+    """Of a mixture of experts: record which experts the sampler sends each token to, and train on
+    these in place of the trainer's own choice (R3, 2510.11370); torch only."""
 
     def __post_init__(self) -> None:
         conform(self, "rollout")
+        require(
+            not self.replay_routing or self.engine == "torch",
+            f"rollout.replay_routing=True with rollout.engine={self.engine!r}: rlsys takes the "
+            'experts of tokens from the torch engine alone; use rollout.engine="torch", or '
+            "replay_routing=False.",
+        )
         require(
             1 <= self.num_replicas <= MAX_PROCESSES,
             f"rollout.num_replicas={self.num_replicas} is no number of processes; use 1 to "

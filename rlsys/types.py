@@ -18,6 +18,7 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+ExpertArray = npt.NDArray[np.integer[Any]]  # numbers of experts, uint8 or int16
 
 
 class FinishReason(StrEnum):
@@ -119,6 +120,9 @@ class Generation:
     sampler_logprobs: Float32Array  # [T]
     policy_versions: Int32Array  # [T], INJECTED, or of weights that never grow older
     finish_reason: FinishReason
+    # [P + T - 1, L * K], of every token that another was sampled behind: the K experts that it went
+    # to in each of the L layers of a mixture. None: not recorded.
+    routed_experts: ExpertArray | None = None
 
     @classmethod
     def of_nothing(cls, request_id: str, finish_reason: FinishReason) -> Generation:
@@ -162,6 +166,9 @@ class TrainRow:
     group_id: int
     group_size: int
     group_num_tokens: int  # loss_mask tokens of the whole group, for per-prompt means
+    # [(P + T - 1) * L * K]: the experts that the sampler sent each input to (Generation), which the
+    # policy follows; None: it chooses itself
+    routed_experts: ExpertArray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

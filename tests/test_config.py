@@ -50,6 +50,11 @@ from rlsys.types import SamplingParams
             {"engine": "vllm", "tensor_parallel": 4, "num_gpus": 2},
             "use rollout.num_gpus=4",
         ),
+        (
+            RolloutConfig,
+            {"engine": "vllm", "replay_routing": True},
+            "rollout.replay_routing=True with rollout.engine='vllm'",
+        ),
         (RolloutConfig, {"kv_cache_gib": 0.0}, "rollout.kv_cache_gib=0.0"),
         (RolloutConfig, {"gpu_memory_frac": 1.5}, "rollout.gpu_memory_frac=1.5"),
         (RolloutConfig, {"num_cpus": 0}, "rollout.num_cpus=0"),

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rlsys.types import Float32Array, Int32Array
+from rlsys.dataflow.stages import EXPERTS_COLUMN
+from rlsys.types import ExpertArray, Float32Array, Int32Array
 
 COLUMNS = {
     "prompt_token_ids": np.int32,
@@ -35,6 +36,7 @@ class SavedRollout:
     token_ids: Int32Array  # [T]
     sampler_logprobs: Float32Array  # [T]
     policy_versions: Int32Array  # [T]
+    routed_experts: ExpertArray | None = None  # flat, where the run records them
 
 
 def write_rollouts(path: Path, rollouts: Sequence[SavedRollout]) -> None:
@@ -47,6 +49,11 @@ def write_rollouts(path: Path, rollouts: Sequence[SavedRollout]) -> None:
         each = [getattr(rollout, name) for rollout in rollouts]
         arrays[name] = np.concatenate([np.zeros(0, dtype), *each])
         arrays[f"{name}_lengths"] = np.array([len(values) for values in each], np.int64)
+    experts = [r.routed_experts for r in rollouts if r.routed_experts is not None]
+    if experts:
+        assert len(experts) == len(rollouts), "a run records the experts of all rows, or of none"
+        arrays[EXPERTS_COLUMN] = np.concatenate(experts)
+        arrays[f"{EXPERTS_COLUMN}_lengths"] = np.array([len(values) for values in experts])
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
 
@@ -55,15 +62,16 @@ def read_rollouts(path: Path) -> list[SavedRollout]:
     """Raises ValueError for a file that is damaged."""
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+            names = [name for name in (*COLUMNS, EXPERTS_COLUMN) if name in file or name in COLUMNS]
             columns = {
                 name: np.split(file[name], np.cumsum(file[f"{name}_lengths"])[:-1])
-                for name in COLUMNS
+                for name in names
             }
             return [
                 SavedRollout(
                     request_id=str(request_id),
                     finish_reason=str(reason),
-                    **{name: columns[name][i] for name in COLUMNS},
+                    **{name: columns[name][i] for name in names},
                 )
                 for i, (request_id, reason) in enumerate(
                     zip(file["request_ids"], file["finish_reasons"], strict=True)

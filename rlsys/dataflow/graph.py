@@ -32,7 +32,7 @@ from rlsys.dataflow.given import (
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.schema import StageSpec
 from rlsys.dataflow.stages import (
-    BYTES_PER_VALUE,
+    EXPERTS_COLUMN,
     FACTS,
     PADDING_BYTES,
     PER,
@@ -400,6 +400,25 @@ class Dataflow:
             *self.stages[place + 1 :],
         ]
 
+    def replay_routing(self, width: int, value_bytes: int) -> None:
+        """Let the rollouts carry the experts of their tokens, `width` numbers each, to whatever the
+        main model computes of them (rlsys.engines.routing); after `hold_proximal`. Raises
+        ValueError for rows that this model has not sampled."""
+        source = self.source
+        require(
+            isinstance(source, GenerateStage) and not source.prompts.may_be_external,
+            f"rollout.replay_routing=True needs rows that this run samples, and those of flow."
+            f"{source.name} are not, or not all; leave it out.",
+        )
+        column = Column(EXPERTS_COLUMN, "token", width, value_bytes)
+        if column in source.writes:
+            return
+        for place, stage in enumerate(self.stages):
+            if stage is source:
+                self.stages[place] = replace(stage, writes=(*stage.writes, column))
+            elif isinstance(stage, InferStage | TrainStage) and stage.model.is_main:
+                self.stages[place] = replace(stage, reads=(*stage.reads, column))
+
     def check(self) -> None:
         """Raise ValueError for what only the whole graph shows: a column that nobody reads, a stage
         that cannot wait for the step, no rows, a main model that nobody trains."""
@@ -419,7 +438,9 @@ class Dataflow:
         for stage in self.stages:
             for column in stage.reads:
                 require(
-                    column.width == 1 or isinstance(stage, TrainStage),
+                    column.width == 1
+                    or column.name == EXPERTS_COLUMN
+                    or isinstance(stage, TrainStage),
                     f"stage {stage.name!r} reads {column.name!r}, which has {column.width} values "
                     "a token; only the loss of flow.train reads such columns.",
                 )
@@ -516,12 +537,16 @@ class Dataflow:
     def row_bytes(self, *, max_prompt_tokens: int, max_tokens: int) -> int:
         """The most that the store holds of one row."""
         late = self.step_columns
+        lengths = {
+            PROMPT_COLUMN: max_prompt_tokens,
+            EXPERTS_COLUMN: max_prompt_tokens + max_tokens,
+        }
         num_bytes = 0
         for stage in self.stages:
             columns = [c for c in stage.writes if c.per == "token" and c.name not in late]
             for column in columns:
-                length = max_prompt_tokens if column.name == PROMPT_COLUMN else max_tokens
-                num_bytes += length * column.width * BYTES_PER_VALUE
+                length = lengths.get(column.name, max_tokens)
+                num_bytes += length * column.width * column.value_bytes
             if columns:
                 num_bytes += PADDING_BYTES
         return num_bytes

@@ -33,6 +33,8 @@ Head = Literal["logits", "value", "score"]
 PROXIMAL_COLUMN = "proximal_logprobs"  # by the policy at the beginning of the step
 PROMPT_COLUMN, SAMPLER_COLUMN = "prompt_token_ids", "sampler_logprobs"
 ROLLOUT_COLUMNS = (PROMPT_COLUMN, "token_ids", SAMPLER_COLUMN, "policy_versions")
+# Beside them, of prompt and completion, where the experts of tokens are recorded.
+EXPERTS_COLUMN = "routed_experts"
 BYTES_PER_VALUE = 4
 
 # A row's columns of one writer are padded to the arena's alignment.
@@ -49,6 +51,7 @@ class Column:
     name: str
     per: Per = "row"
     width: int = 1  # values of each row or token; those of a token stand one after another
+    value_bytes: int = BYTES_PER_VALUE
 
 
 # Of every rollout, for functions over groups and batches, and for losses: what no stage writes, and

@@ -55,7 +55,7 @@ def load_causal_lm(
         model = None
         if promised:
             config = AutoConfig.from_pretrained(path)
-            model = load_promised(config, path, lambda: _class_of(config), **options)
+            model = load_promised(config, path, lambda: class_of(config), **options)
         if model is None:
             model = AutoModelForCausalLM.from_pretrained(path, **options)
     except unreadable() as error:
@@ -68,7 +68,7 @@ def load_causal_lm(
     return model.to(device)
 
 
-def _class_of(config: Any) -> tuple[Any, Any]:
+def class_of(config: Any) -> tuple[Any, Any]:
     """That transformers chooses, and the part of the configuration that is its own."""
     from transformers import AutoModelForCausalLM
 

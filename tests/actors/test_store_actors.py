@@ -18,7 +18,7 @@ from actors import carry_over
 from actors.store import ShardAddress, ShardLost, StoreAddress, StoreClient, put_on_node
 from actors.store_shards import StoreShards
 from rlsys.checkpoint import ROLLOUTS_FILE
-from rlsys.dataflow.archive import SavedRollout, write_rollouts
+from rlsys.dataflow.archive import SavedRollout, read_rollouts, write_rollouts
 from rlsys.dataflow.arena import PAGE_BYTES
 from rlsys.dataflow.blocks import Array, BlockRef, Cell
 from rlsys.dataflow.store import StageSpec, StreamStore
@@ -199,6 +199,7 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             token_ids=np.full(num_tokens, group_id, np.int32),
             sampler_logprobs=np.zeros(num_tokens, np.float32),
             policy_versions=np.full(num_tokens, 4, np.int32),
+            routed_experts=np.full(2 * (num_tokens + 1), group_id, np.uint8),
         )
 
     async def run() -> None:
@@ -214,8 +215,16 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             where = [node_of[block.shard] for block, _ in cells]
             assert where == [nodes.here, nodes.there, nodes.there]
             assert [told.num_tokens for told in restored] == [9, 5, 3]
-            got = await StoreClient(shards.address).get_async(cells, ["token_ids"])
+            names = ["token_ids", "routed_experts"]
+            got = await StoreClient(shards.address).get_async(cells, names)
             assert [ids.tolist() for ids in got["token_ids"]] == [[1] * 9, [2] * 5, [3] * 3]
+            assert [one.tolist() for one in got["routed_experts"]] == [[1] * 20, [2] * 12, [3] * 8]
+            again = tmp_path / "again"
+            again.mkdir()
+            await carry_over.save(work, StoreClient(shards.address), again)
+            for before, after in zip(rollouts, read_rollouts(again / ROLLOUTS_FILE), strict=True):
+                assert after.request_id == before.request_id
+                np.testing.assert_array_equal(after.routed_experts, before.routed_experts)
             with pytest.raises(ShardLost, match="could not be written on node 00"):
                 await put_on_node("00" * 28, [rows([1], 1)], shards.address)
 

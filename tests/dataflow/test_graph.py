@@ -320,6 +320,25 @@ def test_a_row_takes_the_bytes_of_its_columns() -> None:
     )
 
 
+def test_experts_travel_with_rollouts_to_the_main_model_alone() -> None:
+    flow = ppo(PPOConfig(), [lambda rollout: 1.0])
+    flow.hold_proximal(updates_per_step=2)
+    for _ in range(2):  # the second time it changes nothing
+        flow.replay_routing(width=6, value_bytes=2)
+    flow.check()
+    # 6 numbers of 2 bytes for each token of prompt and completion, beside what is there without.
+    assert flow.row_bytes(max_prompt_tokens=10, max_tokens=100) == (
+        10 * 4 + 3 * 100 * 4 + 110 * 6 * 2 + 64 + 100 * 4 + 64
+    )
+    readers = [s.name for s in flow.stages if any(c.name == "routed_experts" for c in s.reads)]
+    assert readers == ["infer proximal_logprobs", "train"]
+
+    pairs = Dataflow()
+    pairs.dataset(PROMPTS, group_size=2)
+    with pytest.raises(ValueError, match="replay_routing=True needs rows that this run samples"):
+        pairs.replay_routing(width=6, value_bytes=2)
+
+
 def test_completions_of_a_dataset_make_rows_without_a_sampler() -> None:
     flow = Dataflow()
     judge = flow.model("judge", head="score")

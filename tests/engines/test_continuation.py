@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -51,3 +53,25 @@ def test_every_token_keeps_its_logprob_and_version() -> None:
     assert whole.sampler_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
     assert whole.policy_versions.tolist() == [4, 4, 6]
     assert (whole.request_id, whole.finish_reason) == ("3.1.0", FinishReason.STOP)
+
+
+def test_experts_are_those_of_the_part_that_sampled() -> None:
+    """A prompt of 2 tokens. The first part sampled 2 more and so ran 3; then come 2 that nobody
+    sampled, and one by another replica, which ran all 6 before it."""
+    first = replace(
+        generation([1, 2], 4, FinishReason.ABORTED),
+        routed_experts=np.array([[10], [11], [12]], np.uint8),
+    )
+    injected = replace(first, token_ids=np.array([5, 6], np.int32))
+    second = replace(
+        generation([3], 6, FinishReason.STOP),
+        routed_experts=np.array([[20], [21], [22], [23], [24], [25]], np.uint8),
+    )
+    whole = merged(merged(first, injected), second)
+    assert whole.routed_experts is not None
+    assert whole.routed_experts.dtype == np.uint8
+    assert whole.routed_experts[:, 0].tolist() == [10, 11, 12, 23, 24, 25]
+    nothing = Generation.of_nothing("3.1.0", FinishReason.ABORTED)
+    kept = merged(first, nothing).routed_experts
+    assert kept is first.routed_experts
+    assert merged(nothing, second).routed_experts is second.routed_experts

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,12 +45,13 @@ Found = tuple[dict[str, float], Weights, Weights]
 
 def trained(path: Path, layout: str, rank: int = 0, world_size: int = 1, **options: Any) -> Found:
     """Metrics, gradients and weights after a step on ROWS, in two micro-batches whose passes have
-    at most 60 tokens."""
+    at most 60 tokens. `routed`: with experts that others have chosen."""
     options = {"micro_batch_tokens": 60} | options
+    rows = with_experts(ROWS) if options.pop("routed", False) else ROWS
     engine = make_engine(path, layout=layout, rank=rank, world_size=world_size, **options)
     check_holdings(engine)
     parsed = Layout.parse(layout)
-    share = with_returns(ROWS[parsed.data_index(rank) :: parsed.num_data])
+    share = with_returns(rows[parsed.data_index(rank) :: parsed.num_data])
     engine.accumulate(MicroBatch(rows=share[:1]), MicroBatch(rows=share[1:]))
     found = summed(engine)
     result = engine.optimizer_step()
@@ -71,6 +74,20 @@ def with_returns(rows: Sequence[TrainRow]) -> list[TrainRow]:
     for row in rows:
         row.columns.setdefault("returns", row.columns["advantages"])  # type: ignore[attr-defined]
     return list(rows)
+
+
+def with_experts(rows: Sequence[TrainRow]) -> list[TrainRow]:
+    """Two different ones of 8, in each of two layers."""
+    rng = np.random.default_rng(0)
+
+    def experts(row: TrainRow) -> np.ndarray:
+        num_inputs = len(row.prompt_token_ids) + len(row.token_ids) - 1
+        first = rng.integers(0, 8, (num_inputs, 2, 1), np.uint8)
+        second = (first + rng.integers(1, 8, first.shape, np.uint8)) % 8
+        both: np.ndarray = np.concatenate((first, second), -1)
+        return both.flatten()
+
+    return [replace(row, routed_experts=experts(row)) for row in rows]
 
 
 def check_holdings(engine: FSDPEngine) -> None:
@@ -138,7 +155,8 @@ HARDER = {
 def test_ranks_share_rows_and_layers(layout: str, tmp_path: Path) -> None:
     families = (*FAMILIES, "mistral", "olmo2", "gpt_oss", "deepseek_v3")
     cases = [*((family, layout) for family in families), *HARDER.get(layout, [])]
-    compare(tmp_path, [(*case, {}) for case in cases])
+    routed = ("qwen3_moe", layout, {"routed": True})
+    compare(tmp_path, [*((*case, {}) for case in cases), routed])
 
 
 @pytest.mark.parametrize(
@@ -149,9 +167,11 @@ def test_16_bit_precisions_know_no_layout(model: str, layout: str, tmp_path: Pat
 
 
 def test_experts_lie_on_several_ranks(tmp_path: Path) -> None:
-    recomputed = [("qwen3_moe", "ep2", {"gradient_checkpointing": "selective"})]
     families = ("qwen3_moe", "gpt_oss", "deepseek_v3")
-    compare(tmp_path, [(name, "ep2", {}) for name in families] + recomputed)
+    cases = [(name, "ep2", {"routed": name == "gpt_oss"}) for name in families]
+    routed = ("qwen3_moe", "ep2", {"routed": True})
+    recomputed = ("qwen3_moe", "ep2", {"gradient_checkpointing": "selective"})
+    compare(tmp_path, [*cases, routed, recomputed])
 
 
 # More than hidden states goes from layer to layer.
@@ -198,7 +218,7 @@ def test_a_model_that_does_more_than_its_plan_is_refused(
         [(name, layout, {}) for layout in ("dp2tp2", "dp2cp2", "dp2x2") for name in FAMILIES],
         [
             *((name, x, {}) for x in ("dp2pp2", "tp2pp2", "cp2pp2") for name in FAMILIES),
-            ("deep qwen3", "dp2pp2v2", {"gradient_checkpointing": True}),
+            ("deep qwen3", "dp2pp2v2", {"gradient_checkpointing": "full"}),
         ],
         [
             *((name, "cp4", {}) for name in ("1-headed qwen3", "2-headed qwen3")),

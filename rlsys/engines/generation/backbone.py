@@ -25,17 +25,18 @@ from rlsys.engines.generation.fused_decoder import FusedDecoder, is_llama_like
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, room
 from rlsys.engines.generation.manifest_check import check_manifest
 from rlsys.engines.model_tensors import model_tensors
+from rlsys.engines.routing import Routing, RoutingRecorder, routing_of
 from rlsys.layout.transport.shm import open_weights
-from rlsys.types import WeightManifest
+from rlsys.types import ExpertArray, WeightManifest
 
 Decode = Callable[[torch.Tensor, torch.Tensor, SlotCache], torch.Tensor]
 
 
 class Backbone:
     """Raises ValueError for an architecture that rlsys gets wrong, or that cannot be decoded from
-    keys and values alone."""
+    keys and values alone; with `records_routing`, for one without experts."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, records_routing: bool = False) -> None:
         architecture = check_architecture(model)
         plain = _Decoder(architecture.miniature)
         reason = _fault(architecture, plain, plain.decode)
@@ -49,12 +50,17 @@ class Backbone:
         self._decode: Decode = self._decoder.decode
         self._model = model
         self._fused: FusedDecoder | None = None
+        self._recorder: RoutingRecorder | None = None
+        self.routing: Routing | None = None
         self.logits = Head(model)
         with torch.no_grad():
             self.bytes_per_token = self._measure()
             if is_llama_like(model) and _is_right_when_fused(architecture):
                 self._fused = FusedDecoder(model, _attention_rules(model))
                 self._decode = self._fused
+        if records_routing:
+            self.routing = routing_of(model)
+            self._recorder = RoutingRecorder(model)
 
     @property
     def is_fused(self) -> bool:
@@ -69,6 +75,13 @@ class Backbone:
     ) -> torch.Tensor:
         """Hidden states [N, D] of one token [N] of each sequence; see SlotCache.begin_decode."""
         return self._decode(token_ids, positions, cache)
+
+    def take_experts(self) -> ExpertArray:
+        """[U·T, L·K] or [N, L·K] of the tokens of the last pass, where routing is recorded."""
+        assert self._recorder is not None
+        assert self.routing is not None
+        experts: ExpertArray = self._recorder.take().cpu().numpy().astype(self.routing.dtype)
+        return experts
 
     def load(self, manifest: WeightManifest) -> None:
         """Overwrite the weights in place.

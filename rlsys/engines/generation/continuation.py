@@ -3,7 +3,7 @@
     request + what had been sampled ──► continued request ──► engine ──► rest ──► merged generation
 
 The continued request carries the sampled tokens at its prompt's end. The merged generation has the
-tokens, log-probabilities and versions of both parts, as if nothing had happened.
+tokens, log-probabilities, versions and experts of both parts, as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlsys.types import Generation, GenerationRequest
+from rlsys.types import ExpertArray, Generation, GenerationRequest
 
 
 def continued(request: GenerationRequest, prior: Generation) -> GenerationRequest:
@@ -34,4 +34,12 @@ def merged(prior: Generation, rest: Generation) -> Generation:
         token_ids=np.concatenate([prior.token_ids, rest.token_ids]),
         sampler_logprobs=np.concatenate([prior.sampler_logprobs, rest.sampler_logprobs]),
         policy_versions=np.concatenate([prior.policy_versions, rest.policy_versions]),
+        routed_experts=_merged_experts(prior.routed_experts, rest.routed_experts),
     )
+
+
+def _merged_experts(prior: ExpertArray | None, rest: ExpertArray | None) -> ExpertArray | None:
+    """Of what both parts ran, the first one's: it sampled on from there."""
+    if prior is None or rest is None:
+        return rest if prior is None else prior
+    return np.concatenate([prior, rest[len(prior) :]])

@@ -41,7 +41,8 @@ PROMPT_BLOCK = 8
 
 class ContinuousBatch:
     """`kv_cache_gib` bounds the keys and values of all running requests together: one is admitted
-    only when they fit up to the length at which each must end."""
+    only when they fit up to the length at which each must end. With `records_routing` generations
+    tell the experts of their tokens."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class ContinuousBatch:
         kv_cache_gib: float,
         stop_token_ids: Sequence[int],
         decode_text: Callable[[list[int]], str],
+        records_routing: bool = False,
     ) -> None:
         self.policy_version = 0
         self.num_generated_tokens = 0
@@ -61,10 +63,14 @@ class ContinuousBatch:
         self._context = context_length(config)
         self._vocabulary: int = config.vocab_size
         self._waiting: deque[GenerationRequest] = deque()
+        self._backbone = Backbone(model, records_routing=records_routing)
+        self._records_routing = records_routing
         self._slots = Slots(
-            context=self._context, stop_token_ids=stop_token_ids, decode_text=decode_text
+            context=self._context,
+            stop_token_ids=stop_token_ids,
+            decode_text=decode_text,
+            routing=self._backbone.routing,
         )
-        self._backbone = Backbone(model)
         self._max_cached_tokens = int(kv_cache_gib * 2**30) // self._backbone.bytes_per_token
         self._cache = SlotCache(
             max_slots=max_running, max_tokens=self._max_cached_tokens, device=self._device
@@ -191,6 +197,8 @@ class ContinuousBatch:
         self._cache.reserve(self.num_running, max(longest, num_tokens))
         self._cache.begin_prefill(first, self._tensor(np.array(source)))
         hidden = self._backbone.prefill(self._tensor(token_ids), self._cache)  # [U, T, D]
+        if self._records_routing:
+            self._record_prompts(first, requests, source, num_tokens)
         last = [len(request.prompt_token_ids) - 1 for request in requests]
         num_padded = round_up(len(requests), ROW_BLOCK)
         hidden = hidden[_padded(source, num_padded), _padded(last, num_padded)]  # [N, D]
@@ -203,7 +211,27 @@ class ContinuousBatch:
         positions = self._tensor(_padded(lengths - 1, num_padded))  # [N]
         token_ids = self._tensor(_padded(self._slots.last_tokens(), num_padded))
         self._cache.begin_decode(positions)
-        return self._sample(0, self._backbone.decode(token_ids, positions, self._cache))
+        hidden = self._backbone.decode(token_ids, positions, self._cache)
+        if self._records_routing:
+            slots = np.arange(len(lengths))
+            experts = self._backbone.take_experts()[: len(lengths)]
+            self._slots.record_experts(slots, lengths - 1, experts)
+        return self._sample(0, hidden)
+
+    def _record_prompts(
+        self,
+        first: int,
+        requests: Sequence[GenerationRequest],
+        source: Sequence[int],
+        num_tokens: int,
+    ) -> None:
+        """The experts of prompts, which requests of one prompt have in common."""
+        experts = self._backbone.take_experts()
+        for slot, (request, row) in enumerate(zip(requests, source, strict=True), first):
+            positions = np.arange(len(request.prompt_token_ids))
+            self._slots.record_experts(
+                np.full(len(positions), slot), positions, experts[row * num_tokens + positions]
+            )
 
     def _sample(self, first: int, hidden: torch.Tensor) -> list[Generation]:
         """Sample and record a token of the slots from `first` on; `hidden` [N, D] may have padding

@@ -5,7 +5,8 @@
 The running ones are always slots 0 .. num_running − 1: the last ones take the places of those that
 are removed.
 
-Shape legend: S slots, C capacity in tokens (prompt and completion), E stop tokens, N rows recorded.
+Shape legend: S slots, C capacity in tokens (prompt and completion), E stop tokens, N rows recorded,
+L·K experts of a token (rlsys.engines.routing).
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ import numpy.typing as npt
 
 from rlsys.engines.generation.sampling import stream_key, uniforms
 from rlsys.engines.generation.stopping import text_after
-from rlsys.types import FinishReason, Float32Array, Generation, GenerationRequest, Int32Array
+from rlsys.engines.routing import Routing
+from rlsys.types import (
+    ExpertArray,
+    FinishReason,
+    Float32Array,
+    Generation,
+    GenerationRequest,
+    Int32Array,
+)
+
+IntArray = npt.NDArray[np.integer[Any]]
 
 SLOT = np.dtype(
     [
@@ -42,7 +53,8 @@ STOP_STRING_MARGIN = 8
 
 class Slots:
     """`context` is the model's limit in tokens, `stop_token_ids` end every request, and
-    `decode_text` is asked only for requests with stop strings."""
+    `decode_text` is asked only for requests with stop strings. With `routing` the experts of every
+    token are kept."""
 
     def __init__(
         self,
@@ -50,6 +62,7 @@ class Slots:
         context: int,
         stop_token_ids: Sequence[int],
         decode_text: Callable[[list[int]], str],
+        routing: Routing | None = None,
     ) -> None:
         self.num_running = 0
         self._context = context
@@ -61,6 +74,9 @@ class Slots:
         self._tokens = np.zeros((0, 0), np.int32)  # [S, C]
         self._logprobs = np.zeros((0, 0), np.float32)  # [S, C]
         self._versions = np.zeros((0, 0), np.int32)  # [S, C]
+        self._experts: ExpertArray | None = None  # [S, C, L·K]
+        if routing is not None:
+            self._experts = np.zeros((0, 0, routing.width), routing.dtype)
 
     def limit(self, request: GenerationRequest) -> int:
         """Length, prompt included, at which a request ends for want of room."""
@@ -120,6 +136,11 @@ class Slots:
         self._versions[places] = version
         self._state["length"][first : first + len(tokens)] += 1
 
+    def record_experts(self, slots: IntArray, positions: IntArray, experts: ExpertArray) -> None:
+        """Keep [N, L·K] of the tokens [N] at these positions of these slots."""
+        assert self._experts is not None
+        self._experts[slots, positions] = experts
+
     def ended(self, first: int) -> dict[int, FinishReason]:
         """Those of the slots `first` .. num_running − 1 that their last token has ended."""
         slots = slice(first, self.num_running)
@@ -153,8 +174,10 @@ class Slots:
                 self._tokens,
                 self._logprobs,
                 self._versions,
+                self._experts,
             ):
-                array[target] = array[source]
+                if array is not None:
+                    array[target] = array[source]
             self._requests[target] = self._requests[source]
         del self._requests[num_left:]
         self.num_running = num_left
@@ -168,6 +191,9 @@ class Slots:
             sampler_logprobs=self._logprobs[slot, completion].copy(),
             policy_versions=self._versions[slot, completion].copy(),
             finish_reason=reason,
+            routed_experts=None
+            if self._experts is None
+            else self._experts[slot, : completion.stop - 1].copy(),
         )
 
     def _has_stop_string(self, slot: int) -> bool:
@@ -196,6 +222,8 @@ class Slots:
         self._tokens = _grown(self._tokens, (slots, capacity))
         self._logprobs = _grown(self._logprobs, (slots, capacity))
         self._versions = _grown(self._versions, (slots, capacity))
+        if self._experts is not None:
+            self._experts = _grown(self._experts, (slots, capacity, self._experts.shape[2]))
 
 
 def _grown(

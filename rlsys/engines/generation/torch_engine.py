@@ -246,6 +246,7 @@ class TorchEngine:
             if self._stop_token_ids is not None
             else end_of_sequence_ids(self._model_path),
             decode_text=text_decoder(self._model_path),
+            records_routing=self._config.replay_routing,
         )
 
     def _deliver_all(self) -> None:

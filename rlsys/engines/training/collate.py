@@ -7,7 +7,7 @@ the last token of each row (`collate_whole`). Only then is the last token an inp
 begin with alike is one input, and what is read there for the same token is read once.
 
 Shape legend: B rows, L longest input of the pass, M inputs in all, N places: completion tokens with
-loss mask 1, or rows; U of them that differ.
+loss mask 1, or rows; U of them that differ; W experts of an input (rlsys.engines.routing).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ import torch
 from rlsys.dataflow.passes import Budget, GroupLengths, plan_passes
 from rlsys.engines.packing import Packing, ragged_places, tree_of
 from rlsys.engines.token_tree import IntArray
-from rlsys.types import Float32Array, TrainRow
+from rlsys.types import ExpertArray, Float32Array, Int32Array, TrainRow
+
+# Beyond all token ids, which are int32.
+FIRST_KEY = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,9 @@ class Batch:
     row_index: torch.Tensor  # [N] int64, into the pass
     group_ids: torch.Tensor  # [N] int64
     columns: Mapping[str, torch.Tensor]  # each [N] float32, or [N, K] where a place has K values
+    # [M or B·L, W] uint8 or int16: the experts that every input goes to, 0 for padding; None: the
+    # model chooses them
+    routed_experts: torch.Tensor | None = None
 
     @property
     def each_read(self) -> Batch:
@@ -234,9 +240,10 @@ def _lay_out(
         np.concatenate((row.prompt_token_ids, row.token_ids))[:length]
         for row, length in zip(rows, num_inputs, strict=True)
     ]
+    experts = _routed_experts(rows, num_inputs)  # [Σ num_inputs, W]
     packing = None
     if packed:
-        tree = tree_of(tokens, shares=shares)
+        tree = tree_of(tokens if experts is None else _keys(rows, tokens, experts), shares=shares)
         packing = Packing(tree, device)
         places, row_starts, shape = tree.places, tree.row_starts, (1, tree.num_tokens)
     else:
@@ -247,7 +254,45 @@ def _lay_out(
     input_ids = np.full(shape, fill, np.int64)
     input_ids.flat[places] = np.concatenate(tokens)
     inputs = {"input_ids": torch.from_numpy(input_ids).to(device), "packing": packing}
+    if experts is not None:
+        routed = np.zeros((input_ids.size, experts.shape[1]), experts.dtype)
+        routed[places[::-1]] = experts[::-1]  # where rows share a prompt, those of the first one
+        inputs["routed_experts"] = torch.from_numpy(routed).to(device)
     return _LaidOut(inputs=inputs, places=places, row_starts=row_starts)
+
+
+def _routed_experts(rows: Sequence[TrainRow], num_inputs: IntArray) -> ExpertArray | None:
+    """[Σ num_inputs, W] of inputs of all rows one after another; None where none were recorded."""
+    recorded = [row.routed_experts for row in rows]
+    told = [experts for experts in recorded if experts is not None]
+    if not told:
+        return None
+    widths = {
+        -1 if experts is None or experts.size % length else experts.size // length
+        for experts, length in zip(recorded, num_inputs.tolist(), strict=True)
+    }
+    if len(widths) > 1 or -1 in widths:
+        sizes = [None if experts is None else experts.size for experts in recorded]
+        raise ValueError(
+            f"rows of {num_inputs.tolist()} inputs have {sizes} numbers of experts; give every row "
+            "as many for each of its inputs as any other, or leave routed_experts out of all."
+        )
+    return np.concatenate(told).reshape(-1, widths.pop())
+
+
+def _keys(
+    rows: Sequence[TrainRow], tokens: Sequence[Int32Array], experts: ExpertArray
+) -> list[IntArray]:
+    """Of which rows share what they begin with: the tokens of prompts, which passes are planned by;
+    of completions the tokens and their experts, so that each is trained as it was sampled."""
+    lengths = np.array([len(of_row) for of_row in tokens])
+    row, column = ragged_places(lengths)
+    keys = np.concatenate(tokens).astype(np.int64)
+    sampled = column >= np.array([len(row.prompt_token_ids) for row in rows])[row]
+    both = np.column_stack((keys[sampled], experts[sampled].astype(np.int64)))
+    _, number = np.unique(both, axis=0, return_inverse=True)
+    keys[sampled] = FIRST_KEY + number.reshape(-1)
+    return np.split(keys, np.cumsum(lengths)[:-1])
 
 
 def _reads(positions: IntArray, targets: IntArray, device: torch.device | str) -> dict[str, Any]:

@@ -87,6 +87,9 @@ def layer_outputs(
     if shards is not None:
         options |= {"position_ids": shards.chunk(options["position_ids"]), "shards": shards}
         input_ids = shards.chunk(input_ids)
+    if batch.routed_experts is not None:
+        experts = batch.routed_experts
+        options["routed_experts"] = experts if shards is None else shards.own_inputs(experts)
     given = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
     output = backbone(model)(**given, **options, use_cache=False)
     hidden: torch.Tensor = output.last_hidden_state

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from rlsys.engines.architecture import check_architecture
 from rlsys.engines.causal_lm import Head
 from rlsys.engines.context import row_limit
+from rlsys.engines.routing import replay_routing
 from rlsys.engines.training.collate import Batch
 from rlsys.engines.training.hidden_states import hidden_states, layer_outputs
 from rlsys.engines.training.parallel.groups import Mesh
@@ -44,6 +45,7 @@ class TokenPolicy(nn.Module):
         super().__init__()
         self.model = model
         architecture = check_architecture(model)
+        replay_routing(model)
         self.packs = architecture.packs
         """Whether batches may be packed; otherwise they must be padded."""
         self.shares = architecture.shares

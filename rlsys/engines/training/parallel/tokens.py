@@ -44,10 +44,15 @@ class TokenShards:
         return -(-self.num_tokens // self.mesh.num_token_shards)
 
     def chunk(self, row: torch.Tensor) -> torch.Tensor:
-        """This context rank's part of [1, M], behind which there is padding of 0."""
+        """This context rank's part of [1, M] or [W, M], behind which there is padding of 0."""
         padded = self.size * self.mesh.num_token_shards
         row = torch.nn.functional.pad(row, (0, padded - row.shape[1]))
         return row.chunk(self.mesh.layout.cp, 1)[self.mesh.index("cp")]
+
+    def own_inputs(self, values: torch.Tensor) -> torch.Tensor:
+        """Of values of all tokens [M, W], those of this rank's own between the layers; 0 for
+        padding."""
+        return self.chunk(values.t()).chunk(self.mesh.layout.tp, 1)[self.mesh.index("tp")].t()
 
     def own(self, positions: torch.Tensor, *, by_chunk: bool) -> torch.Tensor:
         """Which of the places [U] this rank scores, [U'] into U: those in its shard, or, where the
