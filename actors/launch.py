@@ -30,7 +30,7 @@ from rlsys.engines.generation.protocol import EngineError
 from rlsys.errors import RunFailed
 from rlsys.estimate import RECORDS_BYTES, disk_bytes, model_shape
 from rlsys.exported import export_faults
-from rlsys.fields import to_dict
+from rlsys.fields import leaf_defaults, to_dict
 from rlsys.held_out import read_evaluations
 from rlsys.history import some
 from rlsys.launching import HeldOut, RunResult, WarmStart
@@ -207,6 +207,7 @@ def _prepare(
             config.name,
             to_dict(config),
             resume=config.resume,
+            defaults=leaf_defaults(type(config)),
             required_bytes=disk_bytes(ready, flow, shape, warm_start=begins_warm),
         )
     )

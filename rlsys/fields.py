@@ -170,6 +170,13 @@ def leaves(cls: type[Any], *, default: Any = MISSING, prefix: str = "") -> list[
     return found
 
 
+def leaf_defaults(cls: type[Any]) -> dict[str, Any]:
+    """Of leaves that have one, by dotted name, as JSON gives them back."""
+    found = {leaf.name: leaf.default for leaf in leaves(cls) if leaf.default is not MISSING}
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return plain
+
+
 def num_leaf_fields(cls: type[Any]) -> int:
     return len(leaves(cls))
 

@@ -153,6 +153,7 @@ class RunDirectory(RunFiles):
         config: Mapping[str, Any],
         *,
         resume: bool | Literal["auto"],
+        defaults: Mapping[str, Any] | None = None,
         required_bytes: int = MIN_FREE_BYTES,
     ) -> RunDirectory:
         """By `resume` or `create`. For "auto" the former where there is a checkpoint or an exported
@@ -160,7 +161,9 @@ class RunDirectory(RunFiles):
         files = RunFiles(Path(runs_dir) / name)
         may_continue = files.has_checkpoint or exported_step(files.hf) is not None
         if resume is True or (resume == "auto" and may_continue):
-            return cls.resume(runs_dir, name, config, required_bytes=required_bytes)
+            return cls.resume(
+                runs_dir, name, config, defaults=defaults, required_bytes=required_bytes
+            )
         return cls.create(
             runs_dir,
             name,
@@ -218,16 +221,18 @@ class RunDirectory(RunFiles):
         name: str,
         config: Mapping[str, Any],
         *,
+        defaults: Mapping[str, Any] | None = None,
         required_bytes: int = MIN_FREE_BYTES,
     ) -> RunDirectory:
-        """The directory of a run that goes on from its newest checkpoint.
+        """The directory of a run that goes on from its newest checkpoint. `defaults` of fields by
+        dotted name stand for those that are younger than the run's config.json.
 
         Nothing in it is changed, so that its history (rlsys.history) can be looked at first; then
         `write_config` says how it goes on.
 
         Raises ValueError where there is no run of this name, where it is not finished and has no
-        checkpoint, where another process
-        works on it, or where the configuration differs in what a resumed run may not change.
+        checkpoint, where another process works on it, or where the configuration differs in what a
+        resumed run may not change.
         """
         path = Path(runs_dir) / name
         if not path.is_dir():
@@ -239,7 +244,7 @@ class RunDirectory(RunFiles):
         try:
             if not run.has_checkpoint and not run.has_finished(config["num_steps"]):
                 raise ValueError(f"name={name!r}: {nothing_to_resume(run)}")
-            run._check_same_experiment(config)
+            run._check_same_experiment(config, defaults or {})
             # New checkpoints take the places of those that are there.
             check_room(path, max(0, required_bytes - _bytes_below(run.checkpoints)))
         except BaseException:
@@ -287,8 +292,10 @@ class RunDirectory(RunFiles):
             else:
                 entry.unlink()
 
-    def _check_same_experiment(self, config: Mapping[str, Any]) -> None:
-        before = read_config(self.config)
+    def _check_same_experiment(
+        self, config: Mapping[str, Any], defaults: Mapping[str, Any]
+    ) -> None:
+        before = {**defaults, **_leaves(read_config(self.config))}
         changes = [
             f"{field} ({old} before, {new} now)"
             for field, (old, new) in differences(before, config).items()

@@ -421,6 +421,16 @@ def test_another_experiment_is_refused_by_field(
     assert (path / "config.json").read_text() == before
 
 
+def test_a_field_that_is_younger_than_the_run_has_its_default_there(tmp_path: Path) -> None:
+    create_with_checkpoint(tmp_path)
+    defaults = {"sampling.top_p": 1.0, "seed": 7}
+    RunDirectory.open(
+        tmp_path, "demo", changed(sampling__top_p=1.0), resume="auto", defaults=defaults
+    ).close()
+    with pytest.raises(ValueError, match=r"differs in sampling.top_p \(1.0 before, 0.9 now\)"):
+        RunDirectory.resume(tmp_path, "demo", changed(sampling__top_p=0.9), defaults=defaults)
+
+
 def test_differences_name_leaves() -> None:
     assert differences(CONFIG, changed(seed=0.0)) == {}
     before = {"a": {"b": 1, "c": (1,)}, "d": None}
