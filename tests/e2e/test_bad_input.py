@@ -99,7 +99,7 @@ def test_a_critics_layout_is_checked_as_the_policys_is(tmp_path: Path) -> None:
     options = ["--critic.trainer.layout", "tp3", "--dry-run", "--runs-dir", str(tmp_path)]
     job = run("recipes/ppo.py", options, tmp_path)
     assert job.returncode == 1
-    assert "critic.trainer.layout='tp3': tp x cp = 3 does not divide" in job.output
+    assert "critic.trainer.layout='tp3': tp = 3 does not divide" in job.output
 
 
 def test_a_directory_that_holds_a_run(tmp_path: Path) -> None:
