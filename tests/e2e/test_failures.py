@@ -43,7 +43,7 @@ recipe.main()
         ("raise KeyError('no such column')", "exception"),
         pytest.param("return float('nan')", "nan", marks=pytest.mark.slow),
         pytest.param("return 'high'", "type", marks=pytest.mark.slow),
-        ("time.sleep(3600)", "timeout"),
+        pytest.param("time.sleep(3600)", "timeout", marks=pytest.mark.slow),
     ],
 )
 def test_a_reward_that_never_works_ends_the_run(body: str, kind: str, tmp_path: Path) -> None:

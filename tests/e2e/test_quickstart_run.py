@@ -136,6 +136,7 @@ def test_two_runs_on_policy_give_the_same_numbers(tmp_path: Path) -> None:
     assert max(abs(line["kl/sampler_trainer"]) for line in first) <= 1e-6
 
 
+@pytest.mark.slow  # tests/scripts/test_chaos.py has as many, and hurts them
 def test_two_ranks_and_two_replicas(tmp_path: Path) -> None:
     options = "--trainer.layout dp2 --rollout.num-replicas 2 --trainer.num-cpus 0.5"
     job = quickstart(tmp_path, *options.split(), "--rollout.num-cpus", "0.5")
@@ -143,7 +144,7 @@ def test_two_ranks_and_two_replicas(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")) == 3
 
 
-@pytest.mark.parametrize("engine", ["torch", "vllm"])
+@pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.slow), "vllm"])
 def test_gsm8k_runs_with_either_engine(engine: str, tmp_path: Path) -> None:
     options = (
         "--num-steps 2 --prompts-per-step 4 --group-size 2 --sampling.max-tokens 16 "

@@ -41,6 +41,7 @@ rlsys.launch(cfg, flow, own_model=MODEL)
 """
 
 
+@pytest.mark.slow
 def test_advantages_over_a_step_of_chosen_groups(tmp_path: Path) -> None:
     script = tmp_path / "recipe.py"
     script.write_text(CHOSEN_GROUPS.format(root=str(ROOT)))
