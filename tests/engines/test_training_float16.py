@@ -55,17 +55,22 @@ def unscaled(result: StepResult) -> dict[str, float]:
 
 def test_a_scale_climbs_slowly_and_falls_at_once() -> None:
     scale = LossScale(torch.float16)
+    for number in range(1, 11):  # but at first, until it is too high
+        scale.updated()
+        assert scale.value == 2**number * FIRST
+    assert scale.lower()
+    lowered = 2**10 * FIRST / DIVISOR
     for _ in range(UPDATES_TO_CLIMB - 1):
         scale.updated()
-    assert scale.value == FIRST
+    assert (scale.value, scale.num_lowered) == (lowered, 1)
     scale.updated()
-    assert scale.value == 2 * FIRST
+    assert scale.value == 2 * lowered
     for _ in range(UPDATES_TO_CLIMB - 1):
         scale.updated()
     assert scale.lower()
-    assert (scale.value, scale.num_lowered) == (2 * FIRST / DIVISOR, 1)
+    assert (scale.value, scale.num_lowered) == (2 * lowered / DIVISOR, 2)
     scale.updated()  # the climb begins anew
-    assert scale.value == 2 * FIRST / DIVISOR
+    assert scale.value == 2 * lowered / DIVISOR
 
 
 def test_a_scale_does_not_fall_without_end() -> None:
@@ -121,6 +126,7 @@ def test_an_update_beyond_float16_is_computed_again_with_a_lower_scale(model_pat
     assert_same(weights(engine), weights(plain), rtol=0, atol=0)
     again = step(engine, *parts)  # of its own rows alone
     assert again.metrics[metrics.UPDATES_REPEATED] == num_lowered
+    set_scale(plain, found.metrics[metrics.LOSS_SCALE])
     assert unscaled(again) == unscaled(step(plain, *parts))
 
 

@@ -5,7 +5,9 @@
 float16 begins at 6e-8 and ends at 65,504; gradients of single tokens are small for it, and sums
 over a pass may be large. An update whose gradients are infinite is computed again with a lower
 scale, so that none is lost. The scale then climbs again (as in Mixed Precision Training,
-1710.03740): too low a scale costs digits of small gradients, and too high a one costs time.
+1710.03740): too low a scale costs digits of small gradients, and too high a one costs time. How
+small they are goes by the aggregation (a mean over a group of many tokens gives each of them
+little), so that at first the scale climbs with every update, until it is too high.
 
 Other precisions have the range of float32, and their scale is 1.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-# Of sums over tokens; a mean over n of them would take n times this.
+# For the first update, of sums over tokens; a mean over n of them takes n times this.
 FIRST = 2.0**4
 # Gradients that are infinite even so are so for another reason than the scale.
 LOWEST = 2.0**-14
@@ -60,6 +62,7 @@ class LossScale:
     def updated(self) -> None:
         """After gradients that were finite."""
         self._state[1] += 1
-        if self.adapts and self._state[1] >= UPDATES_TO_CLIMB:
+        was_too_high = self.num_lowered > 0
+        if self.adapts and self._state[1] >= (UPDATES_TO_CLIMB if was_too_high else 1):
             self._state[0] *= FACTOR
             self._state[1] = 0
