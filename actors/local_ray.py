@@ -50,6 +50,8 @@ FILES = "r"  # Ray's own directory
 
 # Processes that end may still write there, once or twice.
 NUM_REMOVALS, REMOVAL_EVERY_S = 10, 0.1
+# A directory without an owner is none of a run that starts, after so long.
+REMAINDER_S = 600.0
 
 # Paths of Ray's sockets are longer than their root by at most 85 characters, and may have 107.
 MAX_ROOT_LENGTH = 22
@@ -169,6 +171,11 @@ def remove_orphans(root: Path) -> None:
             for pid in users_of(directory):
                 os.kill(pid, signal.SIGKILL)
             _remove(directory)
+        # Or have been made once more by a process of Ray's that ended after its run.
+        with contextlib.suppress(OSError):
+            age_s = time.time() - directory.stat().st_mtime
+            if age_s > REMAINDER_S and not (directory / OWNER).exists():
+                shutil.rmtree(directory)
 
 
 def _start(directory: Path, num_cpus: int | None) -> None:

@@ -258,3 +258,13 @@ def test_rays_own_complaint_is_the_cause(log: str, said: str, tmp_path: Path) ->
     logs.mkdir(parents=True)
     (logs / "raylet.out").write_text(log + "\n")
     assert local_ray._said(tmp_path) == said
+
+
+def test_what_is_written_after_a_run_goes_with_a_later_one(tmp_path: Path) -> None:
+    remainder, starting = tmp_path / f"{PREFIX}old", tmp_path / f"{PREFIX}new"
+    for directory in (remainder, starting):
+        (directory / FILES / "session").mkdir(parents=True)
+    os.utime(remainder, (0, 0))
+    remove_orphans(tmp_path)
+    assert not remainder.exists()
+    assert starting.exists()
