@@ -13,19 +13,15 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from recipes.swarm_nodes import node_names
-from rlsys import metrics
-from rlsys.observe.metrics import read_metrics
-from scripts.bench.recipes import NUM_NODES, RECIPES, ends, series
+from scripts.bench.recipes import PREFERENCES, RECIPES, ends, mean_over_nodes, reward_of
 from scripts.plot_run import FAINT, INK, REWARD, smoothed
 
 COLUMNS = 4
 BEHIND = "#bbbbbb"
 
-Curve = tuple[list[float], list[float], str]  # steps, rewards, and how they rose
+Curve = tuple[list[float], str]  # reward by step, and how it rose
 
 
 def curves(runs_dir: Path) -> dict[str, Curve]:
@@ -33,24 +29,17 @@ def curves(runs_dir: Path) -> dict[str, Curve]:
     nodes, if all are there."""
     found = {}
     for name, recipe in RECIPES.items():
-        for run in recipe.swarms or [name]:
-            nodes = node_names(run, NUM_NODES) if recipe.swarms else [run]
-            if curve := _curve([runs_dir / node for node in nodes], recipe.reward):
-                found[run] = curve
+        for run in (name, *recipe.variants):
+            try:
+                values = mean_over_nodes(reward_of(recipe, run, runs_dir))
+            except FileNotFoundError:
+                continue
+            if values:
+                first, last = ends(values)
+                what = " of pairs" if recipe.reward == PREFERENCES else ""
+                smooth = smoothed(values, max(1, len(values) // 25))
+                found[run] = smooth, f"{first:.2f} to {last:.2f}{what}"
     return found
-
-
-def _curve(runs: Sequence[Path], reward: str) -> Curve | None:
-    paths = [run / "metrics.jsonl" for run in runs]
-    if not all(path.is_file() for path in paths):
-        return None
-    lines = [read_metrics(path) for path in paths]
-    values = [fmean(step) for step in zip(*(series(own, reward) for own in lines), strict=False)]
-    if not values:
-        return None
-    first, last = ends(values)
-    steps = [line[metrics.STEP] for line in lines[0][: len(values)]]
-    return steps, smoothed(values, max(1, len(values) // 25)), f"{first:.2f} to {last:.2f}"
 
 
 def draw(found: Mapping[str, Curve]) -> Any:
@@ -72,10 +61,10 @@ def draw(found: Mapping[str, Curve]) -> Any:
         layout="constrained",
     )
     panels = list(grid.flat)
-    for panel, (name, (steps, values, rise)) in zip(panels, found.items(), strict=False):
-        for other in found.values():
-            panel.plot(*other[:2], color=BEHIND, linewidth=0.7, alpha=0.6)
-        panel.plot(steps, values, color=REWARD, linewidth=2)
+    for panel, (name, (values, rise)) in zip(panels, found.items(), strict=False):
+        for other, _ in found.values():
+            _plot(panel, other, color=BEHIND, linewidth=0.7, alpha=0.6)
+        _plot(panel, values, color=REWARD, linewidth=2)
         panel.set_title(f"{name}   {rise}", loc="left", color=INK)
         panel.set_ylim(0, 1.02)
         panel.grid(axis="y", color=FAINT, linewidth=0.6)
@@ -84,8 +73,12 @@ def draw(found: Mapping[str, Curve]) -> Any:
     for panel in panels[len(found) :]:
         panel.set_visible(False)
     figure.supxlabel("optimizer step", color=INK)
-    figure.supylabel("reward", color=INK)
+    figure.supylabel("reward; of pairs, how many are right", color=INK)
     return figure
+
+
+def _plot(panel: Any, values: Sequence[float], **style: Any) -> None:
+    panel.plot(range(1, len(values) + 1), values, **style)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -5,9 +5,10 @@
 Each is `python recipes/NAME.py` in a process of its own, one after the other; a run that is there
 already is not trained again. Prints one line of JSON last, per recipe: reward_first and
 reward_last, means over a tenth of the steps at either end, and minutes, with all that a start
-takes; whatever else RECIPES asks of the last steps. Of a swarm, also the cumulative reward of all
-its nodes, and that of as many which share nothing. Of PPO, also what no critic could exceed
-(explainable_variance). scripts/plot_recipes.py draws the curves.
+takes; the same of its variants (eta8_reward_last); whatever else RECIPES asks of the last steps. Of
+a swarm, also the cumulative reward of all its nodes, and that of as many which share nothing. Of
+PPO, also what no critic could exceed (explainable_variance). scripts/plot_recipes.py draws the
+curves.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import pvariance, variance
+from statistics import fmean, pvariance, variance
 from typing import Any
 
 # Before this folder, in which a script is called as the recipes are.
@@ -33,7 +34,6 @@ from rlsys.observe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFERENCES = "preference/accuracy"  # of pairs, as the model in training has them
-NUM_NODES = 4  # of a swarm
 TIMES = "minutes.json"  # in runs_dir, by run: of those that were trained here
 
 
@@ -53,9 +53,14 @@ class Recipe:
     before: Mapping[str, str] = field(default_factory=dict)
     """Runs beside its own that the same command trains first, and the metric that should rise
     there: {"NAME-SUFFIX": metric}."""
-    swarms: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Swarms of NUM_NODES nodes in its place, each with options of its own: {name: options}; the
-    first is the recipe's, the others stand beside it."""
+    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Runs beside its own, with options of theirs: {run: options}."""
+    num_nodes: int | None = None
+    """Of a swarm, whose reward is the mean over its nodes."""
+
+    def directories(self, run: str) -> list[str]:
+        """Of a run's nodes, or of the run alone."""
+        return [run] if self.num_nodes is None else node_names(run, self.num_nodes)
 
 
 def explainable_variance(rollouts: Sequence[Rollout]) -> float:
@@ -84,7 +89,12 @@ RECIPES: dict[str, Recipe] = {
     "reinforce_pp": Recipe(),
     "gspo": Recipe(also={"clipped_frac": "ratio/clipped_frac"}),
     "dapo": Recipe(reward=metrics.REWARD_SAMPLED_MEAN, also={"trained": metrics.REWARD_MEAN}),
-    "decoupled_ppo": Recipe(),
+    "decoupled_ppo": Recipe(
+        variants={
+            "eta8": ("--asynchrony.max-staleness", "17"),
+            "interpolated": ("--proximal", "interpolated"),
+        }
+    ),
     "llamarl": Recipe(),
     "scalerl": Recipe(also={"staleness": metrics.STALENESS_MEAN}),
     "distill": Recipe(
@@ -103,7 +113,8 @@ RECIPES: dict[str, Recipe] = {
     ),
     "swarm": Recipe(
         reward=metrics.REWARD_SAMPLED_MEAN,
-        swarms={"swarm": (), "alone": ("--external-groups", "0")},
+        variants={"alone": ("--external-groups", "0")},
+        num_nodes=4,
     ),
 }
 
@@ -119,55 +130,45 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
     return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
 
 
-def train(name: str, runs_dir: Path, options: Sequence[str]) -> float:
+def train(name: str, run: str, runs_dir: Path, options: Sequence[str]) -> float:
     """Minutes that it took. Ends this process where the recipe fails."""
+    recipe = RECIPES[name]
     start = time.monotonic()
-    swarms = RECIPES[name].swarms
-    for run, own in (swarms or {name: ()}).items():
-        command = [sys.executable, f"recipes/{name}.py", "--name", run, "--runs-dir", str(runs_dir)]
-        nodes = ["--num-nodes", str(NUM_NODES)] if swarms else []
-        command += [*nodes, *own, "--resume", "auto", *options]
-        done = subprocess.run(command, cwd=ROOT, check=False)
-        if done.returncode:
-            sys.exit(f"error: {run} ended with code {done.returncode}.")
+    command = [sys.executable, f"recipes/{name}.py", "--name", run, "--runs-dir", str(runs_dir)]
+    command += [] if recipe.num_nodes is None else ["--num-nodes", str(recipe.num_nodes)]
+    command += [*recipe.variants.get(run, ()), "--resume", "auto", *options]
+    done = subprocess.run(command, cwd=ROOT, check=False)
+    if done.returncode:
+        sys.exit(f"error: {run} ended with code {done.returncode}.")
     return (time.monotonic() - start) / 60
 
 
-def is_there(name: str, runs_dir: Path) -> bool:
-    runs = [node for swarm in RECIPES[name].swarms for node in node_names(swarm, NUM_NODES)]
-    return all((runs_dir / run / "metrics.jsonl").exists() for run in runs or [name])
+def reward_of(recipe: Recipe, run: str, runs_dir: Path) -> list[list[float]]:
+    """By node and step; OSError for a run that is not there."""
+    directories = [runs_dir / directory for directory in recipe.directories(run)]
+    return [series(read_metrics(path / "metrics.jsonl"), recipe.reward) for path in directories]
 
 
-def told_of_swarms(name: str, runs_dir: Path, minutes: float | None) -> dict[str, float]:
+def mean_over_nodes(nodes: Sequence[Sequence[float]]) -> list[float]:
+    """By step, as far as all have come."""
+    return [fmean(step) for step in zip(*nodes, strict=False)]
+
+
+def told(name: str, runs_dir: Path, minutes: Mapping[str, float]) -> dict[str, float]:
     recipe = RECIPES[name]
-    found: dict[str, float] = {} if minutes is None else {"minutes": minutes}
-    for run in recipe.swarms:
+    found: dict[str, float] = {}
+    for run in (name, *recipe.variants):
         prefix = "" if run == name else f"{run}_"
-        nodes = [
-            series(read_metrics(runs_dir / node / "metrics.jsonl"), recipe.reward)
-            for node in node_names(run, NUM_NODES)
-        ]
-        means = [sum(step) / NUM_NODES for step in zip(*nodes, strict=True)]
+        nodes = reward_of(recipe, run, runs_dir)
+        means = mean_over_nodes(nodes)
         found[f"{prefix}reward_first"], found[f"{prefix}reward_last"] = ends(means)
-        found[f"{prefix}cumulative_reward"] = sum(map(sum, nodes))
-    return {key: round(value, 4) for key, value in found.items()}
-
-
-def told(name: str, runs_dir: Path, minutes: float | None) -> dict[str, float]:
-    recipe = RECIPES[name]
-    if recipe.swarms:
-        return told_of_swarms(name, runs_dir, minutes)
-    lines = read_metrics(runs_dir / name / "metrics.jsonl")
-    first, last = ends(series(lines, recipe.reward))
-    found = {"reward_first": first, "reward_last": last, "steps": len(lines)}
-    if minutes is not None:
-        found["minutes"] = minutes
-    for key, metric in recipe.also.items():
-        found[key] = ends([line[metric] for line in lines if metric in line])[1]
-    for key, function in recipe.from_rollouts.items():
-        with (runs_dir / name / "rollouts.jsonl").open() as file:
-            rollouts = [json.loads(line) for line in file]
-        found[key] = function([one for one in rollouts if one["step"] > len(lines) // 2])
+        found[f"{prefix}steps"] = len(means)
+        if recipe.num_nodes is not None:
+            found[f"{prefix}cumulative_reward"] = sum(map(sum, nodes))
+        if run in minutes:
+            found[f"{prefix}minutes"] = minutes[run]
+    if recipe.also or recipe.from_rollouts:
+        found |= _more(name, runs_dir)
     for other, metric in recipe.before.items():
         theirs = read_metrics(runs_dir / other / "metrics.jsonl")
         key = other.removeprefix(f"{name}-")
@@ -176,6 +177,20 @@ def told(name: str, runs_dir: Path, minutes: float | None) -> dict[str, float]:
             theirs[-1][metrics.TIME_UNIX_S] - theirs[0][metrics.TIME_UNIX_S]
         ) / 60
     return {key: round(value, 4) for key, value in found.items()}
+
+
+def _more(name: str, runs_dir: Path) -> dict[str, float]:
+    recipe, directory = RECIPES[name], runs_dir / name
+    lines = read_metrics(directory / "metrics.jsonl")
+    found = {
+        key: ends([line[metric] for line in lines if metric in line])[1]
+        for key, metric in recipe.also.items()
+    }
+    if recipe.from_rollouts:
+        text = (directory / "rollouts.jsonl").read_text()
+        later = [one for one in map(json.loads, text.splitlines()) if one["step"] > len(lines) // 2]
+        found |= {key: function(later) for key, function in recipe.from_rollouts.items()}
+    return found
 
 
 def main() -> None:
@@ -191,14 +206,17 @@ def main() -> None:
     options = [] if given.num_steps is None else ["--num-steps", str(given.num_steps)]
     options += [] if given.seed is None else ["--seed", str(given.seed)]
     times = runs_dir / TIMES
-    for name in given.names or RECIPES:
-        was_there = is_there(name, runs_dir)
-        minutes = train(name, runs_dir, options)
-        if not was_there:
-            known = json.loads(times.read_text()) if times.exists() else {}
-            times.write_text(json.dumps(known | {name: minutes}))
     known = json.loads(times.read_text()) if times.exists() else {}
-    found = {name: told(name, runs_dir, known.get(name)) for name in given.names or RECIPES}
+    for name in given.names or RECIPES:
+        recipe = RECIPES[name]
+        for run in (name, *recipe.variants):
+            files = [runs_dir / one / "metrics.jsonl" for one in recipe.directories(run)]
+            was_there = all(file.exists() for file in files)
+            minutes = train(name, run, runs_dir, options)
+            if not was_there:
+                known[run] = minutes
+                times.write_text(json.dumps(known))
+    found = {name: told(name, runs_dir, known) for name in given.names or RECIPES}
     print(json.dumps(found))
 
 

@@ -34,18 +34,18 @@ def runs_dir(tmp_path: Path) -> Path:
 
 
 def test_rewards_are_means_over_a_tenth_at_either_end(runs_dir: Path) -> None:
-    found = recipes.told("rloo", runs_dir, 2.5)
+    found = recipes.told("rloo", runs_dir, {"rloo": 2.5})
     assert found == {"reward_first": 0.075, "reward_last": 0.975, "steps": 20, "minutes": 2.5}
 
 
 def test_a_recipe_that_refuses_groups_is_told_by_all_of_them(runs_dir: Path) -> None:
-    found = recipes.told("dapo", runs_dir, None)
+    found = recipes.told("dapo", runs_dir, {})
     assert (found["reward_first"], found["reward_last"]) == (0.0, 0.975)
     assert found["trained"] == 0.0
 
 
 def test_what_was_trained_before_is_told_too(runs_dir: Path) -> None:
-    found = recipes.told("distill", runs_dir, None)
+    found = recipes.told("distill", runs_dir, {})
     assert (found["teacher_reward_last"], found["teacher_minutes"]) == (0.975, 19.0)
     assert found["kl_teacher"] == 0.975
 
@@ -75,7 +75,7 @@ def test_a_run_without_rewards_is_told_by_its_preferences(runs_dir: Path) -> Non
         for step, score in [(10, 9), (11, 1), (20, 2)]
     ]
     (runs_dir / "ppo/rollouts.jsonl").write_text("\n".join(map(json.dumps, rollouts)))
-    found = recipes.told("ppo", runs_dir, None)
+    found = recipes.told("ppo", runs_dir, {})
     assert (found["reward_model_reward_last"], found["reward_model_minutes"]) == (1.0, 19.0)
     assert found["score"] == 0.975
     assert found["explainable_variance"] == -1.0  # of the last ten steps: 1 - (1/2) / (1/4)
@@ -85,35 +85,40 @@ def test_a_swarm_is_told_by_what_its_nodes_sampled(tmp_path: Path) -> None:
     for node in range(4):
         run_of(tmp_path / f"swarm-{node}", metric="reward/sampled_mean", from_step=11)
         run_of(tmp_path / f"alone-{node}", metric="reward/mean", from_step=20)
-    assert recipes.is_there("swarm", tmp_path)
-    found = recipes.told("swarm", tmp_path, 9.0)
+    found = recipes.told("swarm", tmp_path, {"swarm": 9.0})
     assert found["cumulative_reward"] == pytest.approx(4 * sum(range(11, 21)) / 20)
     assert found["alone_cumulative_reward"] == 4.0
     assert (found["reward_first"], found["reward_last"], found["minutes"]) == (0.0, 0.975, 9.0)
     drawn = plot_recipes.curves(tmp_path)
     assert list(drawn) == ["swarm", "alone"]
-    assert drawn["swarm"][1][-1] == pytest.approx(1.0)
+    assert drawn["swarm"][0][-1] == pytest.approx(1.0)
     (tmp_path / "alone-3" / "metrics.jsonl").unlink()
-    assert not recipes.is_there("swarm", tmp_path)
     assert list(plot_recipes.curves(tmp_path)) == ["swarm"]
 
 
 def test_one_line_of_json_comes_last(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained: list[tuple[str, list[str]]] = []
+    trained: list[tuple[str, str, list[str]]] = []
 
-    def train(name: str, _: Path, options: list[str]) -> float:
-        trained.append((name, options))
+    def train(name: str, run: str, _: Path, options: list[str]) -> float:
+        trained.append((name, run, options))
         return 1.0
 
     monkeypatch.setattr(recipes, "train", train)
-    arguments = ["rloo", "dapo", "--runs-dir", str(runs_dir), "--num-steps", "20"]
+    run_of(runs_dir / "decoupled_ppo", metric="reward/mean")
+    run_of(runs_dir / "eta8", metric="reward/mean", from_step=20)
+    run_of(runs_dir / "interpolated", metric="reward/mean")
+    arguments = ["dapo", "decoupled_ppo", "--runs-dir", str(runs_dir), "--num-steps", "20"]
     monkeypatch.setattr(sys, "argv", ["recipes.py", *arguments])
     recipes.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(found) == ["rloo", "dapo"]
-    assert trained == [(name, ["--num-steps", "20"]) for name in found]
+    assert list(found) == ["dapo", "decoupled_ppo"]
+    assert found["decoupled_ppo"]["reward_last"] == 0.975
+    assert found["decoupled_ppo"]["eta8_reward_last"] == 0.5
+    runs = [("dapo", "dapo"), *(("decoupled_ppo", run) for run in ("decoupled_ppo", "eta8"))]
+    runs.append(("decoupled_ppo", "interpolated"))
+    assert trained == [(*run, ["--num-steps", "20"]) for run in runs]
 
 
 def test_every_recipe_that_is_asked_for_is_there() -> None:
