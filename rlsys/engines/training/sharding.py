@@ -86,6 +86,14 @@ def _cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def let_go(network: nn.Module) -> None:
+    """Free what is gathered, so that the next pass gathers it anew. A pass without a backward leaves
+    embedding, last norm and head gathered, and later passes would take what these were by then."""
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _allocate(network: nn.Module, device: str) -> None:
     made: dict[torch.Tensor, torch.Tensor] = {}  # tied ones stay tied
     for module in network.modules():
