@@ -87,8 +87,8 @@ def _cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
 
 
 def let_go(network: nn.Module) -> None:
-    """Free what is gathered, so that the next pass gathers it anew. A pass without a backward leaves
-    embedding, last norm and head gathered, and later passes would take what these were by then."""
+    """Free what is gathered, so that the next pass gathers it anew. After a pass without a backward
+    that is embedding, last norm and head: later passes would take them as they were by then."""
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
