@@ -249,6 +249,7 @@ class RayScorer:
         if worker not in self._starts:
             start = worker.call("start", timeout_s=self._start_timeout_s)
             self._starts[worker] = asyncio.ensure_future(start)
+            self._starts[worker].add_done_callback(_seen)
         await asyncio.shield(self._starts[worker])
 
     async def _restarted(self, worker: Worker) -> None:
@@ -265,6 +266,12 @@ class RayScorer:
             worker.kill()
             self._add()
             self._on_death(f"{reason}; another takes its place")
+
+
+def _seen(start: asyncio.Task[None]) -> None:
+    """It may fail when nobody waits for it any more: at the end of the run."""
+    if not start.cancelled():
+        start.exception()
 
 
 async def _part(worker: Worker, method: str, *args: Any) -> Part:
