@@ -240,4 +240,4 @@ def test_what_cannot_be_told_is_not_counted(tmp_path: Path, apart: Executor) -> 
     rank = apart.submit(estimated, config_of(tmp_path)).result()
     assert rank.passes == 0
     assert rank.untold.startswith("a pass of Qwen3MoeForCausalLM cannot be told beforehand")
-    assert rank.total == int(1.08 * 16 * model_shape(str(tmp_path)).num_parameters)
+    assert rank.total == int(1.12 * 16 * model_shape(str(tmp_path)).num_parameters)
