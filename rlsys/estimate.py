@@ -29,8 +29,8 @@ MIN_STORE_BYTES = 64 << 20
 
 MASTER_BYTES, GRAD_BYTES = 4, 4  # per parameter, float32
 
-# Of what a rank holds at its most, what its allocator keeps beside and cannot give for it, because it
-# lies in pieces of other sizes. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md).
+# What a rank's allocator keeps beside what is held, because it lies in pieces of other sizes, as a
+# share of that. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md).
 SHARE_IN_PIECES = 0.12
 
 # Metrics, rollouts and a trace of an average run, beside its models.
