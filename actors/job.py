@@ -79,6 +79,7 @@ class Job:
         self._history = history
         self._resume_from = history.checkpoint if history else None
         self._first_step = history.checkpoint.step if history else 0
+        self._beginning = history.state.beginning if history else None
         self._samples = bool(flow.all(GenerateStage))
         self._alphabet = Alphabet(tokenizer)
 
@@ -90,8 +91,6 @@ class Job:
 
     async def run(self, warm_start: WarmStart | None) -> None:
         config = self._config
-        if warm_start and self._begins_alike and self._resume_from:
-            await asyncio.to_thread(self._checkpoints.check_beginning)
         ranks, replicas = needs(config, self._flow)
         roles = role_needs(config, self._flow)
         every = [*ranks, *replicas, *(need for some in roles.values() for need in some)]
@@ -181,7 +180,7 @@ class Job:
             return
         if warm_start and self._begins_alike and not self._resume_from:
             await team.learner.export_the_end(self._checkpoints.taught)
-            await asyncio.to_thread(self._checkpoints.seal_taught)
+            self._beginning = await asyncio.to_thread(self._checkpoints.seal_taught)
         limit_s = self._config.cluster.start_timeout_s
         with self._console.phase(f"Loading {', '.join(model.name for model in roles)}"):
             async with asyncio.TaskGroup() as tasks:
@@ -337,6 +336,7 @@ class Job:
             records=books.tallies(),
             retired=curriculum.retired,
             coefficients=work.coefficients,
+            beginning=self._beginning,
         )
 
         async def rollouts(directory: Path) -> None:

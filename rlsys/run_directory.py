@@ -126,9 +126,9 @@ class RunFiles:
         return _num_steps(self.metrics) > 0
 
     def has_finished(self, num_steps: int) -> bool:
-        """Whether the model of that step was exported, and lies there whole (by its sizes)."""
-        exported = exported_step(self.hf) == num_steps
-        return exported and not export_faults(self.hf, checksums=False)
+        """Whether the model of that step was exported, and lies there whole; if so, all of it has
+        been read."""
+        return exported_step(self.hf) == num_steps and not export_faults(self.hf)
 
     def __repr__(self) -> str:
         return f"RunFiles({str(self.path)!r})"
@@ -446,7 +446,7 @@ def nothing_to_resume(files: RunFiles) -> str:
             f"{files.path} holds no checkpoint to resume from; delete it and start again without "
             "--resume (checkpoint_every sets how often one is written)."
         )
-    if faults := export_faults(files.hf, checksums=False):
+    if faults := export_faults(files.hf):
         return (
             f"{files.path} has ended at step {step}, but its model is damaged ({faults[0]}) and "
             f"its checkpoints are gone, from which it could be exported again. Restore {files.hf} "
@@ -480,7 +480,14 @@ class _Lock:
 def _lock(directory: Path) -> _Lock:
     """The kernel drops the lock when the process dies, however it dies."""
     path = directory / LOCK_FILE
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(ordinary(path), os.O_RDWR | os.O_CREAT, 0o644)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{directory} cannot be locked ({error}); {LOCK_FILE} must be an ordinary file that "
+            "this user may write, so that two processes never share a run: move it away, or set "
+            "its permissions."
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
