@@ -25,12 +25,11 @@ from rlsys.dataflow.stages import GenerateStage, ScoreStage
 from rlsys.errors import first_error
 from rlsys.estimate import STORE_FILL, row_bytes, store_bytes
 from rlsys.exported import seal_export
-from rlsys.held_out import Scoreboard, rewards_of
+from rlsys.held_out import rewards_of
 from rlsys.held_out_loss import held_out_loss
 from rlsys.history import State
 from rlsys.launching import HeldOut, WarmStart
 from rlsys.observe.console import RunConsole
-from rlsys.observe.recorder import Recorder
 from rlsys.resuming import History
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.run_directory import RunDirectory
@@ -260,8 +259,7 @@ class Job:
             )
             evaluator: Evaluator | None = None
             if config.evaluation.every:
-                evaluator = self._evaluator(team, books.recorder, lambda: controller.is_alive())
-                ending.callback(evaluator.close)
+                evaluator = self._evaluator(team, books, lambda: controller.is_alive())
             controller = Controller(
                 flow=self._flow,
                 config=config,
@@ -356,9 +354,8 @@ class Job:
 
         return write()
 
-    def _evaluator(
-        self, team: Team, recorder: Recorder, on_progress: Callable[[], None]
-    ) -> Evaluator:
+    def _evaluator(self, team: Team, books: Books, on_progress: Callable[[], None]) -> Evaluator:
+        assert books.scoreboard is not None
         rewards = rewards_of(self._flow, self._held_out)
         factory = EvaluationFactory(
             config=self._config,
@@ -368,11 +365,11 @@ class Job:
         )
         return Evaluator(
             self._config,
-            Scoreboard(self._directory, after_step=self._first_step),
+            books.scoreboard,
             self._directory.evaluating,
             hire=lambda: team.hire_evaluator(factory),
             export=team.learner.export,
-            on_result=recorder.evaluated,
+            on_result=books.recorder.evaluated,
             on_progress=on_progress,
             warn=self._console.warn,
             first_step=self._first_step,

@@ -31,7 +31,6 @@ from rlsys.errors import RunFailed
 from rlsys.estimate import RECORDS_BYTES, disk_bytes, model_shape
 from rlsys.exported import export_faults, exported_step
 from rlsys.fields import leaf_defaults, to_dict
-from rlsys.held_out import read_evaluations
 from rlsys.history import some
 from rlsys.launching import HeldOut, RunResult, WarmStart
 from rlsys.observe.console import RunConsole
@@ -39,6 +38,7 @@ from rlsys.observe.diagnosis import foresee
 from rlsys.observe.metrics import read_metrics
 from rlsys.resuming import History, read_history
 from rlsys.run_directory import RunDirectory, RunFiles, check_room
+from rlsys.scoreboard import damages_of, losses_of, read_evaluations
 from rlsys.tiny_models import OwnModel
 from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, ReplicaDied, RowsLost
@@ -224,6 +224,8 @@ def _prepare(
                 f"{directory.checkpoints} lacks step {config.num_steps}: with more steps the "
                 f"run would go on from {f'step {newest.step}' if newest else 'nowhere'}"
             )
+        for fault in damages_of(directory) or losses_of(directory):
+            console.warn(fault)
         return directory, None
     history = None
     if continues and directory.has_checkpoint:

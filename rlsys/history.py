@@ -26,6 +26,7 @@ from rlsys.growing_file import Tally
 from rlsys.json_text import parse_json
 from rlsys.observe.step_log import read_lines
 from rlsys.run_directory import RunFiles, lost_checkpoints, read_config
+from rlsys.scoreboard import damages_of, losses_of
 
 Line = dict[str, Any]
 
@@ -134,6 +135,7 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
     for seal in {state.beginning for state in states.values()}:
         if fault := beginning_fault(files.checkpoints, seal):
             faults.append(fault)
+    faults += damages_of(files) or losses_of(files)
     exported = exported_step(files.hf)
     if not checkpoints and exported is None and (lost := lost_checkpoints(files)):
         faults.append(lost)

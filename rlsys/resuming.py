@@ -20,6 +20,7 @@ from rlsys.growing_file import Tally
 from rlsys.history import State, read_state, record_faults, some
 from rlsys.json_text import parse_json
 from rlsys.run_directory import RunFiles, nothing_to_resume
+from rlsys.scoreboard import damages_of, losses_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,13 @@ def read_history(files: RunFiles, *, groups_per_step: int, num_steps: int) -> Hi
                 f"{path} {fault}, and {newest.path} builds on what was there. Restore it from a "
                 f"copy; without one, {_way_out(found, files)}"
             )
+    if damages := damages_of(files):
+        raise ValueError(
+            f"{some(damages)}. Restore it from a copy; without one, move it away: the run goes on, "
+            "and evaluates from there."
+        )
+    for loss in losses_of(files):
+        logger.warning("%s; the run goes on without", loss)
     events, ledger = _read_ledger(files.ledger, groups_per_step, state.records[files.ledger.name])
     if ledger.step < newest.step:
         raise ValueError(

@@ -11,6 +11,7 @@
         .checkpointed    which of them was finished last, wherever it is now
         hf/              the trained model, as Hugging Face loads it
         evaluations.jsonl, best/    with evaluation.every: a line for each, and the best model
+        .evaluated       what stands in evaluations.jsonl
 
 A run whose model.path is empty trains a model of the recipe's own, built from its seed.
 
@@ -84,7 +85,7 @@ MAY_CHANGE = {
 OF_A_START = re.compile(
     r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations|external)\.jsonl"
     r"|trace\.json|wandb|best|\.evaluating|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)"
-    r"|\.warm_start|\.beginning"
+    r"|\.warm_start|\.beginning|\.evaluated"
 )
 
 # Models in .evaluating that may wait beside the one that is evaluated; training waits with the
@@ -107,6 +108,7 @@ class RunFiles:
         self.checkpointed = path / ".checkpointed"
         self.hf = path / "hf"
         self.evaluations = path / "evaluations.jsonl"
+        self.evaluated = path / ".evaluated"
         self.best = path / "best"
         self.evaluating = path / ".evaluating"  # exported models that wait to be evaluated
 
