@@ -21,7 +21,7 @@ from rlsys.checkpoint import Checkpoint, beginning_fault, find_checkpoints
 from rlsys.data.external_log import read_external
 from rlsys.data.shared import SharedGroup
 from rlsys.dataflow.ledger import Event, read_events
-from rlsys.exported import export_faults, exported_step
+from rlsys.exported import EXPORTED_FILE, export_faults, exported_step
 from rlsys.growing_file import Tally
 from rlsys.json_text import parse_json
 from rlsys.observe.step_log import read_lines
@@ -139,6 +139,8 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
     exported = exported_step(files.hf)
     if not checkpoints and exported is None and (lost := lost_checkpoints(files)):
         faults.append(lost)
+    if exported is None and (files.hf / EXPORTED_FILE).exists():
+        faults.append(f"{files.hf / EXPORTED_FILE} is damaged, which says of which step hf/ is")
     damages = [] if exported is None else export_faults(files.hf)
     faults += [f"hf/, the model of step {exported}, is damaged: {f}" for f in damages]
     # A run that failed while it started has written none of them.

@@ -539,6 +539,16 @@ def test_a_model_that_is_not_whole_is_found(tmp_path: Path) -> None:
     assert not audit(evidence).finished
 
 
+def test_a_step_of_the_model_that_was_changed_is_found(tmp_path: Path) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    sealed = (files.hf / "exported.json").read_text()
+    (files.hf / "exported.json").write_text(sealed.replace("12", "13", 1))
+    (fault,) = read_evidence(files.path)[1]
+    assert fault.endswith("hf/exported.json is damaged, which says of which step hf/ is")
+    assert not files.has_finished(13)
+    assert not files.has_finished(12)
+
+
 def test_weights_that_other_models_began_with_are_looked_at(tmp_path: Path) -> None:
     files = write_run(made_up_run(2), tmp_path / "run")
     taught = files.checkpoints / ".beginning"
