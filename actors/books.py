@@ -23,6 +23,7 @@ from rlsys.observe.trace import Tracer
 from rlsys.observe.wandb_sink import WandbSink
 from rlsys.resuming import History
 from rlsys.run_directory import RunDirectory
+from rlsys.scoreboard import Scoreboard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Books:
     recorder: Recorder
     tallies: Callable[[], Mapping[str, Tally]]
     """How the files begin that there are now, by their names."""
+    scoreboard: Scoreboard | None
+    """Where models are evaluated, or were."""
 
 
 @contextlib.contextmanager
@@ -60,6 +63,9 @@ def open_books(
     rollouts = RolloutWriter(
         directory.rollouts, after_step=first_step, kept=kept.get(directory.rollouts.name)
     )
+    scoreboard = None
+    if config.evaluation.every or directory.evaluations.exists():
+        scoreboard = Scoreboard(directory, after_step=first_step)
     recorder = Recorder(
         metrics_writer=metrics,
         rollout_writer=rollouts,
@@ -87,8 +93,10 @@ def open_books(
 
     failed = True
     try:
-        yield Books(ledger=ledger, recorder=recorder, tallies=tallies)
+        yield Books(ledger=ledger, recorder=recorder, tallies=tallies, scoreboard=scoreboard)
         failed = False
     finally:
         recorder.close(failed=failed)
         ledger_file.close()
+        if scoreboard is not None:
+            scoreboard.close()

@@ -23,12 +23,13 @@ from rlsys.config import RunConfig
 from rlsys.controller import BetweenSteps
 from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
-from rlsys.held_out import Scoreboard, evaluation_config, export_path, is_due, pending_exports
+from rlsys.held_out import evaluation_config, export_path, is_due, pending_exports
 from rlsys.held_out_loss import HeldOutLoss
 from rlsys.model_evaluation import Evaluation, evaluate_packed
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import PackedRewards
 from rlsys.run_directory import MAX_WAITING
+from rlsys.scoreboard import Scoreboard
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError
 from .store import StoreAddress
@@ -189,10 +190,6 @@ class Evaluator:
     async def finish(self) -> None:
         """Returns when nothing is left to evaluate."""
         await self._changed.until(lambda: not self._waiting and self._running is None)
-
-    def close(self) -> None:
-        """The worker is among those that are ended together."""
-        self._scoreboard.close()
 
     async def _take(self, step: int) -> None:
         if len(self._waiting) >= MAX_WAITING and not self._has_warned:

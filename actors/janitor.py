@@ -3,6 +3,7 @@
 Ray's own processes end with the run; those that they have started notice it seconds later, and one
 that is stopped never does. A janitor is a process that waits for the death of the run, and then
 kills whoever has a file of its Ray's directory open, which is every one of them, and removes that.
+It has one open itself: where it was stopped too, the next run ends it with them.
 
 This module is also the janitor's program; it takes no more than the standard library.
 """
@@ -24,31 +25,30 @@ NUM_ROUNDS, ROUND_EVERY_S = 100, 0.1
 
 
 @contextlib.contextmanager
-def janitor(directory: Path) -> Iterator[None]:
-    """Have it wait for the death of this process while the block runs."""
+def janitor(directory: Path, own_file: Path) -> Iterator[None]:
+    """Have it wait for the death of this process while the block runs. `own_file`, below the
+    directory, is what it is known by."""
     # In a session of its own, so that it outlives what ends a group of processes.
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(directory)],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
+    with (
+        own_file.open("rb") as opened,
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(directory)],
+            stdin=opened,
+            start_new_session=True,
+        ) as process,
     ):
-        yield  # whose end closes the janitor's input
+        try:
+            yield
+        finally:
+            process.kill()  # which ends a stopped one too
 
 
 def clean_up_after(owner: int, directory: Path) -> None:
-    """Wait for the owner's death, or the end of standard input if that comes first."""
-    death, either = select.poll(), select.poll()
-    try:
-        pidfd = os.pidfd_open(owner)
-    except ProcessLookupError:
-        pass
-    else:
-        death.register(pidfd, select.POLLIN)
-        either.register(pidfd, select.POLLIN)
-        either.register(sys.stdin.fileno(), select.POLLHUP)
-        either.poll()
-        if not death.poll(100):  # a dying process closes its files a little before its death
-            return
+    """Wait for the owner's death first."""
+    with contextlib.suppress(ProcessLookupError):
+        death = select.poll()
+        death.register(os.pidfd_open(owner), select.POLLIN)
+        death.poll()
     for _ in range(NUM_ROUNDS):
         found = list(users_of(directory))
         for pid in found:

@@ -25,12 +25,11 @@ from rlsys.dataflow.stages import GenerateStage, ScoreStage
 from rlsys.errors import first_error
 from rlsys.estimate import STORE_FILL, row_bytes, store_bytes
 from rlsys.exported import seal_export
-from rlsys.held_out import Scoreboard, rewards_of
+from rlsys.held_out import rewards_of
 from rlsys.held_out_loss import held_out_loss
 from rlsys.history import State
 from rlsys.launching import HeldOut, WarmStart
 from rlsys.observe.console import RunConsole
-from rlsys.observe.recorder import Recorder
 from rlsys.resuming import History
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.run_directory import RunDirectory
@@ -79,6 +78,7 @@ class Job:
         self._history = history
         self._resume_from = history.checkpoint if history else None
         self._first_step = history.checkpoint.step if history else 0
+        self._beginning = history.state.beginning if history else None
         self._samples = bool(flow.all(GenerateStage))
         self._alphabet = Alphabet(tokenizer)
 
@@ -90,8 +90,6 @@ class Job:
 
     async def run(self, warm_start: WarmStart | None) -> None:
         config = self._config
-        if warm_start and self._begins_alike and self._resume_from:
-            await asyncio.to_thread(self._checkpoints.check_beginning)
         ranks, replicas = needs(config, self._flow)
         roles = role_needs(config, self._flow)
         every = [*ranks, *replicas, *(need for some in roles.values() for need in some)]
@@ -181,7 +179,7 @@ class Job:
             return
         if warm_start and self._begins_alike and not self._resume_from:
             await team.learner.export_the_end(self._checkpoints.taught)
-            await asyncio.to_thread(self._checkpoints.seal_taught)
+            self._beginning = await asyncio.to_thread(self._checkpoints.seal_taught)
         limit_s = self._config.cluster.start_timeout_s
         with self._console.phase(f"Loading {', '.join(model.name for model in roles)}"):
             async with asyncio.TaskGroup() as tasks:
@@ -261,8 +259,7 @@ class Job:
             )
             evaluator: Evaluator | None = None
             if config.evaluation.every:
-                evaluator = self._evaluator(team, books.recorder, lambda: controller.is_alive())
-                ending.callback(evaluator.close)
+                evaluator = self._evaluator(team, books, lambda: controller.is_alive())
             controller = Controller(
                 flow=self._flow,
                 config=config,
@@ -337,6 +334,7 @@ class Job:
             records=books.tallies(),
             retired=curriculum.retired,
             coefficients=work.coefficients,
+            beginning=self._beginning,
         )
 
         async def rollouts(directory: Path) -> None:
@@ -356,9 +354,8 @@ class Job:
 
         return write()
 
-    def _evaluator(
-        self, team: Team, recorder: Recorder, on_progress: Callable[[], None]
-    ) -> Evaluator:
+    def _evaluator(self, team: Team, books: Books, on_progress: Callable[[], None]) -> Evaluator:
+        assert books.scoreboard is not None
         rewards = rewards_of(self._flow, self._held_out)
         factory = EvaluationFactory(
             config=self._config,
@@ -368,11 +365,11 @@ class Job:
         )
         return Evaluator(
             self._config,
-            Scoreboard(self._directory, after_step=self._first_step),
+            books.scoreboard,
             self._directory.evaluating,
             hire=lambda: team.hire_evaluator(factory),
             export=team.learner.export,
-            on_result=recorder.evaluated,
+            on_result=books.recorder.evaluated,
             on_progress=on_progress,
             warn=self._console.warn,
             first_step=self._first_step,

@@ -29,9 +29,8 @@ from rlsys.dataflow.stages import GenerateStage
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.errors import RunFailed
 from rlsys.estimate import RECORDS_BYTES, disk_bytes, model_shape
-from rlsys.exported import export_faults
+from rlsys.exported import export_faults, exported_step
 from rlsys.fields import leaf_defaults, to_dict
-from rlsys.held_out import read_evaluations
 from rlsys.history import some
 from rlsys.launching import HeldOut, RunResult, WarmStart
 from rlsys.observe.console import RunConsole
@@ -39,6 +38,7 @@ from rlsys.observe.diagnosis import foresee
 from rlsys.observe.metrics import read_metrics
 from rlsys.resuming import History, read_history
 from rlsys.run_directory import RunDirectory, RunFiles, check_open, check_room
+from rlsys.scoreboard import damages_of, losses_of, read_evaluations
 from rlsys.tiny_models import OwnModel
 from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, ReplicaDied, RowsLost
@@ -241,7 +241,11 @@ def _prepare(
         )
     )
     continues = config.resume is not False
-    if continues and directory.has_finished(config.num_steps):
+    is_finished = False
+    if continues and exported_step(directory.hf) == config.num_steps:
+        with console.phase("Reading the exported model"):
+            is_finished = directory.has_finished(config.num_steps)
+    if is_finished:
         console.note(f"{directory.path} has all of its {config.num_steps} steps already.")
         newest = Checkpoints(directory.checkpoints, config.keep_checkpoints).newest()
         if newest is None or newest.step < config.num_steps:
@@ -249,6 +253,8 @@ def _prepare(
                 f"{directory.checkpoints} lacks step {config.num_steps}: with more steps the "
                 f"run would go on from {f'step {newest.step}' if newest else 'nowhere'}"
             )
+        for fault in damages_of(directory) or losses_of(directory):
+            console.warn(fault)
         return directory, None
     history = None
     if continues and directory.has_checkpoint:
@@ -273,7 +279,7 @@ def _history(files: RunFiles, config: RunConfig, prompts: PromptSource) -> Histo
 def _where_it_goes_on(history: History, config: RunConfig, directory: RunDirectory) -> str:
     step, last = history.checkpoint.step, history.last_step
     if step == config.num_steps:
-        faults = export_faults(directory.hf, checksums=False) or ["it is of an earlier step"]
+        faults = export_faults(directory.hf) or ["it is of an earlier step"]
         return (
             f"All {step} steps are trained; their model is exported to {directory.hf} again "
             f"({some(faults)})."

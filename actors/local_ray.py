@@ -2,8 +2,8 @@
 
 It listens on 127.0.0.1 alone and has a token of its own. Its files (logs, sockets) lie in a
 directory that only this user may enter, and that goes when the run ends. Where the run was killed,
-a janitor ends Ray's processes and removes the directory; where that was killed too, the next run
-does.
+a janitor ends Ray's processes and removes the directory; where that was killed or stopped too, the
+next run does.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def local_ray(num_cpus: int | None = None) -> Iterator[None]:
     check_open_files()
     root = _root()
     remove_orphans(root)
-    with _own_directory(root) as directory, janitor(directory), _own_settings():
+    with _own_directory(root) as directory, janitor(directory, directory / OWNER), _own_settings():
         _start(directory, num_cpus)
         try:
             yield
@@ -168,9 +168,7 @@ def remove_orphans(root: Path) -> None:
         # It may be another user's, be locked by a living run, or go at any moment.
         with contextlib.suppress(OSError), (directory / OWNER).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for pid in users_of(directory):
-                os.kill(pid, signal.SIGKILL)
-            _remove(directory)
+            _end_users(directory)
         # Or have been made once more by a process of Ray's that ended after its run.
         with contextlib.suppress(OSError):
             age_s = time.time() - directory.stat().st_mtime
@@ -287,13 +285,19 @@ def _own_directory(root: Path) -> Iterator[Path]:
         try:
             yield directory
         finally:
-            for _ in range(NUM_REMOVALS):
-                for pid in users_of(directory):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                if _remove(directory):
-                    break
-                time.sleep(REMOVAL_EVERY_S)
+            _end_users(directory)
+
+
+def _end_users(directory: Path) -> None:
+    """End whoever has a file of a directory open, stopped ones too (Ray's processes, a janitor
+    beside a dead run), and remove it."""
+    for _ in range(NUM_REMOVALS):
+        for pid in users_of(directory):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if _remove(directory):
+            break
+        time.sleep(REMOVAL_EVERY_S)
 
 
 def _remove(directory: Path) -> bool:

@@ -58,9 +58,7 @@ class Checkpoint:
 
     def faults(self) -> list[str]:
         """What is wrong with its files, by name; none if it is as it was written. Reads it all."""
-        names = sorted(path.name for path in self.path.glob("*"))  # none where it has just gone
-        own = [name for name in names if name == ROLLOUTS_FILE or name.startswith(TRAINER_DIR)]
-        return faults_of(self.path, needed=[CONTROLLER_FILE, *own])
+        return faults_of(self.path)
 
 
 class Checkpoints:
@@ -98,22 +96,11 @@ class Checkpoints:
         """Where the weights are kept that a warm start has taught, for other models."""
         return self._directory / BEGINNING_DIR
 
-    def seal_taught(self) -> None:
-        """Say that they are there, whole. Raises OSError with the cause and the fix."""
+    def seal_taught(self) -> str:
+        """Say that they are there, whole. Returns what `beginning_fault` knows them by. Raises
+        OSError with the cause and the fix."""
         with _advised(self.taught):
-            write_manifest(self.taught)
-
-    def check_beginning(self) -> None:
-        """Raise ValueError unless those weights are as they were written."""
-        faults = (
-            [f"{self.taught} is missing"] if not self.taught.is_dir() else faults_of(self.taught)
-        )
-        if faults:
-            raise ValueError(
-                f"{'; '.join(faults)}: a reference or a critic of this run began with these "
-                "weights, which the warm start had taught, and would begin with others now. "
-                "Restore the directory from a copy, or start again under another name."
-            )
+            return write_manifest(self.taught)
 
     def all(self) -> list[Checkpoint]:
         """Complete ones, oldest first."""
@@ -164,6 +151,18 @@ class Checkpoints:
             _remove(doomed)
             old.path.rename(doomed)
             _remove(doomed)
+
+
+def beginning_fault(directory: Path, seal: str | None) -> str | None:
+    """What is wrong with the weights, kept among the checkpoints, that other models of the run
+    began with (`Checkpoints.seal_taught`); None for `seal`: they began with none."""
+    taught = directory / BEGINNING_DIR
+    if seal is None:
+        return f"{taught} is none of this run's" if taught.exists() else None
+    if not taught.is_dir():
+        return f"{taught} is missing"
+    faults = faults_of(taught, crc32=seal)
+    return f"{taught} is damaged: {'; '.join(faults)}" if faults else None
 
 
 def find_checkpoints(directory: Path) -> list[Checkpoint]:

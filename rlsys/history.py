@@ -17,15 +17,16 @@ from typing import Any
 
 from rlsys import metrics
 from rlsys.audit import Evidence
-from rlsys.checkpoint import Checkpoint, find_checkpoints
+from rlsys.checkpoint import Checkpoint, beginning_fault, find_checkpoints
 from rlsys.data.external_log import read_external
 from rlsys.data.shared import SharedGroup
 from rlsys.dataflow.ledger import Event, read_events
-from rlsys.exported import export_faults, exported_step
+from rlsys.exported import EXPORTED_FILE, export_faults, exported_step
 from rlsys.growing_file import Tally
 from rlsys.json_text import parse_json
 from rlsys.observe.step_log import read_lines
 from rlsys.run_directory import RunFiles, lost_checkpoints, read_config
+from rlsys.scoreboard import damages_of, losses_of
 
 Line = dict[str, Any]
 
@@ -39,6 +40,7 @@ class State:
     records: Mapping[str, Tally]  # what stood in each file, by its name
     coefficients: Mapping[str, float] = field(default_factory=dict)  # by stage
     retired: Sequence[int] = ()  # rows of the data that are not issued again
+    beginning: str | None = None  # of Checkpoints.seal_taught, where other models began with it
 
     def to_dict(self) -> dict[str, Any]:
         tallies = {name: tally.to_dict() for name, tally in self.records.items()}
@@ -48,6 +50,7 @@ class State:
             "records": tallies,
             "retired": list(self.retired),
             "coefficients": dict(self.coefficients),
+            "beginning": self.beginning,
         }
 
 
@@ -66,6 +69,9 @@ def read_state(checkpoint: Checkpoint) -> State:
         coefficients = entry["coefficients"]
         if any(type(value) is not float for value in coefficients.values()):
             raise ValueError(f"coefficients are {coefficients}")
+        beginning = entry["beginning"]
+        if not isinstance(beginning, str | None):
+            raise ValueError(f"beginning is {beginning}")
         records = {
             path.name: Tally.from_dict(entry["records"][path.name])
             for path in RunFiles(checkpoint.path).records
@@ -82,6 +88,7 @@ def read_state(checkpoint: Checkpoint) -> State:
         records=records,
         retired=retired,
         coefficients=coefficients,
+        beginning=beginning,
     )
 
 
@@ -125,10 +132,16 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
             faults.append(str(error))
         else:
             faults += [f"{name} builds on what is gone: {f}" for f in record_faults(state, files)]
+    for seal in {state.beginning for state in states.values()}:
+        if fault := beginning_fault(files.checkpoints, seal):
+            faults.append(fault)
+    faults += damages_of(files) or losses_of(files)
     exported = exported_step(files.hf)
     if not checkpoints and exported is None and (lost := lost_checkpoints(files)):
         faults.append(lost)
-    damages = [] if exported is None else export_faults(files.hf, checksums=True)
+    if exported is None and (files.hf / EXPORTED_FILE).exists():
+        faults.append(f"{files.hf / EXPORTED_FILE} is damaged, which says of which step hf/ is")
+    damages = [] if exported is None else export_faults(files.hf)
     faults += [f"hf/, the model of step {exported}, is damaged: {f}" for f in damages]
     # A run that failed while it started has written none of them.
     has_begun = bool(states) or any(_holds_something(record) for record in files.records)

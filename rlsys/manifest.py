@@ -1,13 +1,18 @@
 """manifest.json: size and checksum of every other file of a directory that was written once.
 
-Written last. In: a directory. Out: what is wrong with it, by the names of its files.
+    {"files": {"model.safetensors": {"bytes": 7, "crc32": "…"}, …}, "crc32": "…"}
+
+Written last. The last checksum is of `files`: a list that lacks a file is no manifest, and two
+directories with the same one hold the same. In: a directory. Out: what is wrong with it, by the
+names of its files.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,46 +31,61 @@ class Entry:
     crc32: str
 
 
-def write_manifest(directory: Path) -> None:
-    """Reads all files below."""
+def write_manifest(directory: Path) -> str:
+    """Reads all files below. Returns the checksum of them all."""
     names = [name for name in _files(directory) if name != MANIFEST_FILE]
-    entries = {name: asdict(_entry(directory / name)) for name in names}
-    write_whole(directory / MANIFEST_FILE, json.dumps(entries, indent=1) + "\n")
+    files = {name: _entry(directory / name) for name in names}
+    entries = {name: asdict(entry) for name, entry in files.items()}
+    manifest = {"files": entries, "crc32": _checksum(files)}
+    write_whole(directory / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+    return _checksum(files)
 
 
 def read_manifest(directory: Path) -> dict[str, Entry]:
     """By the files' names. Raises ValueError for one that is missing or damaged."""
     try:
-        wanted = parse_json(ordinary(directory / MANIFEST_FILE).read_bytes())
-        return {
+        manifest = parse_json(ordinary(directory / MANIFEST_FILE).read_bytes())
+        files = {
             str(name): Entry(bytes=int(entry["bytes"]), crc32=str(entry["crc32"]))
-            for name, entry in wanted.items()
+            for name, entry in manifest["files"].items()
         }
+        told = manifest["crc32"]
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST_FILE} is missing") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST_FILE} is damaged ({type(error).__name__}: {error})") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{MANIFEST_FILE} is damaged, or of another version of rlsys "
+            f"({type(error).__name__}: {error})"
+        ) from None
+    if told != _checksum(files):
+        raise ValueError(f"{MANIFEST_FILE} was edited: it has another checksum than it says")
+    return files
 
 
-def faults_of(directory: Path, *, needed: Sequence[str] = (), checksums: bool = True) -> list[str]:
-    """What is wrong with the files of a directory; others beside them (.DS_Store) do no harm. With
-    `checksums` all of them are read, else their sizes are compared. `needed`: files, and folders
-    with files, that the manifest must list."""
+def faults_of(directory: Path, *, crc32: str | None = None) -> list[str]:
+    """What is wrong with the files of a directory, all of which are read; others beside them
+    (.DS_Store) do no harm. `crc32`: what `write_manifest` returned, where that is known."""
     try:
         files = read_manifest(directory)
     except ValueError as error:
         return [str(error)]
-    listed = {part for name in files for part in (name, name.partition("/")[0])}
-    faults = [f"{MANIFEST_FILE} does not list {name}" for name in needed if name not in listed]
+    if crc32 not in (None, _checksum(files)):
+        return [f"{MANIFEST_FILE} is of other files than were written there"]
+    faults = []
     for name, entry in sorted(files.items()):
         path = directory / name
         if not path.is_file():
             faults.append(f"{name} is missing")
         elif (size := path.stat().st_size) != entry.bytes:
             faults.append(f"{name} has {size:,} bytes instead of {entry.bytes:,}")
-        elif checksums and _entry(path) != entry:
+        elif _entry(path) != entry:
             faults.append(f"{name} has another checksum than when it was written")
     return faults
+
+
+def _checksum(files: Mapping[str, Entry]) -> str:
+    lines = [f"{name} {entry.bytes} {entry.crc32}\n" for name, entry in sorted(files.items())]
+    return f"{zlib.crc32(''.join(lines).encode(errors='surrogateescape')):08x}"
 
 
 def _files(directory: Path) -> list[str]:

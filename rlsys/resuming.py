@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlsys.checkpoint import Checkpoint, find_checkpoints, find_strays
+from rlsys.checkpoint import Checkpoint, beginning_fault, find_checkpoints, find_strays
 from rlsys.dataflow.ledger import Event, Ledger, LedgerError, read_events
 from rlsys.growing_file import Tally
 from rlsys.history import State, read_state, record_faults, some
 from rlsys.json_text import parse_json
 from rlsys.run_directory import RunFiles, nothing_to_resume
+from rlsys.scoreboard import damages_of, losses_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +57,25 @@ def read_history(files: RunFiles, *, groups_per_step: int, num_steps: int) -> Hi
         raise ValueError(
             f"{error}. Restore it from a copy; without one, {_way_out(found, files)}"
         ) from error
+    if fault := beginning_fault(files.checkpoints, state.beginning):
+        raise ValueError(
+            f"{fault}. A reference or a critic begins with the weights there, which must be those "
+            "that a warm start of this run had taught: restore them from a copy, move away what is "
+            "none of the run's, or start again under another --name."
+        )
     for path in files.records:
         if fault := state.records[path.name].fault(path):
             raise ValueError(
                 f"{path} {fault}, and {newest.path} builds on what was there. Restore it from a "
                 f"copy; without one, {_way_out(found, files)}"
             )
+    if damages := damages_of(files):
+        raise ValueError(
+            f"{some(damages)}. Restore it from a copy; without one, move it away: the run goes on, "
+            "and evaluates from there."
+        )
+    for loss in losses_of(files):
+        logger.warning("%s; the run goes on without", loss)
     events, ledger = _read_ledger(files.ledger, groups_per_step, state.records[files.ledger.name])
     if ledger.step < newest.step:
         raise ValueError(

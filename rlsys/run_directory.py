@@ -11,6 +11,7 @@
         .checkpointed    which of them was finished last, wherever it is now
         hf/              the trained model, as Hugging Face loads it
         evaluations.jsonl, best/    with evaluation.every: a line for each, and the best model
+        .evaluated       what stands in evaluations.jsonl
 
 A run whose model.path is empty trains a model of the recipe's own, built from its seed.
 
@@ -84,7 +85,7 @@ MAY_CHANGE = {
 OF_A_START = re.compile(
     r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations|external)\.jsonl"
     r"|trace\.json|wandb|best|\.evaluating|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)"
-    r"|\.warm_start|\.beginning"
+    r"|\.warm_start|\.beginning|\.evaluated"
 )
 
 # Models in .evaluating that may wait beside the one that is evaluated; training waits with the
@@ -107,6 +108,7 @@ class RunFiles:
         self.checkpointed = path / ".checkpointed"
         self.hf = path / "hf"
         self.evaluations = path / "evaluations.jsonl"
+        self.evaluated = path / ".evaluated"
         self.best = path / "best"
         self.evaluating = path / ".evaluating"  # exported models that wait to be evaluated
 
@@ -126,9 +128,9 @@ class RunFiles:
         return _num_steps(self.metrics) > 0
 
     def has_finished(self, num_steps: int) -> bool:
-        """Whether the model of that step was exported, and lies there whole (by its sizes)."""
-        exported = exported_step(self.hf) == num_steps
-        return exported and not export_faults(self.hf, checksums=False)
+        """Whether the model of that step was exported, and lies there whole; if so, all of it has
+        been read."""
+        return exported_step(self.hf) == num_steps and not export_faults(self.hf)
 
     def __repr__(self) -> str:
         return f"RunFiles({str(self.path)!r})"
@@ -486,7 +488,7 @@ def nothing_to_resume(files: RunFiles) -> str:
             f"{files.path} holds no checkpoint to resume from; delete it and start again without "
             "--resume (checkpoint_every sets how often one is written)."
         )
-    if faults := export_faults(files.hf, checksums=False):
+    if faults := export_faults(files.hf):
         return (
             f"{files.path} has ended at step {step}, but its model is damaged ({faults[0]}) and "
             f"its checkpoints are gone, from which it could be exported again. Restore {files.hf} "
@@ -520,7 +522,14 @@ class _Lock:
 def _lock(directory: Path) -> _Lock:
     """The kernel drops the lock when the process dies, however it dies."""
     path = directory / LOCK_FILE
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(ordinary(path), os.O_RDWR | os.O_CREAT, 0o644)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{directory} cannot be locked ({error}); {LOCK_FILE} must be an ordinary file that "
+            "this user may write, so that two processes never share a run: move it away, or set "
+            "its permissions."
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

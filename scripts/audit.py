@@ -3,17 +3,35 @@
     python scripts/audit.py runs/quickstart
 
 In: a run directory, finished or not, over any number of crashes and resumes. Out: a line that says
-what the run did, and exit code 0; or everything that is broken (rlsys/audit.py), and exit code 1.
+what the run did, and exit code 0; or what is broken (rlsys/audit.py), and exit code 1. Of faults
+that differ in numbers and quoted texts alone, the first three are shown, and how many there are.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlsys.audit import audit
 from rlsys.history import read_evidence
+
+NUM_SHOWN = 3  # of each kind
+VARYING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d+")
+
+
+def shown(faults: Sequence[str]) -> Iterator[str]:
+    """Lines that name them: the first of each kind, and how many more."""
+    kinds: defaultdict[str, list[str]] = defaultdict(list)
+    for fault in faults:
+        kinds[VARYING.sub("…", fault)].append(fault)
+    for alike in kinds.values():
+        yield from alike[:NUM_SHOWN]
+        if len(alike) > NUM_SHOWN:
+            yield f"and {len(alike) - NUM_SHOWN:,} more like that, the last: {alike[-1]}"
 
 
 def main() -> int:
@@ -29,8 +47,8 @@ def main() -> int:
         return 1
     verdict = audit(evidence)
     faults = [*unreadable, *verdict.faults]
-    for fault in faults:
-        print(f"broken: {fault}")
+    for line in shown(faults):
+        print(f"broken: {line}")
     state = "finished" if verdict.finished else "not finished"
     print(f"{path}, {state}: {verdict.summary}; {len(faults) or 'nothing'} broken")
     return 1 if faults else 0

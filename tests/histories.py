@@ -180,8 +180,12 @@ async def _write_checkpoints(evidence: Evidence, files: RunFiles) -> None:
     ledger, records = text(evidence.events), text(evidence.rollouts)
     # Where the event of each step's training stands that counts.
     trained = {e["step"]: i for i, e in enumerate(evidence.events) if e["event"] == "trained"}
+    checkpoints = Checkpoints(files.checkpoints, keep=100)
+    checkpoints.taught.mkdir(parents=True)
+    (checkpoints.taught / "weights").write_text("as taught")
+    beginning = checkpoints.seal_taught()
     for step in evidence.checkpoints:
-        async with Checkpoints(files.checkpoints, keep=100).writing(step) as checkpoint:
+        async with checkpoints.writing(step) as checkpoint:
             checkpoint.trainer_dir.mkdir()
             (checkpoint.trainer_dir / "weights").write_text(f"weights of {step}")
             assert evidence.prompt_order is not None
@@ -200,5 +204,6 @@ async def _write_checkpoints(evidence: Evidence, files: RunFiles) -> None:
                         ),
                     )
                 },
+                beginning=beginning,
             )
             checkpoint.controller_file.write_text(json.dumps(state.to_dict()))

@@ -27,7 +27,7 @@ from rlsys import metrics
 from rlsys.audit import Evidence, audit
 from rlsys.data.shared import SharedCompletion, SharedGroup
 from rlsys.history import read_evidence
-from tests.histories import made_up_run, write_run
+from tests.histories import made_up_run, text, write_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -410,6 +410,26 @@ def test_the_command_says_what_is_broken(tmp_path: Path) -> None:
     assert "broken: checkpoint step_000012 is damaged: trainer/weights has 6 bytes" in broken.stdout
 
 
+def test_the_command_counts_what_is_broken_alike(tmp_path: Path) -> None:
+    """The rollouts of another run, each in a step that did not train its group."""
+    files = write_run(made_up_run(2), tmp_path / "run")
+    lines = [json.loads(line) for line in files.rollouts.read_text().splitlines()]
+    others = [{**line, "group_id": line["group_id"] + 1000} for line in lines]
+    files.rollouts.write_text("".join(text(others)))
+    broken = run_script(files.path).stdout.splitlines()
+    foreign = [line for line in broken if "but that step did not train the group" in line]
+    assert foreign[0].startswith("broken: rollouts.jsonl: rollout 0 of group 1")
+    more = f"broken: and {len(lines) - 3} more like that, the last: rollouts.jsonl: rollout 1 of"
+    assert foreign[3].startswith(more)
+    assert len(foreign) == 4
+    kinds = ("that step did not", "lacks group", "builds on what is gone")
+    assert all(any(kind in line for kind in kinds) for line in broken[:-1])
+    evidence, unreadable = read_evidence(files.path)
+    num_faults = len([*unreadable, *audit(evidence).faults])
+    assert num_faults > len(lines)
+    assert broken[-1].endswith(f"; {num_faults} broken")
+
+
 @pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl", "rollouts.jsonl"])
 @pytest.mark.parametrize("damage", ["missing", "no json", "no event"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, damage: str) -> None:
@@ -517,6 +537,26 @@ def test_a_model_that_is_not_whole_is_found(tmp_path: Path) -> None:
     evidence, unreadable = read_evidence(files.path)
     assert unreadable == ["hf/, the model of step 12, is damaged: model.safetensors is missing"]
     assert not audit(evidence).finished
+
+
+def test_a_step_of_the_model_that_was_changed_is_found(tmp_path: Path) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    sealed = (files.hf / "exported.json").read_text()
+    (files.hf / "exported.json").write_text(sealed.replace("12", "13", 1))
+    (fault,) = read_evidence(files.path)[1]
+    assert fault.endswith("hf/exported.json is damaged, which says of which step hf/ is")
+    assert not files.has_finished(13)
+    assert not files.has_finished(12)
+
+
+def test_weights_that_other_models_began_with_are_looked_at(tmp_path: Path) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    taught = files.checkpoints / ".beginning"
+    (taught / "weights").write_text("as taughT")
+    (fault,) = read_evidence(files.path)[1]
+    assert ".beginning is damaged: weights has another checksum than when it was written" in fault
+    shutil.rmtree(taught)
+    assert read_evidence(files.path)[1] == [f"{taught} is missing"]
 
 
 def test_records_that_a_checkpoint_does_not_know_are_found(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from rlsys.checkpoint import (
-    ROLLOUTS_FILE,
     Checkpoints,
+    beginning_fault,
     find_checkpoints,
     find_strays,
     new_directory,
 )
-from rlsys.manifest import write_manifest
 
 
 def save(checkpoints: Checkpoints, step: int, *, state: str = "") -> None:
@@ -170,7 +170,15 @@ def damage(checkpoint: Path, kind: str) -> None:
         case "torn manifest":
             (checkpoint / "manifest.json").write_text("{")
         case "other manifest":
-            (checkpoint / "manifest.json").write_text('{"trainer/weights": 3}')
+            (checkpoint / "manifest.json").write_text('{"files": {"trainer/weights": 3}}')
+        case "shorter manifest":
+            weights.unlink()
+            manifest = json.loads((checkpoint / "manifest.json").read_text())
+            del manifest["files"]["trainer/weights"]
+            (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+        case "manifest without a seal":
+            manifest = json.loads((checkpoint / "manifest.json").read_text())
+            (checkpoint / "manifest.json").write_text(json.dumps({"files": manifest["files"]}))
 
 
 @pytest.mark.parametrize(
@@ -182,6 +190,8 @@ def damage(checkpoint: Path, kind: str) -> None:
         ("no manifest", "manifest.json is missing"),
         ("torn manifest", "manifest.json is damaged"),
         ("other manifest", "manifest.json is damaged"),
+        ("shorter manifest", "manifest.json was edited: it has another checksum than it says"),
+        ("manifest without a seal", "manifest.json is damaged, or of another version of rlsys"),
     ],
 )
 def test_damage_is_found_by_name(tmp_path: Path, kind: str, words: str) -> None:
@@ -212,28 +222,10 @@ def test_the_manifest_covers_whatever_is_there(tmp_path: Path) -> None:
     asyncio.run(write())
     (checkpoint,) = find_checkpoints(tmp_path)
     manifest = json.loads((checkpoint.path / "manifest.json").read_text())
-    assert manifest == {
+    assert manifest["files"] == {
         "controller.json": {"bytes": 0, "crc32": "00000000"},
         "rollouts/deep/0": {"bytes": 3, "crc32": "352441c2"},
     }
-
-
-def test_a_manifest_lists_all_that_a_checkpoint_needs(tmp_path: Path) -> None:
-    async def write() -> None:
-        async with Checkpoints(tmp_path, keep=1).writing(1) as checkpoint:
-            checkpoint.trainer_dir.mkdir()
-            (checkpoint.trainer_dir / "weights").touch()
-            for path in (checkpoint.controller_file, checkpoint.path / ROLLOUTS_FILE):
-                path.touch()
-
-    asyncio.run(write())
-    (checkpoint,) = find_checkpoints(tmp_path)
-    assert checkpoint.faults() == []
-    (checkpoint.path / "manifest.json").write_text("{}")
-    assert checkpoint.faults() == [
-        f"manifest.json does not list {name}"
-        for name in ("controller.json", "rollouts.npz", "trainer")
-    ]
 
 
 def test_the_loop_goes_on_while_the_disk_is_waited_for(
@@ -285,13 +277,21 @@ def test_a_cancelled_save_leaves_no_thread_at_work(
 def test_weights_that_other_models_began_with_are_as_they_were(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     assert checkpoints.beginning("model") == "model"
-    with pytest.raises(ValueError, match=r"\.beginning is missing: a reference or a critic"):
-        checkpoints.check_beginning()
-    checkpoints.taught.mkdir()
-    (checkpoints.taught / "weights").write_text("as taught")
-    write_manifest(checkpoints.taught)
-    checkpoints.check_beginning()
-    assert checkpoints.beginning("model") == checkpoints.taught
-    (checkpoints.taught / "weights").write_text("as tau9ht")
-    with pytest.raises(ValueError, match="weights has another checksum"):
-        checkpoints.check_beginning()
+    assert beginning_fault(tmp_path, None) is None
+    taught = checkpoints.taught
+    taught.mkdir()
+    (taught / "weights").write_text("as taught")
+    seal = checkpoints.seal_taught()
+    assert checkpoints.beginning("model") == taught
+    assert beginning_fault(tmp_path, seal) is None
+    assert beginning_fault(tmp_path, None) == f"{taught} is none of this run's"
+    (taught / "weights").write_text("as tau9ht")
+    assert beginning_fault(tmp_path, seal) == (
+        f"{taught} is damaged: weights has another checksum than when it was written"
+    )
+    assert checkpoints.seal_taught() != seal
+    assert beginning_fault(tmp_path, seal) == (
+        f"{taught} is damaged: manifest.json is of other files than were written there"
+    )
+    shutil.rmtree(taught)
+    assert beginning_fault(tmp_path, seal) == f"{taught} is missing"

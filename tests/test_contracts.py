@@ -63,7 +63,7 @@ ROOMS = (
     "workers",
     "controller",
     "observe",
-    "simulation audit estimate tiny_models",
+    "simulation audit estimate tiny_models scoreboard",
     "history",
     "resuming launching cli model_evaluation",
     "held_out held_out_loss",

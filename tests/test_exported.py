@@ -20,28 +20,26 @@ def hf(tmp_path: Path) -> Path:
 
 def test_only_what_was_sealed_counts(hf: Path) -> None:
     assert exported_step(hf) is None
-    assert export_faults(hf, checksums=False) == ["exported.json is missing or damaged"]
+    assert export_faults(hf) == ["exported.json is missing or damaged"]
     seal_export(hf, 12)
     assert exported_step(hf) == 12
-    assert export_faults(hf, checksums=True) == []
+    assert export_faults(hf) == []
 
 
 @pytest.mark.parametrize(
-    ("content", "checksums", "fault"),
+    ("content", "fault"),
     [
-        (None, False, "model.safetensors is missing"),
-        (b"weight", False, "model.safetensors has 6 bytes instead of 7"),
-        (b"weighty", True, "model.safetensors has another checksum than when it was written"),
+        (None, "model.safetensors is missing"),
+        (b"weight", "model.safetensors has 6 bytes instead of 7"),
+        (b"weighty", "model.safetensors has another checksum than when it was written"),
     ],
 )
-def test_damage_is_found_by_name(
-    hf: Path, content: bytes | None, checksums: bool, fault: str
-) -> None:
+def test_damage_is_found_by_name(hf: Path, content: bytes | None, fault: str) -> None:
     seal_export(hf, 12)
     (hf / "model.safetensors").unlink()
     if content is not None:
         (hf / "model.safetensors").write_bytes(content)
-    assert export_faults(hf, checksums=checksums) == [fault]
+    assert export_faults(hf) == [fault]
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "exported.json"])
@@ -62,11 +60,11 @@ def test_a_seal_that_does_not_end_leaves_none(
     assert not (hf / name).exists()
     monkeypatch.setattr(os, "fsync", real)
     seal_export(hf, 12)
-    assert export_faults(hf, checksums=True) == []
+    assert export_faults(hf) == []
     assert not list(hf.glob("*.tmp"))
 
 
 def test_what_people_add_does_no_harm(hf: Path) -> None:
     seal_export(hf, 12)
     (hf / "README.md").write_text("a model card")
-    assert export_faults(hf, checksums=True) == []
+    assert export_faults(hf) == []

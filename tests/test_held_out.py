@@ -11,17 +11,15 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Prompts
 from rlsys.evaluation import Estimate
 from rlsys.held_out import (
-    Scoreboard,
-    best_of,
     evaluation_config,
     export_path,
     is_due,
     pending_exports,
-    read_evaluations,
     rewards_of,
 )
 from rlsys.model_evaluation import Evaluation
 from rlsys.run_directory import RunFiles
+from rlsys.scoreboard import Scoreboard, best_of, read_evaluations
 
 
 def found(mean: float) -> Evaluation:

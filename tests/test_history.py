@@ -179,6 +179,22 @@ def former_state(files: RunFiles) -> None:
     write_manifest(directory)
 
 
+def shorter_manifest(files: RunFiles) -> None:
+    (checkpoint(files, NUM_STEPS) / "trainer" / "weights").unlink()
+    path = checkpoint(files, NUM_STEPS) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files"]["trainer/weights"]
+    path.write_text(json.dumps(manifest))
+
+
+def other_beginning(files: RunFiles) -> None:
+    (files.checkpoints / ".beginning" / "weights").write_text("as taughT")
+
+
+def no_beginning(files: RunFiles) -> None:
+    shutil.rmtree(files.checkpoints / ".beginning")
+
+
 def no_rollouts(files: RunFiles) -> None:
     files.rollouts.unlink()
 
@@ -210,6 +226,16 @@ def disordered_rollouts(files: RunFiles) -> None:
             r"step_000011/controller.json does not belong .*it is of step 12.* Restore it from a "
             r"copy; without one, delete \S+/step_000011 to continue from \S+, which is whole",
         ),
+        (
+            shorter_manifest,
+            r"step_000012 is damaged: manifest.json was edited: .* to continue from \S+, which is",
+        ),
+        (
+            other_beginning,
+            r"/.beginning is damaged: weights has another checksum .* A reference or a critic beg.*"
+            "restore them from a copy, .* or start again under another --name",
+        ),
+        (no_beginning, r"/.beginning is missing. A reference or a critic begins with the weights"),
         (former_state, r"controller.json does not belong .*written by another version of rlsys"),
         (
             no_ledger,

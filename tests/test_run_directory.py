@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,17 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
         RunDirectory.create(tmp_path, "demo", CONFIG)
 
 
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_lock_that_is_no_file_is_refused_with_the_fix(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    path = create_with_checkpoint(tmp_path)
+    (path / ".lock").unlink()
+    make(path / ".lock")
+    with pytest.raises(ValueError, match=r"demo cannot be locked \(.*no ordinary file\); .*move"):
+        RunDirectory.resume(tmp_path, "demo", CONFIG)
+
+
 def test_a_directory_that_a_start_holds_is_not_emptied(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path, "demo", CONFIG) as run:
         run.ledger.write_text('{"event": "issued"}\n')
@@ -180,9 +191,10 @@ def test_what_is_gone_from_a_finished_run_is_told(
     assert run.metrics.exists()
 
 
-def test_a_damaged_export_is_no_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["weight", "veights"])  # cut, and one bit flipped
+def test_a_damaged_export_is_no_end(tmp_path: Path, weights: str) -> None:
     run = finished(tmp_path)
-    (run.hf / "model.safetensors").write_text("weight")
+    (run.hf / "model.safetensors").write_text(weights)
     assert not run.has_finished(100)
 
 

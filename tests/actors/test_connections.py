@@ -26,6 +26,7 @@ from ray._private import utils as ray_utils
 
 from actors import cluster, local_ray
 from actors.cluster import connected
+from actors.janitor import janitor
 from actors.local_ray import FILES, OWNER, PREFIX, RayFailed, remove_orphans
 from actors.signals import cancel_on_signals
 from rlsys.config import ClusterConfig
@@ -238,6 +239,48 @@ def test_only_directories_of_the_dead_are_removed(tmp_path: Path) -> None:
         assert set(tmp_path.iterdir()) == {living, strange}
         assert (living / OWNER).exists()
     assert list(tmp_path.iterdir()) == [strange]
+
+
+STOPPED_RUN = """
+import pathlib, subprocess, sys
+from actors import local_ray
+from actors.janitor import janitor
+with local_ray._own_directory(pathlib.Path(sys.argv[1])) as directory:
+    (directory / local_ray.FILES).mkdir()
+    with (
+        janitor(directory, directory / local_ray.OWNER),
+        (directory / local_ray.FILES / "log").open("w") as log,
+        subprocess.Popen(["sleep", "3600"], stdout=log, stdin=subprocess.DEVNULL),
+    ):
+        print("ready", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_what_was_stopped_of_a_killed_run_ends_with_the_next(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED_RUN, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == b"ready\n"
+        started = psutil.Process(run.pid).children(recursive=True)
+        assert len(started) == 2
+        for process in started:
+            process.suspend()
+        run.kill()
+    remove_orphans(tmp_path)
+    gone, alive = psutil.wait_procs(started, timeout=60)
+    assert set(gone) == set(started), alive
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stopped_janitor_does_not_hold_up_its_run(tmp_path: Path) -> None:
+    with local_ray._own_directory(tmp_path) as directory, janitor(directory, directory / OWNER):
+        (process,) = [p for p in psutil.Process().children() if str(directory) in p.cmdline()]
+        process.suspend()
+    assert not process.is_running()
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from typing import Any, cast
 from actors.calls import Worker, WorkerDied
 from actors.evaluating import MAX_DEATHS, Evaluator, Found
 from rlsys.config import HeldOutConfig, RunConfig
-from rlsys.held_out import Scoreboard, export_path
+from rlsys.held_out import export_path
 from rlsys.model_evaluation import Evaluation
 from rlsys.run_directory import RunFiles
+from rlsys.scoreboard import Scoreboard
 from tests.test_held_out import exported, found
 
 PATIENCE_S = 300.0

@@ -32,8 +32,11 @@ def test_a_finished_run_that_is_damaged_is_mended_or_refused(tmp_path: Path) -> 
 
     weights = run / "hf" / "model.safetensors"
     exported = weights.read_bytes()
-    weights.unlink()
-    assert faults(run) == ["hf/, the model of step 3, is damaged: model.safetensors is missing"]
+    weights.write_bytes(bytes([exported[0] ^ 1]) + exported[1:])
+    assert faults(run) == [
+        "hf/, the model of step 3, is damaged: model.safetensors has another checksum than when it "
+        "was written"
+    ]
     job = again(tmp_path)
     assert job.returncode == 0, job.output
     assert "All 3 steps are trained; their model is exported to" in job.output

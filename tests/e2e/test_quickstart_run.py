@@ -16,11 +16,12 @@ from recipes.quickstart import QuickstartConfig
 from rlsys.dataflow.ledger import Ledger, read_events
 from rlsys.evaluation import as_metrics
 from rlsys.fields import from_dict
-from rlsys.held_out import evaluation_config, read_evaluations
+from rlsys.held_out import evaluation_config
 from rlsys.metrics import without_times
 from rlsys.model_evaluation import evaluate_model
 from rlsys.observe.metrics import read_metrics
 from rlsys.run_directory import RunFiles, read_config
+from rlsys.scoreboard import read_evaluations
 from tests.e2e.job import quickstart, run
 
 

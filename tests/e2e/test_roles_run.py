@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from rlsys.audit import Verdict, audit
-from rlsys.held_out import read_evaluations
 from rlsys.history import read_evidence
 from rlsys.observe.metrics import read_metrics
+from rlsys.scoreboard import read_evaluations
 from rlsys.tiny_models import build_tiny_model
 from tests.e2e.job import run, start
 

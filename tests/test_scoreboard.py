@@ -1,0 +1,148 @@
+"""What is told of evaluations.jsonl and best/ when they are damaged or gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlsys.held_out import export_path
+from rlsys.history import read_evidence
+from rlsys.resuming import read_history
+from rlsys.run_directory import RunFiles
+from rlsys.scoreboard import Scoreboard, damages_of, losses_of
+from tests.histories import GROUPS_PER_STEP, made_up_run, write_run
+
+
+def evaluate(files: RunFiles, board: Scoreboard, step: int, mean: float) -> None:
+    exported = export_path(files.evaluating, step)
+    exported.mkdir(parents=True)
+    (exported / "model.safetensors").write_text(f"of step {step}")
+    board.add(step, {"eval/mean@4": mean, "eval/prompts": 8}, exported)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RunFiles:
+    """Of a run whose evaluation of step 8 was the best."""
+    files = write_run(made_up_run(2), tmp_path / "run")
+    board = Scoreboard(files, after_step=0)
+    for step, mean in ((0, 0.25), (4, 0.5), (8, 0.75), (12, 0.5)):
+        evaluate(files, board, step, mean)
+    board.close()
+    return files
+
+
+def test_what_was_written_is_whole(files: RunFiles) -> None:
+    assert damages_of(files) == losses_of(files) == []
+    assert read_evidence(files.path)[1] == []
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def no_last_line(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def better_in_the_end(path: Path) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:-1], lines[-1].replace("0.5", "0.9")]))
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("evaluations.jsonl", flip, "does not begin with the 4 lines"),
+        ("evaluations.jsonl", halve, "it was cut"),
+        ("evaluations.jsonl", no_last_line, "has 3 lines"),
+        ("evaluations.jsonl", better_in_the_end, "it was edited or damaged"),
+        ("evaluations.jsonl", a_pipe, "is no ordinary file"),
+        (".evaluated", halve, ".evaluated cannot be read"),
+        ("best/model.safetensors", flip, "best is damaged: model.safetensors has another checksum"),
+        ("best/model.safetensors", halve, "best is damaged: model.safetensors has 4 bytes"),
+        ("best/model.safetensors", Path.unlink, "best is damaged: model.safetensors is missing"),
+        ("best/evaluation.json", flip, "best is damaged: evaluation.json has another checksum"),
+        ("best/manifest.json", flip, "best is damaged: manifest.json"),
+        ("best/manifest.json", Path.unlink, "best is damaged: manifest.json is missing"),
+    ],
+)
+def test_damage_is_refused_and_audited_and_its_fix_works(
+    files: RunFiles, name: str, damage: Callable[[Path], None], words: str
+) -> None:
+    damage(files.path / name)
+    (fault,) = read_evidence(files.path)[1]
+    assert words in fault
+    with pytest.raises(ValueError, match="without one, move it away: the run goes on") as refused:
+        read_history(files, groups_per_step=GROUPS_PER_STEP, num_steps=20)
+    assert fault in str(refused.value)
+    (files.path / name.partition("/")[0]).rename(files.path.parent / "away")
+    read_history(files, groups_per_step=GROUPS_PER_STEP, num_steps=20)
+    Scoreboard(files, after_step=12).close()
+    assert damages_of(files) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("evaluations.jsonl", "evaluations.jsonl is missing"),
+        (".evaluated", ".evaluated is missing, which says what stood in evaluations.jsonl"),
+        ("best", "best is missing; the best model was that of step 8"),
+    ],
+)
+def test_what_is_gone_is_told_and_done_without(
+    files: RunFiles, caplog: pytest.LogCaptureFixture, name: str, words: str
+) -> None:
+    path = files.path / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (fault,) = read_evidence(files.path)[1]
+    assert fault.endswith(words)
+    read_history(files, groups_per_step=GROUPS_PER_STEP, num_steps=20)
+    assert caplog.messages == [f"{fault}; the run goes on without"]
+
+
+def test_a_worse_model_in_the_place_of_the_best_is_told(files: RunFiles) -> None:
+    shutil.rmtree(files.best)
+    board = Scoreboard(files, after_step=12)
+    evaluate(files, board, 16, 0.5)
+    board.close()
+    (fault,) = losses_of(files)
+    assert fault.endswith("best holds the model of step 16; that of step 8 was better")
+
+
+def test_evaluations_are_whole_at_every_moment(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill anywhere leaves what the next start takes for its own."""
+    moments = []
+
+    def note(_: int) -> None:
+        moments.append(damages_of(files))
+
+    monkeypatch.setattr(os, "fsync", note)
+    board = Scoreboard(files, after_step=4)
+    assert not board.has(8)
+    evaluate(files, board, 8, 0.6)
+    board.go_back(4)
+    evaluate(files, board, 8, 0.8)
+    board.close()
+    assert len(moments) > 8
+    assert not any(moments)
+    steps = [json.loads(line)["step"] for line in files.evaluations.read_text().splitlines()]
+    assert steps == [0, 4, 8]
+    assert losses_of(files) == []
