@@ -23,6 +23,7 @@ from rlsys.blocking import run_to_end
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
 from rlsys.controller import RewardsFailed, StallError
+from rlsys.data.external import check_issued
 from rlsys.data.prompts import load_tokenizer
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage
@@ -228,6 +229,9 @@ def _prepare(
                 directory, groups_per_step=config.prompts_per_step, num_steps=config.num_steps
             )
         prompts.check_order(history.state.prompts)
+        if (shared := flow.source.prompts.shared) is not None:
+            issued = [event["prompt"] for event in history.events if event["event"] == "issued"]
+            check_issued(directory.external, shared, config.prompts_per_step, issued)
         directory.write_config(to_dict(config))
         console.note(_where_it_goes_on(history, config, directory))
     for warning in foresee(config):
