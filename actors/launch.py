@@ -23,7 +23,7 @@ from rlsys.blocking import run_to_end
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
 from rlsys.controller import RewardsFailed, StallError
-from rlsys.data.external import check_issued
+from rlsys.data.external_log import check_issued
 from rlsys.data.prompts import load_tokenizer
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage

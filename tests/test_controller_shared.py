@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import AsyncConfig
-from rlsys.data.external import ExternalPrompts, check_issued
-from rlsys.data.external_log import ExternalLog, read_external
+from rlsys.data.external import ExternalPrompts
+from rlsys.data.external_log import ExternalLog, check_issued, read_external
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, SharedPool
 from rlsys.dataflow.ledger import Ledger
 from rlsys.simulation.virtual_time import run_in_virtual_time

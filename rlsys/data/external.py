@@ -15,13 +15,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlsys.config import RunConfig, require
 from rlsys.data.alphabet import Alphabet
-from rlsys.data.external_log import ExternalLog, check_decided
+from rlsys.data.external_log import ExternalLog
 from rlsys.data.peers import Peers, Reading
 from rlsys.data.prompts import PromptSource
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, SharedPool, is_place
@@ -183,23 +183,6 @@ class ExternalPrompts:
             )
 
 
-def check_issued(path: Path, shared: Shared, prompts_per_step: int, issued: Iterable[int]) -> None:
-    """Raises ValueError unless external.jsonl, at `path`, is whole, and has what became of each
-    place for an external group among the prompts that were issued. Nothing is changed."""
-    check_decided(
-        path,
-        [
-            index
-            for index in issued
-            if is_place(
-                index,
-                groups_per_step=shared.groups_per_step,
-                prompts_per_step=prompts_per_step,
-            )
-        ],
-    )
-
-
 @contextlib.contextmanager
 def external_prompts(
     own: PromptSource,
@@ -212,7 +195,7 @@ def external_prompts(
     run_id: str,
 ) -> Iterator[ExternalPrompts]:
     """Peers are read until the context ends. `rewards` score their groups; `path`: of
-    external.jsonl, which `check_issued` has found good; `run_id`: of the run itself."""
+    external.jsonl, which has been looked at (check_issued); `run_id`: of the run itself."""
     encode = Encoder(
         own,
         tokenizer,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import require
-from rlsys.data.shared import SharedCompletion, SharedGroup
+from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, is_place
 from rlsys.growing_file import GrowingFile, Tally, ordinary
 from rlsys.json_text import parse_json
 
@@ -72,12 +72,18 @@ def read_external(path: Path) -> dict[int, SharedGroup | None]:
     return {index: group for index, group, _ in _decisions(path)} if path.exists() else {}
 
 
-def check_decided(path: Path, places: Iterable[int]) -> None:
-    """Raises ValueError unless the file is whole, and has what became of each of these prompts."""
-    decided = {index for index, _, _ in _decisions(path)} if path.exists() else set()
-    for index in places:
+def check_issued(path: Path, shared: Shared, prompts_per_step: int, issued: Iterable[int]) -> None:
+    """Raises ValueError unless the file is whole, and has what became of each place for an external
+    group among the prompts that were issued. Nothing is changed."""
+    decided = read_external(path)
+    for index in issued:
         require(
-            index in decided,
+            index in decided
+            or not is_place(
+                index,
+                groups_per_step=shared.groups_per_step,
+                prompts_per_step=prompts_per_step,
+            ),
             f"{path} does not say whose group prompt {index} got, which was issued; restore the "
             "file from a copy, or start a new run under another --name.",
         )

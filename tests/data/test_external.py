@@ -17,10 +17,9 @@ from rlsys.data.external import (
     VAIN_STEPS,
     Encoder,
     ExternalPrompts,
-    check_issued,
     external_prompts,
 )
-from rlsys.data.external_log import ExternalLog, read_external
+from rlsys.data.external_log import ExternalLog, check_issued, read_external
 from rlsys.data.prompts import PromptSource
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
 from rlsys.rewards.verifiers import exact_match
