@@ -413,8 +413,8 @@ def _different(record: Mapping[str, Any], group: SharedGroup) -> str | None:
     completion = group.completions[index]
     asked = record["prompt"] if record.get("asked") is None else record["asked"]
     for what, here, there in (
-        ("completion", record["completion"], completion.text),
-        ("finish_reason", record["finish_reason"] == FinishReason.LENGTH, completion.truncated),
+        ("completion", record.get("completion"), completion.text),
+        ("finish_reason", record.get("finish_reason") == FinishReason.LENGTH, completion.truncated),
         ("prompt", asked, plain(group.asked)),
         ("row", record.get("row", {}), plain(group.row)),
     ):

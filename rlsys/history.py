@@ -47,7 +47,7 @@ class State:
             "step": self.step,
             "prompts": dict(self.prompts),
             "records": tallies,
-            "external": self.external and self.external.to_dict(),
+            "external": None if self.external is None else self.external.to_dict(),
             "retired": list(self.retired),
             "coefficients": dict(self.coefficients),
         }

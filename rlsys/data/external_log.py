@@ -19,7 +19,7 @@ from typing import Any
 from rlsys.config import require
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, is_place
 from rlsys.growing_file import GrowingFile, Tally, ordinary
-from rlsys.json_text import parse_json
+from rlsys.json_text import is_flat, parse_json
 
 
 class ExternalLog:
@@ -133,6 +133,8 @@ COMPLETION = {"text": str, "truncated": bool}
 def _group(found: Any) -> SharedGroup:
     """Raises TypeError or KeyError for what is none."""
     _check(found, FIELDS)
+    if not (is_flat(found["asked"]) and is_flat(found["row"])):
+        raise TypeError("its prompt or row is nested too deeply")
     for completion in found["completions"]:
         _check(completion, COMPLETION)
     for reward in found["rewards"]:

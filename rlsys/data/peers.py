@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
-from rlsys.json_text import canonical, parse_json
+from rlsys.json_text import MAX_NESTING, canonical, is_flat, parse_json
 from rlsys.types import INJECTED
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,6 @@ FILE = "rollouts.jsonl"
 
 # Of one file at one reading, at most: of a peer that is further ahead only the newest are read.
 READ_BYTES = 16 << 20
-
-# Lists and objects within each other in a prompt or a row; Python follows a thousand, at most.
-MAX_NESTING = 50
 
 # What all lines of a group have in common, beside the step and the number that make them one.
 IN_COMMON = ("prompt", "asked", "row")
@@ -173,7 +170,7 @@ def _group(peer: str, records: Sequence[dict[str, Any]]) -> SharedGroup:
     """Raises ValueError, LookupError or OverflowError where these lines are no group."""
     first = records[0]
     for name in IN_COMMON:
-        if not all(_is_flat(one.get(name), MAX_NESTING) for one in records):
+        if not all(is_flat(one.get(name)) for one in records):
             raise ValueError(f"its {name} is nested more than {MAX_NESTING} deep")
         if len({canonical(one.get(name)) for one in records}) > 1:
             raise ValueError(f"its lines have different values of {name}")
@@ -206,14 +203,6 @@ def _reward(record: dict[str, Any]) -> float:
     if type(reward) not in (int, float) or not math.isfinite(reward):
         raise ValueError(f"the reward {reprlib.repr(reward)} is no finite number")
     return float(reward)
-
-
-def _is_flat(value: object, levels: int) -> bool:
-    """Whether no more lists and objects are within each other, itself included."""
-    if not isinstance(value, list | dict):
-        return True
-    within = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_flat(one, levels - 1) for one in within)
 
 
 class Peers:

@@ -246,6 +246,7 @@ def line(index: object, group: object = None) -> bytes:
         line(1, {**GROUP, "row": [["a", 1]]}),
         line(1, {**GROUP, "completions": [{"text": 5, "truncated": False}]}),
         line(1, {**GROUP, "rewards": ["1.0"]}),
+        line(1, {**GROUP, "row": {"a": json.loads("[" * 300 + "]" * 300)}}),
         line(1, {name: value for name, value in GROUP.items() if name != "asked"}),
     ],
 )
