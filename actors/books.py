@@ -1,7 +1,8 @@
 """The books of a run: what it writes while it trains, beside checkpoints and models.
 
 ledger.jsonl, metrics.jsonl, rollouts.jsonl grow from where the history that is resumed left them. A
-checkpoint remembers how each began, so that a resume knows them again.
+checkpoint remembers how each began, and external.jsonl (rlsys/data/external.py), so that a resume
+knows them again.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def open_books(
         directory.metrics, after_step=first_step, kept=kept.get(directory.metrics.name)
     )
     rollouts = RolloutWriter(
-        directory.rollouts, after_step=first_step, kept=kept.get(directory.rollouts.name)
+        directory.rollouts,
+        run_id=directory.run_id,
+        after_step=first_step,
+        kept=kept.get(directory.rollouts.name),
     )
     scoreboard = None
     if config.evaluation.every or directory.evaluations.exists():

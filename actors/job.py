@@ -16,7 +16,7 @@ from rlsys.config import RunConfig
 from rlsys.controller import Controller, OpenWork
 from rlsys.controller.generation import Prompts
 from rlsys.data.alphabet import Alphabet
-from rlsys.data.external import external_prompts
+from rlsys.data.external import ExternalPrompts, external_prompts
 from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow
@@ -135,7 +135,6 @@ class Job:
         if source.shared is None or not source.may_be_external:
             return contextlib.nullcontext(self._prompts)
         rewards = [one for stage in self._flow.all(ScoreStage) for one in as_rewards(stage.rewards)]
-        events = self._history.events if self._history else ()
         return external_prompts(
             self._prompts,
             source.shared,
@@ -143,7 +142,7 @@ class Job:
             tokenizer=self._tokenizer,
             rewards=rewards,
             path=self._directory.external,
-            issued=[e["prompt"] for e in events if e["event"] == "issued"],
+            run_id=self._directory.run_id,
         )
 
     async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
@@ -272,7 +271,7 @@ class Job:
                 learners=team.learners,
                 pools=team.pools,
                 observer=books.recorder,
-                checkpoint=functools.partial(self._checkpoint, team, books, curriculum),
+                checkpoint=functools.partial(self._checkpoint, team, books, prompts, curriculum),
                 between=[evaluator.between_steps] if evaluator else [],
                 weights=weights,
                 carried=carried,
@@ -322,6 +321,7 @@ class Job:
         self,
         team: Team,
         books: Books,
+        prompts: Prompts,
         curriculum: Curriculum,
         step: int,
         work: OpenWork,
@@ -332,6 +332,7 @@ class Job:
             step=step,
             prompts=self._prompts.order,
             records=books.tallies(),
+            external=prompts.tally if isinstance(prompts, ExternalPrompts) else None,
             retired=curriculum.retired,
             coefficients=work.coefficients,
             beginning=self._beginning,

@@ -23,6 +23,7 @@ from rlsys.blocking import run_to_end
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
 from rlsys.controller import RewardsFailed, StallError
+from rlsys.data.external_log import check_issued
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage
@@ -129,7 +130,7 @@ async def _dry_run(
         warnings = _taken(config)
         continues = config.resume is not False and files.has_checkpoint
         if continues and not files.has_finished(config.num_steps):
-            _history(files, config, prompts)
+            _history(files, config, flow, prompts)
         print(describe(config, flow, shape, prompts, tokenizer, warnings))
     return RunResult(outcome="dry run", files=files, metrics=())
 
@@ -259,7 +260,7 @@ def _prepare(
     history = None
     if continues and directory.has_checkpoint:
         with console.phase("Reading the run's history"):
-            history = _history(directory, config, prompts)
+            history = _history(directory, config, flow, prompts)
         directory.write_config(to_dict(config))
         console.note(_where_it_goes_on(history, config, directory))
     for warning in foresee(config):
@@ -267,12 +268,15 @@ def _prepare(
     return directory, Job(ready, flow, held_out, directory, history, prompts, tokenizer, console)
 
 
-def _history(files: RunFiles, config: RunConfig, prompts: PromptSource) -> History:
+def _history(files: RunFiles, config: RunConfig, flow: Dataflow, prompts: PromptSource) -> History:
     """Of a run that goes on. Raises ValueError where it cannot."""
     history = read_history(
         files, groups_per_step=config.prompts_per_step, num_steps=config.num_steps
     )
     prompts.check_order(history.state.prompts)
+    if (shared := flow.source.prompts.shared) is not None:
+        issued = [event["prompt"] for event in history.events if event["event"] == "issued"]
+        check_issued(files.external, shared, config.prompts_per_step, issued)
     return history
 
 

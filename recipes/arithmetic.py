@@ -101,7 +101,7 @@ def held_out() -> HeldOut:
     return HeldOut(rows=[problem(rng) for _ in range(NUM_HELD_OUT)], rewards=[correct])
 
 
-@rlsys.reward(required_columns=("answer",))
+@rlsys.reward(required_columns=("answer",), column_types=(str,))
 def correct(rollout: rlsys.Rollout) -> float:
     """1 for the right sum, else 0."""
     return float(rollout.completion_text == rollout.metadata["answer"])

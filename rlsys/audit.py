@@ -7,7 +7,8 @@ if the run kept its promises:
 - steps are consecutive and whole, and each counts once in the history that survived;
 - prompts are issued in their order, none skipped and none repeated;
 - no token is trained that was sampled more than η versions before, nor by weights that were lost;
-- a group of another run is trained where external.jsonl says so, and nowhere twice;
+- a group of another run is trained where external.jsonl says so, as it stands there, and nowhere
+  twice;
 - metrics.jsonl has a line for each step, rollouts.jsonl the groups that it should, with the
   versions that the ledger says.
 
@@ -18,6 +19,7 @@ goes on after a fault to find the others.
 from __future__ import annotations
 
 import itertools
+import reprlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +29,9 @@ from rlsys import metrics
 from rlsys.data.prompts import epoch_order
 from rlsys.data.shared import SharedGroup
 from rlsys.dataflow.ledger import Event, LedgerError, check_fields
-from rlsys.types import INJECTED
+from rlsys.json_text import canonical
+from rlsys.observe.records import plain
+from rlsys.types import INJECTED, FinishReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +370,8 @@ def _order(
             if record["prompt"] != text:
                 faults.append(
                     f"rollouts.jsonl: group {group} in step {step} has the prompt "
-                    f"{record['prompt']!r} where group {first} had {text!r}: by the seed it is one"
+                    f"{reprlib.repr(record['prompt'])} where group {first} had "
+                    f"{reprlib.repr(text)}: by the seed it is one"
                 )
     return faults
 
@@ -392,13 +397,27 @@ def _external(
                     f"{name} is of {shared_by or 'the run itself'}, external.jsonl says of "
                     f"{peer or 'the run itself'}"
                 )
-            elif external is not None and not _is_of(record, external):
-                faults.append(f"{name} is none of group {external.group_id} of {peer}")
+            elif external is not None and (different := _different(record, external)):
+                faults.append(
+                    f"{name} is none of group {external.group_id} of {peer}: external.jsonl has "
+                    f"another {different}"
+                )
     return faults
 
 
-def _is_of(record: Mapping[str, Any], group: SharedGroup) -> bool:
+def _different(record: Mapping[str, Any], group: SharedGroup) -> str | None:
+    """In what a rollout differs from those of the group that it is said to be of."""
     index: int = record["index"]
-    completions = group.completions
-    is_there = 0 <= index < len(completions)
-    return is_there and completions[index].text == record["completion"]
+    if not 0 <= index < len(group.completions):
+        return "number of rollouts"
+    completion = group.completions[index]
+    asked = record["prompt"] if record.get("asked") is None else record["asked"]
+    for what, here, there in (
+        ("completion", record.get("completion"), completion.text),
+        ("finish_reason", record.get("finish_reason") == FinishReason.LENGTH, completion.truncated),
+        ("prompt", asked, plain(group.asked)),
+        ("row", record.get("row", {}), plain(group.row)),
+    ):
+        if canonical(here) != canonical(there):
+            return what
+    return None

@@ -37,7 +37,8 @@ class State:
 
     step: int
     prompts: Mapping[str, int]  # PromptSource.order
-    records: Mapping[str, Tally]  # what stood in each file, by its name
+    records: Mapping[str, Tally]  # what stood in each of RunFiles.records, by its name
+    external: Tally | None = None  # what stood in external.jsonl, where there is one
     coefficients: Mapping[str, float] = field(default_factory=dict)  # by stage
     retired: Sequence[int] = ()  # rows of the data that are not issued again
     beginning: str | None = None  # of Checkpoints.seal_taught, where other models began with it
@@ -48,6 +49,7 @@ class State:
             "step": self.step,
             "prompts": dict(self.prompts),
             "records": tallies,
+            "external": None if self.external is None else self.external.to_dict(),
             "retired": list(self.retired),
             "coefficients": dict(self.coefficients),
             "beginning": self.beginning,
@@ -76,6 +78,8 @@ def read_state(checkpoint: Checkpoint) -> State:
             path.name: Tally.from_dict(entry["records"][path.name])
             for path in RunFiles(checkpoint.path).records
         }
+        external = entry.get("external")
+        external = None if external is None else Tally.from_dict(external)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{checkpoint.controller_file} does not belong to its checkpoint "
@@ -86,6 +90,7 @@ def read_state(checkpoint: Checkpoint) -> State:
         step=checkpoint.step,
         prompts=entry["prompts"],
         records=records,
+        external=external,
         retired=retired,
         coefficients=coefficients,
         beginning=beginning,
@@ -94,11 +99,10 @@ def read_state(checkpoint: Checkpoint) -> State:
 
 def record_faults(state: State, files: RunFiles) -> list[str]:
     """What is wrong with the records that a checkpoint builds on."""
-    return [
-        f"{path.name} {fault}"
-        for path in files.records
-        if (fault := state.records[path.name].fault(path))
-    ]
+    begun = [(path, state.records[path.name]) for path in files.records]
+    if state.external is not None:
+        begun.append((files.external, state.external))
+    return [f"{path.name} {fault}" for path, tally in begun if (fault := tally.fault(path))]
 
 
 def some(faults: Sequence[str]) -> str:

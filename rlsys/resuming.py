@@ -39,9 +39,9 @@ class History:
 def read_history(files: RunFiles, *, groups_per_step: int, num_steps: int) -> History:
     """The newest checkpoint with the history that led to it.
 
-    Raises ValueError, with the fix, for a checkpoint that is not whole, for a ledger, metrics or
-    rollouts that do not begin as they did when it was written, or go on with what does not belong
-    there, and for fewer steps than it has.
+    Raises ValueError, with the fix, for a checkpoint that is not whole, for a ledger, metrics,
+    rollouts or external.jsonl that do not begin as they did when it was written, or go on with what
+    does not belong there, and for fewer steps than it has.
     """
     for stray in find_strays(files.checkpoints):
         logger.warning("%s is no checkpoint of this run and is not used", stray)
@@ -69,6 +69,11 @@ def read_history(files: RunFiles, *, groups_per_step: int, num_steps: int) -> Hi
                 f"{path} {fault}, and {newest.path} builds on what was there. Restore it from a "
                 f"copy; without one, {_way_out(found, files)}"
             )
+    if state.external is not None and (fault := state.external.fault(files.external)):
+        raise ValueError(  # and an older checkpoint needs all of it too: what is issued stays so
+            f"{files.external} {fault}, and {newest.path} builds on what was there. Restore it "
+            f"from a copy; without one, {_begin_anew(files)}"
+        )
     if damages := damages_of(files):
         raise ValueError(
             f"{some(damages)}. Restore it from a copy; without one, move it away: the run goes on, "
@@ -141,11 +146,12 @@ def _way_out(found: Sequence[Checkpoint], files: RunFiles) -> str:
             f"delete {doomed} to continue from {older.path}, which is whole; later steps are "
             "trained again."
         )
+    return f"there is nothing to go on from, as no older one is whole: {_begin_anew(files)}"
+
+
+def _begin_anew(files: RunFiles) -> str:
     begin = f", from its last exported model (--model.path {files.hf})" if files.hf.is_dir() else ""
-    return (
-        "there is nothing to go on from, as no older one is whole: start again under another "
-        f"--name{begin}."
-    )
+    return f"start again under another --name{begin}."
 
 
 def _is_usable(checkpoint: Checkpoint, files: RunFiles) -> bool:

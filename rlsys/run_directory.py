@@ -1,7 +1,7 @@
 """Everything that a run leaves behind: one directory, one run, one process at a time.
 
     runs/<name>/
-        config.json      the resolved configuration, versions, git revision
+        config.json      the resolved configuration, versions, git revision, the run's id
         metrics.jsonl    a line per optimizer step
         rollouts.jsonl   sampled rollouts
         ledger.jsonl     how every group ended
@@ -28,6 +28,7 @@ import logging
 import os
 import platform
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -243,6 +244,11 @@ class RunDirectory(RunFiles):
             raise
         return run
 
+    @property
+    def run_id(self) -> str:
+        """Of this run and its copies, whatever their names: it keeps it over all resumes."""
+        return str(parse_json(self.config.read_bytes())["run_id"])
+
     def close(self) -> None:
         """Let another process have it. Idempotent."""
         self._lock.close()
@@ -273,10 +279,17 @@ class RunDirectory(RunFiles):
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """config.json, in one rename; a former one stays beside it, numbered."""
+        run_id = secrets.token_hex(8)
         if self.config.exists():
+            run_id = parse_json(self.config.read_bytes()).get("run_id", run_id)
             number = 1 + len(list(self.path.glob("config-*.json")))
             shutil.copyfile(self.config, self.path / f"config-{number}.json")
-        resolved = {"config": config, "versions": versions(), "git_revision": git_revision()}
+        resolved = {
+            "config": config,
+            "run_id": run_id,
+            "versions": versions(),
+            "git_revision": git_revision(),
+        }
         with writing(self.config):
             write_whole(self.config, json.dumps(resolved, indent=2) + "\n")
 

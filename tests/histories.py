@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlsys.audit import Evidence
 from rlsys.checkpoint import Checkpoints
+from rlsys.data.external_log import ExternalLog
 from rlsys.data.prompts import epoch_order
+from rlsys.data.shared import SharedCompletion, SharedGroup
 from rlsys.dataflow.ledger import Event, Ledger, OpenGroup
 from rlsys.exported import seal_export
 from rlsys.growing_file import Tally
@@ -139,6 +143,29 @@ def made_up_run(seed: int, *, max_staleness: int = 1, num_steps: int = 12) -> Ev
     return MadeUpRun(random.Random(seed), max_staleness=max_staleness, num_steps=num_steps).run()
 
 
+def with_external_groups(evidence: Evidence) -> Evidence:
+    """Every fourth prompt came with another run's rollouts; any could have."""
+    evidence = copy.deepcopy(evidence)
+    prompts = {e["group"]: e["prompt"] for e in evidence.events if e["event"] == "issued"}
+    external = {
+        prompt: SharedGroup(
+            peer="b",
+            group_id=prompt,
+            asked=f"external {prompt}",
+            row={"answer": str(prompt)},
+            completions=[SharedCompletion(text="word", truncated=False)] * GROUP_SIZE,
+            rewards=[0.0, 1.0],
+        )
+        if prompt % 4 == 0
+        else None
+        for prompt in prompts.values()
+    }
+    for record in evidence.rollouts:
+        if (group := external[prompts[record["group_id"]]]) is not None:
+            record |= {"prompt": group.asked, "row": group.row, "shared_by": "b"}  # type: ignore[operator]
+    return replace(evidence, external=external)
+
+
 def config_of(evidence: Evidence) -> dict[str, Any]:
     return {
         "seed": SEED,
@@ -164,6 +191,11 @@ def write_run(evidence: Evidence, path: Path) -> RunFiles:
         (files.rollouts, evidence.rollouts),
     ):
         file.write_text("".join(text(lines)))
+    if evidence.external:
+        log = ExternalLog(files.external)
+        for index, group in evidence.external.items():
+            log.decide(index, group)
+        log.close()
     if evidence.exported:
         files.hf.mkdir()
         (files.hf / "model.safetensors").write_text("weights")
@@ -176,8 +208,13 @@ def text(lines: Iterable[Any]) -> list[str]:
     return [json.dumps(line) + "\n" for line in lines]
 
 
+def _num_issued(events: Sequence[Event]) -> int:
+    return sum(event["event"] == "issued" for event in events)
+
+
 async def _write_checkpoints(evidence: Evidence, files: RunFiles) -> None:
     ledger, records = text(evidence.events), text(evidence.rollouts)
+    external = files.external.read_bytes().splitlines(keepends=True) if evidence.external else []
     # Where the event of each step's training stands that counts.
     trained = {e["step"]: i for i, e in enumerate(evidence.events) if e["event"] == "trained"}
     checkpoints = Checkpoints(files.checkpoints, keep=100)
@@ -205,5 +242,10 @@ async def _write_checkpoints(evidence: Evidence, files: RunFiles) -> None:
                     )
                 },
                 beginning=beginning,
+                external=Tally().plus(
+                    b"".join(external[: _num_issued(evidence.events[: trained[step] + 1])])
+                )
+                if external
+                else None,
             )
             checkpoint.controller_file.write_text(json.dumps(state.to_dict()))

@@ -25,9 +25,8 @@ from hypothesis import strategies as st
 
 from rlsys import metrics
 from rlsys.audit import Evidence, audit
-from rlsys.data.shared import SharedCompletion, SharedGroup
 from rlsys.history import read_evidence
-from tests.histories import made_up_run, text, write_run
+from tests.histories import made_up_run, text, with_external_groups, write_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -333,54 +332,47 @@ def test_prompts_out_of_the_seeds_order_are_found_where_an_epoch_comes_round() -
     assert any("by the seed it is one" in fault for fault in audit(evidence).faults)
 
 
-def with_external_groups(seed: int) -> Any:
-    """Every other prompt of a made-up run came with another run's rollouts."""
-    evidence = copy.deepcopy(made_up_run(seed))
-    prompts = {e["group"]: e["prompt"] for e in evidence.events if e["event"] == "issued"}
-    external = {
-        prompt: SharedGroup(
-            peer="b",
-            group_id=prompt,
-            asked=f"external {prompt}",
-            row={},
-            completions=[SharedCompletion(text="word", truncated=False)] * 2,
-        )
-        for prompt in prompts.values()
-        if prompt % 4 == 0
-    }
-    for record in evidence.rollouts:
-        if (prompt := prompts[record["group_id"]]) in external:
-            record |= {"prompt": f"external {prompt}", "shared_by": "b"}  # type: ignore[operator]
-    return replace(evidence, external={**external, 1: None})
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_of_other_runs_stand_where_the_log_says(seed: int) -> None:
-    good = with_external_groups(seed)
+    good = with_external_groups(made_up_run(seed))
     assert audit(good).faults == []
     place = next(i for i, record in enumerate(good.rollouts) if "shared_by" in record)
+    prompt = int(good.rollouts[place]["prompt"].split()[1])
 
     def faults(**changes: Any) -> str:
         evidence = copy.deepcopy(good)
-        evidence.rollouts[place].update(changes)
+        evidence.rollouts[place].update(changes)  # type: ignore[attr-defined]
         return " ".join(audit(evidence).faults)
 
     assert "is of c, external.jsonl says of b" in faults(shared_by="c")
     assert "is of the run itself, external.jsonl says of b" in faults(shared_by="")
-    assert "is none of group" in faults(completion="other")
-    first = good.external[0]
+    assert "external.jsonl has another completion" in faults(completion="other")
+    first = good.external[prompt]
     assert first is not None
-    twice = replace(good, external={**good.external, 2: first})
-    assert any("2 times" in fault for fault in audit(twice).faults)
+
+    def edited(**changes: Any) -> str:
+        """external.jsonl, not rollouts.jsonl."""
+        external = {**good.external, prompt: replace(first, **changes)}
+        return " ".join(audit(replace(good, external=external)).faults)
+
+    assert "external.jsonl has another row" in edited(row={"answer": int(first.row["answer"])})
+    assert "external.jsonl has another prompt" in edited(asked="other")
+    cut = [replace(completion, truncated=True) for completion in first.completions]
+    assert "external.jsonl has another finish_reason" in edited(completions=cut)
+    assert "external.jsonl has another number of rollouts" in edited(completions=[])
+    for twice in (first, replace(first, peer="copy")):
+        evidence = replace(good, external={**good.external, 2: twice})
+        assert any("2 times" in fault for fault in audit(evidence).faults)
     assert any("says of the run" in fault for fault in audit(replace(good, external={})).faults)
 
 
 def test_the_files_say_what_was_written(tmp_path: Path) -> None:
     evidence = made_up_run(1)
-    write_run(evidence, tmp_path / "run")
-    read, unreadable = read_evidence(tmp_path / "run")
-    assert unreadable == []
-    assert read == evidence
+    for name, one in (("alone", evidence), ("swarm", with_external_groups(evidence))):
+        write_run(one, tmp_path / name)
+        read, unreadable = read_evidence(tmp_path / name)
+        assert unreadable == []
+        assert read == one
 
 
 def run_script(path: Path) -> subprocess.CompletedProcess[str]:
@@ -567,6 +559,28 @@ def test_records_that_a_checkpoint_does_not_know_are_found(tmp_path: Path) -> No
     assert unreadable
     for fault in unreadable:
         assert "builds on what is gone: rollouts.jsonl does not begin with the" in fault
+
+
+@pytest.mark.parametrize("damage", ["rewards", "row", "doubled", "cut", "missing", "binary"])
+def test_an_external_log_that_was_changed_is_found(tmp_path: Path, damage: str) -> None:
+    files = write_run(with_external_groups(made_up_run(2)), tmp_path / "run")
+    whole = files.external.read_bytes()
+    match damage:
+        case "rewards":
+            edit(files.external, lambda line: line["group"].update(rewards=[1.0, 0.0]))
+        case "row":
+            edit(files.external, lambda line: line["group"].update(row={"answer": "1"}))
+        case "doubled":
+            files.external.write_bytes(whole * 2)
+        case "cut":
+            files.external.write_bytes(whole[: len(whole) // 2])
+        case "missing":
+            files.external.unlink()
+        case "binary":
+            files.external.write_bytes(bytes(range(256)))
+    evidence, unreadable = read_evidence(files.path)
+    audit(evidence)
+    assert any("external.jsonl" in fault for fault in unreadable)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 
 from rlsys.config import AsyncConfig
 from rlsys.data.external import ExternalPrompts
-from rlsys.data.external_log import ExternalLog, read_external
-from rlsys.data.shared import SharedCompletion, SharedGroup, SharedPool
+from rlsys.data.external_log import ExternalLog, check_issued, read_external
+from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, SharedPool
 from rlsys.dataflow.ledger import Ledger
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.simulation.workers import SimulatedPrompts
 from rlsys.types import Completion, Prompt
 from tests.test_controller import World, world
+
+NODE = Shared(peers=["*"], groups_per_step=2)
 
 
 def shared_group(number: int, peer: str) -> SharedGroup:
@@ -30,7 +32,7 @@ def shared_group(number: int, peer: str) -> SharedGroup:
         group_id=number,
         asked="?",
         row={},
-        completions=[SharedCompletion(text=text, truncated=False) for text in ("x", "y")],
+        completions=[SharedCompletion(text=peer + text, truncated=False) for text in ("x", "y")],
         rewards=[0.0, 1.0],
     )
 
@@ -52,10 +54,10 @@ class Node:
         self.peer = peer
         self.num_offered = 0
         self.log = ExternalLog(path)
-        self.pool = SharedPool(seed=seed, groups_per_step=2, taken=self.log.keys)
+        self.pool = SharedPool(seed=seed, groups_per_step=NODE.groups_per_step, taken=self.log.keys)
         self.prompts = ExternalPrompts(
             SimulatedPrompts(),  # type: ignore[arg-type]
-            groups_per_step=2,
+            groups_per_step=NODE.groups_per_step,
             prompts_per_step=4,
             take=self.take,
             encode=encode,
@@ -126,9 +128,8 @@ def test_a_group_keeps_what_it_was_given(
     later = world(seed + 1, asynchrony=AsyncConfig(max_staleness=max_staleness))
     later.ledger = Ledger.replay(events[: steps[-1] + 1], lambda event: None, groups_per_step=4)
     later.ledger.resume(step=crash_at)
-    issued = range(later.ledger.next_prompt)
+    check_issued(path, NODE, 4, range(later.ledger.next_prompt))
     node = Node(path, seed=seed + 1, offers=0.9, peer="second")
-    node.prompts.check_decided(issued)
     later.prompts = node.prompts
     later.first_step = later.learner.version = later.observer.first_step = crash_at
     later.replicas[0].version = crash_at

@@ -18,7 +18,7 @@ from rlsys.manifest import write_manifest
 from rlsys.observe.step_log import StepLog
 from rlsys.resuming import History, read_history
 from rlsys.run_directory import RunFiles
-from tests.histories import GROUPS_PER_STEP, made_up_run, write_run
+from tests.histories import GROUPS_PER_STEP, made_up_run, with_external_groups, write_run
 
 NUM_STEPS = 12
 RUN = made_up_run(4, num_steps=NUM_STEPS)
@@ -288,6 +288,43 @@ def test_files_that_do_not_belong_together_are_refused_and_left_alone(
     with pytest.raises(ValueError, match=words):
         read(files)
     assert content(files.path) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: path.unlink(), "is missing, and"),
+        (lambda path: path.write_bytes(path.read_bytes()[:99]), "it was cut, and"),
+        (lambda path: path.write_bytes(bytes(range(256)) * 99), "line 1 is no JSON"),
+        (lambda path: edit_lines(path, lambda lines: [*lines[:1], *lines]), "does not begin with"),
+        (
+            lambda path: edit_lines(
+                path, lambda lines: [lines[0].replace("0.0", "9.0"), *lines[1:]]
+            ),
+            "was edited or damaged",
+        ),
+    ],
+)
+def test_an_external_log_of_another_kind_is_refused_and_left_alone(
+    tmp_path: Path, change: Callable[[Path], object], words: str
+) -> None:
+    """No older checkpoint can do without it: what is issued stays so."""
+    files = write_run(with_external_groups(RUN), tmp_path / "run")
+    assert read(files).state.external == Tally.of(files.external, 10**9)
+    change(files.external)
+    before = content(files.path)
+    with pytest.raises(ValueError, match=rf"external.jsonl .*{words}.* without one, start again"):
+        read(files)
+    assert content(files.path) == before
+
+
+def test_a_checkpoint_of_before_external_logs_were_known_is_read(files: RunFiles) -> None:
+    newest = checkpoint(files, NUM_STEPS)
+    state = json.loads((newest / "controller.json").read_text())
+    del state["external"]
+    (newest / "controller.json").write_text(json.dumps(state))
+    write_manifest(newest)
+    assert read(files).state.external is None
 
 
 def test_the_advice_for_a_damaged_checkpoint_works(files: RunFiles) -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +26,15 @@ import pytest
 
 import rlsys
 from actors.launch import PLOT, next_command, this_python
+from recipes import arithmetic, swarm
+from recipes.arithmetic import NUM_PROBLEMS
 from recipes.quickstart import QuickstartConfig
 from rlsys.blocking import run_to_end
 from rlsys.fields import to_dict
 from rlsys.run_directory import RunDirectory
 from rlsys.tiny_models import OwnModel, build_tokenizer, is_whole
 from rlsys.user_functions import FunctionFailed
+from tests.histories import made_up_run, with_external_groups, write_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -382,6 +387,52 @@ def test_a_runs_dir_that_cannot_be_made_is_refused(
     config = QuickstartConfig(runs_dir=str(runs_dir))
     with pytest.raises(ValueError, match=r"runs_dir='.*': .*/file is a file; give a directory"):
         rlsys.launch(config, flow, own_model=OwnModel(name="a"), dry_run=dry_run)
+
+
+def test_a_swarms_node_with_a_damaged_log_is_refused_before_a_byte_is_written(
+    tmp_path: Path,
+) -> None:
+    run = with_external_groups(made_up_run(4))
+    settings: dict[str, Any] = {
+        "name": "node",
+        "runs_dir": str(tmp_path),
+        "prompts_per_step": 2,
+        "external_groups": 2,
+        "group_size": 2,
+        "num_steps": 99,
+        "resume": True,
+    }
+    cfg = swarm.Config(**settings)
+    order = {"seed": cfg.seed, "num_prompts": NUM_PROBLEMS}
+    files = write_run(replace(run, prompt_order=order), tmp_path / "node")
+    shutil.rmtree(files.hf)
+    files.config.unlink()
+    with RunDirectory(files.path) as directory:
+        directory.write_config(to_dict(cfg))
+
+    def content() -> dict[Path, bytes]:
+        found = [path for path in files.path.rglob("*") if path.is_file()]
+        return {path: path.read_bytes() for path in found if path.name != ".lock"}
+
+    whole = files.external.read_bytes()
+    # Behind what the newest checkpoint knows, too: it is of some earlier step.
+    shutil.rmtree(max(files.checkpoints.iterdir()))
+    lines = whole.splitlines(keepends=True)
+    for damaged, words in (
+        (None, "external.jsonl is missing"),
+        (whole[:99], "external.jsonl has 0 lines"),
+        (bytes(range(256)) * 99, "external.jsonl does not begin with"),
+        (b"".join(lines[:-1]), f"external.jsonl does not say whose group prompt {len(lines) - 1} "),
+        (whole + b"\xff\n", f"external.jsonl line {len(lines) + 1} is damaged"),
+        (whole * 2, f"external.jsonl line {len(lines) + 1} is of prompt 0"),
+    ):
+        files.external.unlink(missing_ok=True)
+        if damaged is not None:
+            files.external.write_bytes(damaged)
+        before = content()
+        with pytest.raises(ValueError, match=words):
+            arithmetic.run(cfg, swarm.swarm)
+        assert content() == before
 
 
 def test_the_next_command_calls_the_interpreter_that_ran(

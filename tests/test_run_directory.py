@@ -48,6 +48,28 @@ def create_with_checkpoint(runs_dir: Path) -> Path:
         return run.path
 
 
+def test_a_run_keeps_its_id_over_resumes_and_under_other_names(tmp_path: Path) -> None:
+    path = create_with_checkpoint(tmp_path)
+    first = json.loads((path / "config.json").read_text())["run_id"]
+    shutil.copytree(path, tmp_path / "copy")
+    for name in ("demo", "copy"):
+        with RunDirectory.resume(tmp_path, name, changed(name=name)) as run:
+            run.write_config(changed(name=name))
+            assert run.run_id == first
+    with RunDirectory.create(tmp_path, "other", CONFIG) as run:
+        assert run.run_id != first
+
+
+def test_a_run_of_before_there_were_ids_gets_one(tmp_path: Path) -> None:
+    path = create_with_checkpoint(tmp_path)
+    former = json.loads((path / "config.json").read_text())
+    del former["run_id"]
+    (path / "config.json").write_text(json.dumps(former))
+    with RunDirectory.resume(tmp_path, "demo", CONFIG) as run:
+        run.write_config(CONFIG)
+        assert run.run_id
+
+
 def test_a_new_directory_holds_what_made_it(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "runs", "demo", CONFIG) as run:
         assert run.path == tmp_path / "runs" / "demo"

@@ -7,6 +7,7 @@ and those with a token for what they do not know, lose nothing; one of a few cha
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 from rlsys.config import require
@@ -40,9 +41,9 @@ class Alphabet:
         lost = self._first_lost(text)
         require(
             lost is None,
-            f"{where}: {text!r} holds the character {lost!r}, which the model's tokenizer has no "
-            "token for and would leave out; add it to OwnModel.characters, take a model that knows "
-            "it, or change the row.",
+            f"{where}: {reprlib.repr(text)} holds the character {lost!r}, which the model's "
+            "tokenizer has no token for and would leave out; add it to OwnModel.characters, take a "
+            "model that knows it, or change the row.",
         )
 
     def _is_lost(self, character: str) -> bool:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from rlsys.data.alphabet import Alphabet
 from rlsys.data.external_log import ExternalLog
 from rlsys.data.peers import Peers, Reading
 from rlsys.data.prompts import PromptSource
-from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, SharedPool
-from rlsys.rewards.reward import Reward, is_of, not_of
+from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, SharedPool, is_place
+from rlsys.growing_file import Tally
+from rlsys.rewards.reward import Reward, is_missing, is_of, not_of
 from rlsys.types import Completion, FinishReason, Prompt
 
 logger = logging.getLogger(__name__)
@@ -64,10 +66,10 @@ class Encoder:
         for one in self._rewards:
             for name in one.required_columns:
                 value = group.row.get(name)
-                require(value is not None, f"{where} has no {name!r}, which a reward reads.")
+                require(not is_missing(value), f"{where} has no {name!r}, which a reward reads.")
                 require(
                     not one.column_types or is_of(value, one.column_types),
-                    f"{name!r} of {where}: {value!r} {not_of(value, one.column_types)}",
+                    f"{name!r} of {where}: {reprlib.repr(value)} {not_of(value, one.column_types)}",
                 )
         text, token_ids = self._prompts.rendered(group.asked, where)
         self._alphabet.check(text, where)
@@ -90,7 +92,10 @@ class Encoder:
         token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         # Another text would be another completion, which nobody gave.
         again = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        require(again == text, f"{where}: {text!r} is {again!r} in this model's tokens.")
+        require(
+            again == text,
+            f"{where}: {reprlib.repr(text)} is {reprlib.repr(again)} in this model's tokens.",
+        )
         if not shared.truncated and not text.endswith(self._stop):
             token_ids = [*token_ids, self._tokenizer.eos_token_id]
         require(
@@ -141,22 +146,15 @@ class ExternalPrompts:
         group = self._log.group(index)
         return self._own.at(index) if group is None else self._encode(index, group)
 
-    def check_decided(self, issued: Iterable[int]) -> None:
-        """Raises ValueError unless the log has what became of each of these prompts."""
-        for index in issued:
-            require(
-                not self._may_be_external(index) or index in self._log,
-                f"external.jsonl does not say whose group prompt {index} got, which was issued; "
-                "restore the file from a copy, or start a new run under another --name.",
-            )
+    @property
+    def tally(self) -> Tally:
+        """Of external.jsonl, as it is now."""
+        return self._log.tally
 
     def _may_be_external(self, index: int) -> bool:
-        """Any prompts_per_step indices that follow each other have groups_per_step places, spread
-        evenly."""
-        before, after = (
-            n * self._groups_per_step // self._prompts_per_step for n in (index, index + 1)
+        return is_place(
+            index, groups_per_step=self._groups_per_step, prompts_per_step=self._prompts_per_step
         )
-        return after > before
 
     def _decide(self, index: int) -> Prompt:
         while (group := self._take(index)) is not None:
@@ -194,10 +192,10 @@ def external_prompts(
     tokenizer: Any,
     rewards: Sequence[Reward],
     path: Path,
-    issued: Iterable[int],
+    run_id: str,
 ) -> Iterator[ExternalPrompts]:
     """Peers are read until the context ends. `rewards` score their groups; `path`: of
-    external.jsonl; `issued`: prompts of the ledger so far."""
+    external.jsonl, which has been looked at (check_issued); `run_id`: of the run itself."""
     encode = Encoder(
         own,
         tokenizer,
@@ -207,14 +205,20 @@ def external_prompts(
     )
     with contextlib.closing(ExternalLog(path)) as log:
         pool = SharedPool(seed=config.seed, groups_per_step=shared.groups_per_step, taken=log.keys)
-        peers = Peers(Path(config.runs_dir), shared, own=config.name, group_size=config.group_size)
+        peers = Peers(
+            Path(config.runs_dir),
+            shared,
+            own=config.name,
+            run_id=run_id,
+            group_size=config.group_size,
+        )
         with contextlib.closing(Reading(peers, pool.add)) as reading:
 
             def take(index: int) -> SharedGroup | None:
                 reading.check()
                 return pool.take(index)
 
-            prompts = ExternalPrompts(
+            yield ExternalPrompts(
                 own,
                 groups_per_step=shared.groups_per_step,
                 prompts_per_step=config.prompts_per_step,
@@ -222,5 +226,3 @@ def external_prompts(
                 encode=encode,
                 log=log,
             )
-            prompts.check_decided(issued)
-            yield prompts

@@ -10,25 +10,28 @@ import contextlib
 import logging
 import math
 import os
+import reprlib
 import stat
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
-from rlsys.json_text import parse_json
+from rlsys.json_text import MAX_NESTING, canonical, is_flat, parse_json
 from rlsys.types import INJECTED
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FILE = "rollouts.jsonl"
 
 # Of one file at one reading, at most: of a peer that is further ahead only the newest are read.
 READ_BYTES = 16 << 20
 
-# Lists and objects within each other in a prompt or a row; Python follows a thousand, at most.
-MAX_NESTING = 50
+# What all lines of a group have in common, beside the step and the number that make them one.
+IN_COMMON = ("prompt", "asked", "row")
 
 # Between two readings. Files may lie on another machine's disk, where nothing tells of a change.
 EVERY_S = 0.5
@@ -89,10 +92,11 @@ def _opened(path: Path) -> IO[bytes]:
 
 class Peer:
     """One run whose groups are read: the first `group_size` rollouts of each group that has as
-    many, less what it has itself taken from others."""
+    many, less what it has itself taken from others, and what the run `own` (a run_id) sampled."""
 
-    def __init__(self, name: str, directory: Path, *, group_size: int) -> None:
+    def __init__(self, name: str, directory: Path, *, own: str, group_size: int) -> None:
         self._name = name
+        self._own = own
         self._group_size = group_size
         self._tail = Tail(directory / FILE)
         self._begun: list[dict[str, Any]] = []  # rollouts of a group that is not whole yet
@@ -140,8 +144,12 @@ class Peer:
 
     def _add(self, record: dict[str, Any]) -> SharedGroup | None:
         """The group that this record makes whole. Records of one stand together, in order."""
-        # A token that no policy sampled is text like any other here, and would be trained on.
-        if record.get("shared_by") or INJECTED in record.get("policy_versions", ()):
+        if (
+            record.get("shared_by")
+            or record.get("run_id") == self._own
+            # A token that no policy sampled is text like any other here, and would be trained on.
+            or INJECTED in record.get("policy_versions", ())
+        ):
             self._begun = []
             return None
         if record["index"] == 0:
@@ -155,44 +163,60 @@ class Peer:
         if len(self._begun) < self._group_size:
             return None
         records, self._begun = self._begun, []
-        first = records[0]
-        rewards = [float(one["reward"]) for one in records]
-        if not all(map(math.isfinite, rewards)):
-            raise ValueError(f"the rewards {rewards} are not all finite")
-        asked = first["prompt"] if first.get("asked") is None else first["asked"]
-        if not _is_flat([asked, first["row"]], MAX_NESTING):
-            raise ValueError(f"its prompt or row is nested more than {MAX_NESTING} deep")
-        return SharedGroup(
-            peer=self._name,
-            group_id=int(first["group_id"]),
-            asked=asked,
-            row=dict(first["row"]),
-            completions=[
-                SharedCompletion(
-                    text=str(one["completion"]), truncated=one["finish_reason"] == "length"
-                )
-                for one in records
-            ],
-            rewards=rewards,
-        )
+        return _group(self._name, records)
 
 
-def _is_flat(value: object, levels: int) -> bool:
-    """Whether no more lists and objects are within each other, itself included."""
-    if not isinstance(value, list | dict):
-        return True
-    within = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_flat(one, levels - 1) for one in within)
+def _group(peer: str, records: Sequence[dict[str, Any]]) -> SharedGroup:
+    """Raises ValueError, LookupError or OverflowError where these lines are no group."""
+    first = records[0]
+    for name in IN_COMMON:
+        if not all(is_flat(one.get(name)) for one in records):
+            raise ValueError(f"its {name} is nested more than {MAX_NESTING} deep")
+        if len({canonical(one.get(name)) for one in records}) > 1:
+            raise ValueError(f"its lines have different values of {name}")
+    return SharedGroup(
+        peer=peer,
+        group_id=_of(int, first, "group_id"),
+        asked=first["prompt"] if first.get("asked") is None else first["asked"],
+        row=_of(dict, first, "row"),
+        completions=[
+            SharedCompletion(
+                text=_of(str, one, "completion"), truncated=one["finish_reason"] == "length"
+            )
+            for one in records
+        ],
+        rewards=[_reward(one) for one in records],
+    )
+
+
+def _of(kind: type[T], record: dict[str, Any], name: str) -> T:
+    """Raises ValueError for a value of another type."""
+    value = record[name]
+    if type(value) is not kind:
+        raise ValueError(f"its {name} is {reprlib.repr(value)}, which is no {kind.__name__}")
+    return value
+
+
+def _reward(record: dict[str, Any]) -> float:
+    """Raises ValueError or OverflowError for what is no finite number."""
+    reward = record["reward"]
+    if type(reward) not in (int, float) or not math.isfinite(reward):
+        raise ValueError(f"the reward {reprlib.repr(reward)} is no finite number")
+    return float(reward)
 
 
 class Peers:
-    """All runs below `runs_dir` that `shared` names, but for `own`; looked for at each reading. A
-    run with several names, through links, counts once."""
+    """All runs below `runs_dir` that `shared` names, but for the one called `own`; looked for at
+    each reading. A run with several names, through links, counts once. What the run `run_id` has
+    sampled is nobody else's, in whatever file it stands."""
 
-    def __init__(self, runs_dir: Path, shared: Shared, *, own: str, group_size: int) -> None:
+    def __init__(
+        self, runs_dir: Path, shared: Shared, *, own: str, run_id: str, group_size: int
+    ) -> None:
         self._runs_dir = runs_dir.resolve()
         self._shared = shared
         self._own_file = self._runs_dir / own / FILE
+        self._run_id = run_id
         self._group_size = group_size
         self._peers: dict[str, Peer] = {}
 
@@ -204,7 +228,9 @@ class Peers:
         for name in names:
             if name not in self._peers:
                 directory = self._runs_dir / name
-                self._peers[name] = Peer(name, directory, group_size=self._group_size)
+                self._peers[name] = Peer(
+                    name, directory, own=self._run_id, group_size=self._group_size
+                )
             groups += self._peers[name].read()
         return groups
 

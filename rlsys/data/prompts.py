@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from rlsys.data.completions import CompletionColumn
 from rlsys.data.hub import check_no_run, in_short, unreadable
 from rlsys.data.render import PromptRenderer
 from rlsys.data.rows import load_rows
-from rlsys.rewards.reward import Reward, check_columns, is_of, not_of
+from rlsys.rewards.reward import Reward, check_columns, is_missing, is_of, not_of
 from rlsys.types import Int32Array, Prompt
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class PromptSource:
         if rewards:
             check_columns(rewards, self.metadata_columns)
         for column in dict.fromkeys(name for one in rewards for name in one.required_columns):
-            missing = [n for n, value in enumerate(self._values(column)) if _is_missing(value)]
+            missing = [n for n, value in enumerate(self._values(column)) if is_missing(value)]
             require(
                 not missing,
                 f"column {column!r}, which a reward reads, has no value in {len(missing)} of "
@@ -141,8 +142,8 @@ class PromptSource:
                 for number, value in enumerate(self._values(column)):
                     require(
                         is_of(value, one.column_types),
-                        f"reward {one.name!r}, {self._name(number, column)}: {value!r} "
-                        f"{not_of(value, one.column_types)}",
+                        f"reward {one.name!r}, {self._name(number, column)}: "
+                        f"{reprlib.repr(value)} {not_of(value, one.column_types)}",
                     )
 
     def row(self, index: int) -> int:
@@ -179,8 +180,8 @@ class PromptSource:
         (token_ids,) = self._renderer.tokenize([text])
         require(
             0 < len(token_ids) <= self._limit,
-            f"{where}: {text!r} makes {len(token_ids)} tokens; it must make 1 to {self._limit} "
-            f"({self._rule}). Change the row or leave it out.",
+            f"{where}: {reprlib.repr(text)} makes {len(token_ids)} tokens; it must make 1 to "
+            f"{self._limit} ({self._rule}). Change the row or leave it out.",
         )
         return text, tuple(token_ids)
 
@@ -283,8 +284,3 @@ class PromptSource:
             )
             logger.warning("%s; they are left out.", message)
         return np.array([n for n in range(len(self._rows)) if n not in too_long], dtype=np.int32)
-
-
-def _is_missing(value: Any) -> bool:
-    """None, or the NaN that some tables have in its stead."""
-    return value is None or (isinstance(value, float) and value != value)

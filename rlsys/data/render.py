@@ -6,6 +6,7 @@ sees, plain or through the tokenizer's chat template; its token ids.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,10 @@ class PromptRenderer:
             not isinstance(value, Sequence) or isinstance(value, str | bytes),
             f"{where} is a list of messages; set data.chat_template=true to render it.",
         )
-        require(isinstance(value, str), f"{where}: {value!r} is no text; make it a string.")
+        require(
+            isinstance(value, str),
+            f"{where}: {reprlib.repr(value)} is no text; make it a string.",
+        )
         require(value != "", f"{where} is empty; leave the row out.")
         return _encodable(str(value), where)
 
@@ -53,8 +57,8 @@ class PromptRenderer:
             isinstance(messages, Sequence)
             and len(messages) > 0
             and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages),
-            f"{where}: {value!r} is no chat; make it a string, or a list of messages with role and "
-            "content.",
+            f"{where}: {reprlib.repr(value)} is no chat; make it a string, or a list of messages "
+            "with role and content.",
         )
         assert isinstance(messages, Sequence)
         if self.config.system_prompt is not None:
@@ -95,7 +99,7 @@ def _encodable(text: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{where}: {text!r} holds half a character ({error.reason}); mend the row or leave it "
-            "out."
+            f"{where}: {reprlib.repr(text)} holds half a character ({error.reason}); mend the row "
+            "or leave it out."
         ) from error
     return text

@@ -9,7 +9,6 @@ directory, and reads what the others write into theirs; nobody waits for anybody
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from rlsys.config import RunConfig, require
+from rlsys.json_text import canonical
 
 # Groups of each peer that wait to be taken: as many as so many steps could take from it alone. What
 # is older was sampled by a policy that its owner has left behind.
@@ -77,6 +77,13 @@ class Shared:
         )
 
 
+def is_place(index: int, *, groups_per_step: int, prompts_per_step: int) -> bool:
+    """Whether a group of another run may stand at this prompt index. Any prompts_per_step indices
+    that follow each other have groups_per_step places, spread evenly."""
+    before, after = (n * groups_per_step // prompts_per_step for n in (index, index + 1))
+    return after > before
+
+
 @dataclass(frozen=True, kw_only=True)
 class SharedCompletion:
     text: str
@@ -96,10 +103,11 @@ class SharedGroup:
 
     @property
     def key(self) -> str:
-        """One for each group of each run, also of a run that was begun anew under its name."""
+        """What it is known by, under whatever names its run is found: its number there and what
+        was said. A run that was begun anew under its name has others."""
         content = [self.asked, [asdict(completion) for completion in self.completions]]
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        return f"{self.peer}:{self.group_id}:{digest[:16]}"
+        digest = hashlib.sha256(canonical(content).encode()).hexdigest()
+        return f"{self.group_id}:{digest[:16]}"
 
     @property
     def teaches(self) -> bool:
@@ -128,10 +136,10 @@ class SharedPool:
         with self._lock:
             for group in groups:
                 key = group.key
-                if not group.teaches or key in self._taken:
+                if not group.teaches or key in self._taken or self._waits(key):
                     continue
                 of_peer = self._groups.setdefault(group.peer, {})
-                of_peer.setdefault(key, group)
+                of_peer[key] = group
                 while len(of_peer) > self._num_kept:
                     del of_peer[next(iter(of_peer))]
 
@@ -145,3 +153,7 @@ class SharedPool:
             peer, key = random.Random(f"{self._seed}.{index}").choice(found)
             self._taken.add(key)
             return self._groups[peer].pop(key)
+
+    def _waits(self, key: str) -> bool:
+        """Whoever offers it: a copy of a peer's files has the same groups."""
+        return any(key in of_peer for of_peer in self._groups.values())

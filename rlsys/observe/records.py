@@ -43,13 +43,18 @@ class RolloutRecord:
     """The row's prompt, a text or messages, where a chat template made `prompt` of it."""
     shared_by: str = ""
     """The run that sampled it, where that was another."""
+    run_id: str = ""
+    """Of the run that wrote it (RunDirectory.run_id), by which it knows its own in a copy."""
 
 
 class RolloutWriter:
-    """Appends to rollouts.jsonl; on resume, records of steps beyond `after_step` are removed, which
-    leaves `kept`."""
+    """Appends to rollouts.jsonl of the run `run_id`; on resume, records of steps beyond
+    `after_step` are removed, which leaves `kept`."""
 
-    def __init__(self, path: Path, *, after_step: int = 0, kept: Tally | None = None) -> None:
+    def __init__(
+        self, path: Path, *, run_id: str = "", after_step: int = 0, kept: Tally | None = None
+    ) -> None:
+        self._run_id = run_id
         self._log = StepLog(path, after_step=after_step, kept=kept)
 
     @property
@@ -59,9 +64,10 @@ class RolloutWriter:
     def write(self, records: Iterable[RolloutRecord]) -> None:
         """Raises ValueError for NaN and infinities."""
         for record in records:
-            self._log.append(
-                asdict(replace(record, row=plain(record.row), asked=plain(record.asked)))
+            written = replace(
+                record, row=plain(record.row), asked=plain(record.asked), run_id=self._run_id
             )
+            self._log.append(asdict(written))
 
     def go_back(self, step: int) -> None:
         """Training went back to `step`: records of later steps are removed."""

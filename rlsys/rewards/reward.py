@@ -71,6 +71,7 @@ def reward(
     weight: float = 1.0,
     timeout_s: float | None = None,
     required_columns: Sequence[str] = (),
+    column_types: Sequence[type] = (),
     environment: Sequence[str] = (),
 ) -> Callable[[RewardFunction], Reward]: ...
 def reward(
@@ -81,14 +82,16 @@ def reward(
     weight: float = 1.0,
     timeout_s: float | None = None,
     required_columns: Sequence[str] = (),
+    column_types: Sequence[type] = (),
     environment: Sequence[str] = (),
 ) -> Reward | Callable[[RewardFunction], Reward]:
     """Make a function a reward: `@reward`, or `@reward(weight=0.5, timeout_s=10)`.
 
     A bool counts as 1.0 or 0.0. Of a dict, the value is its "reward" key, or the sum of all values
     where it has none; every key is recorded. Declare the metadata columns that the function reads
-    as `required_columns`, and a dataset without them is refused before anything starts. Functions
-    run without the environment variables that hold secrets (see environment.py); name those that
+    as `required_columns`, and a dataset without them is refused before anything starts; so is a
+    value in them of none of the `column_types`, where there are any, such as (str,). Functions run
+    without the environment variables that hold secrets (see environment.py); name those that
     this one needs, such as the key of a judge, as `environment`.
     """
 
@@ -100,6 +103,7 @@ def reward(
             weight=weight,
             timeout_s=timeout_s,
             required_columns=_names("required_columns", required_columns, own_name),
+            column_types=_types(column_types, own_name),
             environment=_names("environment", environment, own_name),
         )
 
@@ -147,6 +151,11 @@ def check_column_name(column: object, maker: str) -> None:
         )
 
 
+def is_missing(value: object) -> bool:
+    """None, or the NaN that some tables have in its stead."""
+    return value is None or (isinstance(value, float) and value != value)
+
+
 def is_of(value: object, types: tuple[type, ...]) -> bool:
     """Whether it has one of the types; a bool is no int here."""
     return isinstance(value, types) and (bool in types or not isinstance(value, bool))
@@ -188,6 +197,15 @@ def _check_function(name: str, function: object) -> None:
 def _check_number(value: object, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{what} is no number; give one, such as 0.5.")
+
+
+def _types(types: object, reward_name: str) -> tuple[type, ...]:
+    if not isinstance(types, Iterable) or not all(isinstance(one, type) for one in types):
+        raise ValueError(
+            f"column_types={types!r} of reward {reward_name!r} is no list of types; give one such "
+            "as column_types=(str,)."
+        )
+    return tuple(types)
 
 
 def _names(field: str, names: object, reward_name: str) -> tuple[str, ...]:

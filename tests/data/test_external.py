@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipes.arithmetic import correct
 from rlsys.config import DataConfig, ObserveConfig, RunConfig, SamplingConfig
-from rlsys.data.external import VAIN_STEPS, Encoder, ExternalPrompts, external_prompts
-from rlsys.data.external_log import ExternalLog, read_external
+from rlsys.data.external import (
+    VAIN_STEPS,
+    Encoder,
+    ExternalPrompts,
+    external_prompts,
+)
+from rlsys.data.external_log import ExternalLog, check_issued, read_external
 from rlsys.data.prompts import PromptSource
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
 from rlsys.rewards.verifiers import exact_match
@@ -157,7 +165,7 @@ def test_what_was_decided_stays_so_over_crashes(
     assert path.read_bytes() == whole
     resumed = prompts_of(log, Peers(later), groups_per_step)
     assert [resumed.at(index) for index in range(16)] == found
-    resumed.check_decided(range(16))
+    check_issued(path, shared(groups_per_step), 4, range(16))
     resumed.at(17), resumed.at(18)
     log.close()
     taken = [one.key for one in read_external(path).values() if one is not None]
@@ -196,18 +204,108 @@ def test_a_run_says_once_that_its_peers_offer_nothing(
     log.close()
 
 
+def shared(groups_per_step: int) -> Shared:
+    return Shared(peers=["*"], groups_per_step=groups_per_step)
+
+
 def test_a_log_that_lacks_what_was_issued_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "external.jsonl"
-    log = ExternalLog(path)
-    with pytest.raises(ValueError, match="whose group prompt 1 got, which was issued"):
-        prompts_of(log, Peers([]), 2).check_decided(range(6))
-    prompts_of(log, Peers([]), 0).check_decided(range(6))
-    log.close()
-    path.write_bytes(b'{"prompt": 1, "group": 5}\n')
-    with pytest.raises(ValueError, match="line 1 is damaged"):
-        ExternalLog(path)
-    with pytest.raises(ValueError, match="line 1 is damaged"):
-        read_external(path)
+    for there in (False, True):
+        with pytest.raises(ValueError, match="whose group prompt 1 got, which was issued"):
+            check_issued(path, shared(2), 4, range(6))
+        check_issued(path, shared(0), 4, range(6))
+        assert path.exists() == there
+        path.touch()
+
+
+GROUP = {
+    "peer": "a",
+    "group_id": 1,
+    "asked": "1+1",
+    "row": {},
+    "completions": [{"text": "2", "truncated": False}],
+    "rewards": [1.0],
+}
+
+
+def line(index: object, group: object = None) -> bytes:
+    return json.dumps({"prompt": index, "group": group}).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"\xff\x00\xfe\n",
+        b"[" * 100_000 + b"\n",
+        b"[]\n",
+        line("1"),
+        line(True),
+        line(1, 5),
+        line(1, {**GROUP, "peer": 5}),
+        line(1, {**GROUP, "more": 5}),
+        line(1, {**GROUP, "row": [["a", 1]]}),
+        line(1, {**GROUP, "completions": [{"text": 5, "truncated": False}]}),
+        line(1, {**GROUP, "rewards": ["1.0"]}),
+        line(1, {**GROUP, "row": {"a": json.loads("[" * 300 + "]" * 300)}}),
+        line(1, {name: value for name, value in GROUP.items() if name != "asked"}),
+    ],
+)
+def test_a_damaged_log_is_refused_and_left_alone(tmp_path: Path, bad: bytes) -> None:
+    path = tmp_path / "external.jsonl"
+    path.write_bytes(line(0, GROUP) + bad)
+    for read in (ExternalLog, read_external, lambda p: check_issued(p, shared(2), 4, [])):
+        with pytest.raises(ValueError, match="line 2 is damaged"):
+            read(path)
+    assert path.read_bytes() == line(0, GROUP) + bad
+
+
+def test_a_log_with_doubled_lines_is_refused_with_the_cut_that_mends_it(tmp_path: Path) -> None:
+    path = tmp_path / "external.jsonl"
+    whole = line(1, GROUP) + line(3)
+    path.write_bytes(whole * 2)
+    for read in (ExternalLog, read_external, lambda p: check_issued(p, shared(2), 4, [])):
+        with pytest.raises(ValueError, match=f"line 3 is of prompt 1.* truncate -s {len(whole)} "):
+            read(path)
+
+
+def test_what_is_no_ordinary_file_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "external.jsonl"
+    os.mkfifo(path)
+    for read in (ExternalLog, read_external, lambda p: check_issued(p, shared(2), 4, [])):
+        with pytest.raises(ValueError, match="is no ordinary file"):
+            read(path)
+
+
+def test_a_refusal_does_not_print_all_of_a_long_text() -> None:
+    for bad in (
+        group(asked="1+" * 5_000),
+        group(asked="1 " * 5_000),
+        group(asked=["1"] * 5_000),
+        group(asked={"1": "1" * 5_000}),
+        group(1, "x" * 5_000),
+        group(row={"answer": ["4"] * 5_000}),
+    ):
+        with pytest.raises(ValueError, match="group 1 of a") as refused:
+            encoder()(0, bad)
+        assert len(str(refused.value)) < 400
+
+
+def test_rows_of_others_are_checked_as_the_runs_own_are() -> None:
+    for rewards in ([exact_match("answer")], [correct]):
+        check = Encoder(source(), DIGITS, max_tokens=6, stop=(), rewards=rewards)
+        for value in ({"a": [1]}, ["4"], True, None, float("nan")):
+            with pytest.raises(ValueError, match="'answer'"):
+                check(0, group(row={"answer": value}))
+            own = PromptSource(
+                DataConfig(),
+                DIGITS,
+                seed=0,
+                max_tokens=6,
+                max_context=64,
+                rows=[{"prompt": "2+2=", "answer": value}],
+            )
+            with pytest.raises(ValueError, match="'answer'"):
+                own.check_rewards(rewards)
 
 
 def test_a_resumed_run_takes_nothing_again_that_it_had(tmp_path: Path) -> None:
@@ -221,7 +319,7 @@ def test_a_resumed_run_takes_nothing_again_that_it_had(tmp_path: Path) -> None:
         observe=ObserveConfig(record_groups=4),
     )
 
-    def run(first: int, next_prompt: int) -> list[Prompt]:
+    def run(first: int) -> list[Prompt]:
         with external_prompts(
             source(BYTES),
             Shared(peers=["b"], groups_per_step=4),
@@ -229,7 +327,7 @@ def test_a_resumed_run_takes_nothing_again_that_it_had(tmp_path: Path) -> None:
             tokenizer=BYTES,
             rewards=[exact_match("answer")],
             path=tmp_path / "external.jsonl",
-            issued=range(next_prompt),
+            run_id="a-id",
         ) as prompts:
             found: list[Prompt] = []
             index = first
@@ -240,13 +338,13 @@ def test_a_resumed_run_takes_nothing_again_that_it_had(tmp_path: Path) -> None:
             found += [prompts.at(index + more) for more in range(3 - first)]
             return found
 
-    before = [prompt for prompt in run(0, 0) if prompt.shared_by]
+    before = [prompt for prompt in run(0) if prompt.shared_by]
     assert len(before) == 3
     decided = read_external(tmp_path / "external.jsonl")
     with ExternalLogOf(tmp_path) as log:
         assert sorted(log.keys) == sorted(one.key for one in decided.values() if one)
     written(tmp_path / "b", records(2, 3)).close()
-    after = [prompt for prompt in run(len(decided), len(decided)) if prompt.shared_by]
+    after = [prompt for prompt in run(len(decided)) if prompt.shared_by]
     assert [prompt.completions[0].text for prompt in after] == ["3.0"]
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from rlsys.data import peers as peers_module
 from rlsys.data.peers import Peer, Peers, Reading, Tail
-from rlsys.data.shared import Shared, SharedGroup
+from rlsys.data.shared import Shared, SharedGroup, SharedPool
 from rlsys.observe.records import RolloutRecord, RolloutWriter
 
 
@@ -25,21 +26,24 @@ def records(step: int, group_id: int, size: int = 2, **changes: object) -> list[
             step=step,
             group_id=group_id,
             index=index,
-            completion=f"{group_id}.{index}",
             token_ids=[1],
             policy_versions=[0],
             staleness=0,
             rewards={},
             advantage=0.0,
-            **{"reward": float(index), **settings},  # type: ignore[arg-type]
+            **{  # type: ignore[arg-type]
+                "reward": float(index),
+                "completion": f"{group_id}.{index}",
+                **settings,
+            },
         )
         for index in range(size)
     ]
 
 
-def written(directory: Path, *groups: list[RolloutRecord]) -> RolloutWriter:
+def written(directory: Path, *groups: list[RolloutRecord], run_id: str = "") -> RolloutWriter:
     directory.mkdir(exist_ok=True)
-    writer = RolloutWriter(directory / "rollouts.jsonl", after_step=10**6)
+    writer = RolloutWriter(directory / "rollouts.jsonl", run_id=run_id, after_step=10**6)
     for group in groups:
         writer.write(group)
     return writer
@@ -108,7 +112,7 @@ def test_of_a_file_that_is_far_ahead_the_newest_is_read(
 
 
 def test_groups_come_when_they_are_whole(tmp_path: Path) -> None:
-    peer = Peer("a", tmp_path / "a", group_size=2)
+    peer = Peer("a", tmp_path / "a", own="own-id", group_size=2)
     assert peer.read() == []
     first, second = records(1, 4)
     writer = written(tmp_path / "a", [first])
@@ -135,7 +139,7 @@ def test_what_cannot_be_trained_on_is_passed_over(tmp_path: Path) -> None:
         file.write(b'no json\n[]\n{"index": 0}\n5\n' + b"[" * 100_000 + b"\n")
     writer.write(records(2, 5))
     writer.close()
-    peer = Peer("a", tmp_path, group_size=2)
+    peer = Peer("a", tmp_path, own="own-id", group_size=2)
     one, three, five = peer.read()
     assert ids([one, three, five]) == [1, 3, 5]
     assert [c.truncated for c in three.completions] == [True, True]
@@ -146,7 +150,7 @@ def test_what_cannot_be_trained_on_is_passed_over(tmp_path: Path) -> None:
 def test_a_peer_that_goes_back_offers_its_later_groups_again(tmp_path: Path) -> None:
     """Whether they are the same ones, their keys tell."""
     writer = written(tmp_path, records(1, 0), records(2, 1))
-    peer = Peer("a", tmp_path, group_size=2)
+    peer = Peer("a", tmp_path, own="own-id", group_size=2)
     before = peer.read()
     writer.go_back(1)
     assert ids(peer.read()) == [0]
@@ -159,7 +163,7 @@ def test_a_peer_that_goes_back_offers_its_later_groups_again(tmp_path: Path) -> 
 
 def test_peers_come_and_go(tmp_path: Path) -> None:
     shared = Shared(peers=["node-*", "other"], groups_per_step=1)
-    found = Peers(tmp_path, shared, own="node-0", group_size=2)
+    found = Peers(tmp_path, shared, own="node-0", run_id="own-id", group_size=2)
     written(tmp_path / "node-0", records(1, 0)).close()
     written(tmp_path / "stranger", records(1, 1)).close()
     (tmp_path / "node-9").mkdir()  # has not begun
@@ -185,7 +189,7 @@ def test_a_thread_tells_what_is_new_until_it_is_closed(tmp_path: Path) -> None:
             arrived.set()
 
     shared = Shared(peers=["a"], groups_per_step=1)
-    reading = Reading(Peers(tmp_path, shared, own="b", group_size=2), tell)
+    reading = Reading(Peers(tmp_path, shared, own="b", run_id="own-id", group_size=2), tell)
     written(tmp_path / "a", records(1, 7)).close()
     assert arrived.wait(300)
     reading.close()
@@ -201,7 +205,7 @@ def test_a_thread_that_a_bug_ends_says_so(tmp_path: Path) -> None:
         raise AssertionError("a bug")
 
     shared = Shared(peers=["a"], groups_per_step=1)
-    reading = Reading(Peers(tmp_path, shared, own="b", group_size=2), tell)
+    reading = Reading(Peers(tmp_path, shared, own="b", run_id="own-id", group_size=2), tell)
     assert asked.wait(300)
     reading._thread.join(60)
     with pytest.raises(AssertionError, match="a bug"):
@@ -210,7 +214,7 @@ def test_a_thread_that_a_bug_ends_says_so(tmp_path: Path) -> None:
 
 def test_a_group_that_nothing_scored_is_not_shared(tmp_path: Path) -> None:
     written(tmp_path / "peer", records(1, 4), records(1, 5, reward=None), records(1, 6))
-    assert ids(Peer("a", tmp_path / "peer", group_size=2).read()) == [4, 6]
+    assert ids(Peer("a", tmp_path / "peer", own="own-id", group_size=2).read()) == [4, 6]
 
 
 def test_a_group_that_is_no_group_is_passed_over_with_one_warning(
@@ -225,6 +229,20 @@ def test_a_group_that_is_no_group_is_passed_over_with_one_warning(
         records(1, float("inf")),  # type: ignore[arg-type]
         records(1, 3, row={"answer": "4", "more": deep}),
         records(1, 4, asked=deep),
+        records(1, 5, reward="1.0"),
+        records(1, 6, reward=True),
+        records(1, 7, completion=12),
+        records(1, 8, row=[["answer", "4"]]),
+        *(
+            [one, replace(other, **{name: value})]  # type: ignore[arg-type]
+            for one, other in [records(1, 8)]
+            for name, value in (
+                ("prompt", "3+3="),
+                ("asked", [{"role": "user", "content": "3+3?"}]),
+                ("row", {"answer": "6"}),
+                ("row", {}),
+            )
+        ),
     ]
     for number, group in enumerate(bad):
         caplog.clear()
@@ -232,7 +250,7 @@ def test_a_group_that_is_no_group_is_passed_over_with_one_warning(
         directory.mkdir()
         lines = [json.dumps(vars(one)) for one in [*records(1, 0), *group, *group, *records(2, 9)]]
         (directory / "rollouts.jsonl").write_text("\n".join([*lines, ""]))
-        peer = Peer("a", directory, group_size=2)
+        peer = Peer("a", directory, own="own-id", group_size=2)
         assert ids(peer.read()) == [0, 9]
         peer.close()
         (warning,) = caplog.messages
@@ -253,7 +271,7 @@ def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tmp_path: Path) -> None:
         arrived.set()
 
     shared = Shared(peers=["*"], groups_per_step=1)
-    reading = Reading(Peers(tmp_path, shared, own="d", group_size=2), tell)
+    reading = Reading(Peers(tmp_path, shared, own="d", run_id="own-id", group_size=2), tell)
     try:
         assert arrived.wait(30)
     finally:
@@ -275,6 +293,39 @@ def test_a_run_with_several_names_counts_once_and_the_own_one_not_at_all(tmp_pat
     (tmp_path / "runs").symlink_to(tmp_path)
     shared = Shared(peers=["*"], groups_per_step=1)
     for runs_dir in (tmp_path, tmp_path / "runs"):
-        found = Peers(runs_dir, shared, own="own", group_size=2)
+        found = Peers(runs_dir, shared, own="own", run_id="own-id", group_size=2)
         assert [(group.peer, group.group_id) for group in found.read()] == [("node", 1)]
         found.close()
+
+
+def test_what_a_run_has_sampled_is_its_own_in_whatever_file_it_stands(tmp_path: Path) -> None:
+    written(tmp_path / "own", records(1, 0), records(2, 1), run_id="own-id").close()
+    written(tmp_path / "node", records(1, 1), records(2, 2), run_id="node-id").close()
+    shutil.copytree(tmp_path / "own", tmp_path / "own.bak")
+    shutil.copytree(tmp_path / "own", tmp_path / "replaced")
+    with (tmp_path / "node" / "rollouts.jsonl").open("ab") as file:
+        file.write((tmp_path / "own" / "rollouts.jsonl").read_bytes())
+    # As after a resume: the backup has steps that the run has no longer.
+    written(tmp_path / "own.bak", records(3, 7), run_id="own-id").close()
+    shared = Shared(peers=["*"], groups_per_step=1)
+    found = Peers(tmp_path, shared, own="own", run_id="own-id", group_size=2)
+    assert [(group.peer, group.group_id) for group in found.read()] == [("node", 1), ("node", 2)]
+    found.close()
+
+
+def test_a_group_in_several_files_is_taken_once(tmp_path: Path) -> None:
+    """Over resumes too."""
+    written(tmp_path / "node", *(records(1, number) for number in range(4))).close()
+    for name in ("node.bak", "a-node"):
+        shutil.copytree(tmp_path / "node", tmp_path / name)
+    shared = Shared(peers=["*node*"], groups_per_step=9)
+    taken: list[SharedGroup] = []
+    for part in range(2):  # of the run
+        pool = SharedPool(seed=part, groups_per_step=9, taken=[group.key for group in taken])
+        found = Peers(tmp_path, shared, own="own", run_id="own-id", group_size=2)
+        pool.add(found.read())
+        found.close()
+        for index in range(3 if part == 0 else 9):
+            if (group := pool.take(index)) is not None:
+                taken.append(group)
+    assert sorted(ids(taken)) == [0, 1, 2, 3]

@@ -20,7 +20,9 @@ def group(
         group_id=group_id,
         asked=f"{group_id}+0=",
         row={"answer": str(group_id)},
-        completions=[SharedCompletion(text=str(i), truncated=False) for i in range(len(rewards))],
+        completions=[
+            SharedCompletion(text=f"{peer}{i}", truncated=False) for i in range(len(rewards))
+        ],
         rewards=rewards,
     )
 
@@ -81,6 +83,16 @@ def test_every_group_is_as_likely() -> None:
         assert taken is not None
         counts[taken.peer] += 1
     assert 60 <= counts["b"] <= 140  # a quarter of them
+
+
+def test_a_group_of_several_names_is_drawn_once() -> None:
+    pool = SharedPool(seed=0, groups_per_step=9)
+    first = group(0)
+    pool.add([first, replace(first, peer="copy"), group(1)])
+    assert len(pool) == 2
+    taken = [pool.take(index) for index in range(2)]
+    pool.add([replace(one, peer="later") for one in taken if one is not None])
+    assert pool.take(2) is None
 
 
 def test_a_run_that_was_begun_anew_offers_new_groups() -> None:

@@ -1,5 +1,5 @@
 """Nodes that share rollouts, as a user starts them: two at once; and one that is killed and resumed
-when its peer is gone."""
+when a copy of itself has taken its peer's place."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_two_nodes_share_their_rollouts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_node_finds_its_external_groups_again(tmp_path: Path) -> None:
-    """Its peer, here only a file that grows, is gone by then. Half of what the peer offers cannot
-    be spelled by the node's model."""
+    """Its peer, here only a file that grows, is gone by then, and in its place lies a backup of the
+    node itself. Half of what the peer offers cannot be spelled by the node's model."""
     runs, directory = tmp_path / "runs", tmp_path / "runs" / "node"
     runs.mkdir()
     peer = written(runs / "peer")
@@ -89,10 +89,15 @@ def test_a_killed_node_finds_its_external_groups_again(tmp_path: Path) -> None:
     assert any(before.values())
     assert all(group is None or group.group_id % 2 for group in before.values())
     shutil.rmtree(runs / "peer")
+    shutil.copytree(directory, runs / "peer")
+    sampled = [one for one in rollouts(directory) if not one["shared_by"]]
+    (run_id,) = {one["run_id"] for one in sampled}
+    assert len({one["reward"] for one in sampled}) > 1
 
     job = run("recipes/swarm.py", [*options, "--resume"], tmp_path, timeout_s=900)
     assert job.returncode == 0, job.output
     assert faults(directory) == []
+    assert {one["run_id"] for one in rollouts(directory)} == {run_id}
     after = read_external(directory / "external.jsonl")
     assert {index: after[index] for index in before} == before
     assert not any(group for index, group in after.items() if index not in before)

@@ -63,6 +63,8 @@ def test_the_decorator_takes_options() -> None:
     assert decorated.function is plain
     assert (decorated.name, decorated.weight, decorated.timeout_s) == ("s", 0.5, 2.0)
     assert decorated.required_columns == ("a",)
+    typed = rlsys.reward(required_columns=["a"], column_types=[str, int])(plain)
+    assert typed.column_types == (str, int)
 
 
 def test_undecorated_functions_do_too() -> None:
@@ -97,6 +99,14 @@ def test_a_weight_can_be_changed_without_changing_the_reward() -> None:
         (
             lambda: reward(required_columns="answer")(plain),
             r"required_columns='answer' of reward 'plain' is one text; give .*=\('answer',\)",
+        ),
+        (
+            lambda: reward(column_types=str)(plain),  # type: ignore[call-overload]
+            "column_types=<class 'str'> of reward 'plain' is no list of types",
+        ),
+        (
+            lambda: reward(column_types=["str"])(plain),  # type: ignore[list-item]
+            r"column_types=\['str'\] of reward 'plain' is no list of types",
         ),
         (lambda: reward(environment="KEY")(plain), "environment='KEY' of reward 'plain' is one"),
         (lambda: as_rewards([two]), r"reward 'two' takes \(rollout.*, answer.*with one rollout \("),  # type: ignore[list-item]
