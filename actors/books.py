@@ -83,6 +83,7 @@ def open_books(
         console=console,
         ledger=ledger,
         group_size=config.group_size,
+        groups_per_step=config.prompts_per_step,
         queue_depths=queue_depths,
         tracer=tracer,
         stepped=stepped,

@@ -12,16 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, require
+from rlsys.config import RunConfig, TrainedRoleConfig, require
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource
 from rlsys.data.rows import LOADERS
 from rlsys.data.vocabulary import check_vocabularies, check_vocabulary
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import DatasetStage, ScoreStage, SourceStage
+from rlsys.dataflow.stages import DatasetStage, Head, ScoreStage, SourceStage
 from rlsys.engines.generation.interruption import interruption_of
 from rlsys.engines.routing import replayable_routing
+from rlsys.engines.scalar_lm import check_scalar_head
 from rlsys.errors import Mistakes
 from rlsys.estimate import ModelShape, model_shape
 from rlsys.held_out import evaluation_config, rewards_of
@@ -72,8 +73,12 @@ def load_prompts(
         check_fits(config.trainer.layout, shape.config)
     with mistakes.noted():
         check_lora(config.model.lora, shape.linear_layers)
+    with mistakes.noted():
+        if flow.main.head != "logits" and config.model.path:
+            check_scalar_head(config.model.path, fresh_head=True)
+    usable = _usable_paths(flow, tokenizer, mistakes)
     for name, model in flow.models.items():
-        if isinstance(role := model.config, TrainedRoleConfig):
+        if isinstance(role := model.config, TrainedRoleConfig) and role.model.path in usable:
             with mistakes.noted():
                 path = role.model.path
                 setting = f"{name}.model.path"
@@ -97,8 +102,6 @@ def load_prompts(
             routing = replayable_routing(shape.config)
             flow.replay_routing(routing.width, routing.dtype.itemsize)
         flow.check()
-    with mistakes.noted():
-        _check_models(flow, tokenizer)
     for scored in flow.all(ScoreStage):
         with mistakes.noted():
             pack_rewards(scored.rewards)  # raises for those that cannot travel
@@ -133,21 +136,37 @@ def _read_prompts(
     )
 
 
-def _check_models(flow: Dataflow, tokenizer: Any) -> None:
-    """Raise ValueError for a model beside the main one that lacks a head, or has another
-    vocabulary."""
+def _usable_paths(flow: Dataflow, tokenizer: Any, mistakes: Mistakes) -> set[str]:
+    """Of the models beside the main one; an empty path takes the main one's weights. Notes a path
+    that holds no model, one of another vocabulary, or one without the head of its role; what is
+    wrong with a path of several roles is told of the first."""
+    usable, seen = {""}, {""}
     for name, model in flow.models.items():
-        has_own = not isinstance(model.config, RoleConfig) or bool(model.config.model.path)
-        require(
-            has_own or model.head == "logits",
-            f"{name}.model.path is empty, and the policy's weights, which it would take, have no "
-            f"trained {model.head} head; give it the directory of a model that has one, such as "
-            "recipes/reward_model.py makes.",
-        )
-    roles = {name: model.config for name, model in flow.models.items()}
-    check_vocabularies(
-        tokenizer, {name: config.model.path for name, config in roles.items() if config}
+        if model.config is None:
+            continue
+        path, setting = model.config.model.path, f"{name}.model.path"
+        if path not in seen:
+            seen.add(path)
+            with mistakes.noted():
+                check_vocabularies(tokenizer, {name: path})
+                if model.head == "logits":
+                    model_shape(path, setting=setting)
+                usable.add(path)
+        if path in usable and model.head != "logits":
+            with mistakes.noted():
+                _check_head(path, setting, model.head, may_begin=model.may_train)
+    return usable
+
+
+def _check_head(path: str, setting: str, head: Head, *, may_begin: bool) -> None:
+    require(
+        bool(path) or may_begin,
+        f"{setting} is empty, and the policy's weights, which it would take, have no trained "
+        f"{head} head; give it the directory of a model that has one, such as "
+        "recipes/reward_model.py makes.",
     )
+    if path:
+        check_scalar_head(path, fresh_head=may_begin, setting=setting)
 
 
 def check_held_out(
@@ -156,6 +175,11 @@ def check_held_out(
     """Raise ValueError for an evaluation that could not be done."""
     if not config.evaluation.every:
         return
+    require(
+        held_out.rows is None or not config.evaluation.source,
+        f"evaluation.source={config.evaluation.source!r} would not be read: the recipe makes its "
+        "own held-out rows; leave it out.",
+    )
     rewards, loss = rewards_of(flow, held_out), held_out_loss(config, flow)
     require(
         bool(rewards) or loss is not None,

@@ -129,6 +129,11 @@ C = TypeVar("C", bound=ArithmeticConfig)
 Algorithm = Callable[..., Dataflow]  # (cfg, rewards, *, rows)
 
 
+def graph(cfg: ArithmeticConfig, algorithm: Algorithm) -> Dataflow:
+    """The algorithm on the task. Raises ValueError for settings that it cannot work with."""
+    return algorithm(cfg, [correct], rows=problems(cfg))
+
+
 def train(config_class: type[C], algorithm: Algorithm) -> None:
     """What a recipe's main does: read the command line, run the algorithm on the task."""
     parsed = rlsys.parse(config_class)
@@ -144,7 +149,7 @@ def run(
 ) -> RunResult:
     return rlsys.launch(
         cfg,
-        algorithm(cfg, [correct], rows=problems(cfg)),
+        graph(cfg, algorithm),
         own_model=own_model,
         warm_start=warm_start(cfg),
         held_out=held_out(),

@@ -63,8 +63,7 @@ def distill(
     else:
         said = flow.infer(teacher, rollouts, writes="teacher_logprobs")
         loss = alg.distill(alg.cispo(max_ratio=5.0))
-    mean = alg.token_mean
-    flow.train(policy, rollouts, said, loss=loss, aggregation=mean, watch=[reward])
+    flow.train(policy, rollouts, said, loss=loss, aggregation=alg.token_mean, watch=[reward])
     return flow
 
 
@@ -111,6 +110,7 @@ def trained_teacher(cfg: Config) -> RoleConfig:
 def main() -> None:
     parsed = rlsys.parse(Config)
     cfg = parsed.config
+    arithmetic.graph(cfg, distill)  # its mistakes are told before a teacher is trained
     if not cfg.teacher.model.path and not parsed.dry_run:
         cfg = replace(cfg, teacher=trained_teacher(cfg))
     arithmetic.run(cfg, distill, dry_run=parsed.dry_run)

@@ -11,6 +11,11 @@ and wrong sums, as of recipes/reward_model.py, and the sloppy teacher of recipes
 the policy up. How often it is right is in no metric of a step: it is evaluated beside training.
 
     python recipes/dpo.py --name dpo --evaluation.every 25
+
+Any model and pairs: rows such as {"prompt": "1+1=", "completions": ["2", "3"]}. No teacher then.
+
+    python recipes/dpo.py --model.path MODEL --data.source pairs.jsonl \\
+        --sampling.max-tokens 512 --trainer.learning-rate 1e-6
 """
 
 from __future__ import annotations
@@ -90,6 +95,9 @@ class Config(ArithmeticConfig, DPOConfig):
 def main() -> None:
     parsed = rlsys.parse(Config)
     cfg = parsed.config
+    if cfg.data.source:
+        rlsys.launch(cfg, dpo(cfg), own_model=MODEL, dry_run=parsed.dry_run)
+        return
     rlsys.launch(
         cfg,
         dpo(cfg, rows=pairs(cfg)),

@@ -63,9 +63,9 @@ def ppo(
     """The algorithm. `rewards` are only watched: the policy learns from the reward model."""
     flow = Dataflow()
     policy = flow.model("policy")
+    judge = flow.model("reward_model", cfg.reward_model, head="score")
     critic = flow.model("critic", cfg.critic, head="value")
     reference = flow.model("reference", cfg.reference)
-    judge = flow.model("reward_model", cfg.reward_model, head="score")
     rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
     watched = flow.score(rollouts, rewards)
     score = flow.infer(judge, rollouts, writes="score")
@@ -112,7 +112,10 @@ def judged(cfg: Config) -> Config:
 @rlsys.main
 def main() -> None:
     parsed = rlsys.parse(Config)
-    cfg = parsed.config if parsed.dry_run else judged(parsed.config)
+    cfg = parsed.config
+    arithmetic.graph(cfg, ppo)  # its mistakes are told before a reward model is trained
+    if cfg.reward_model.model.path or not parsed.dry_run:
+        cfg = judged(cfg)
     arithmetic.run(cfg, ppo, dry_run=parsed.dry_run)
 
 

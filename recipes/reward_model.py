@@ -11,6 +11,11 @@ and wrong answers to the sums of recipes/arithmetic.py. recipes/ppo.py takes wha
 
     python recipes/reward_model.py --name judge
     python recipes/ppo.py --reward-model.model.path runs/judge/hf
+
+Any model and pairs: rows such as {"prompt": "1+1=", "completions": ["2", "3"]}.
+
+    python recipes/reward_model.py --model.path MODEL --data.source pairs.jsonl \\
+        --sampling.max-tokens 512 --trainer.learning-rate 1e-5
 """
 
 from __future__ import annotations
@@ -87,7 +92,7 @@ class Config(RewardModelConfig):
 
 
 def train(cfg: Config, *, dry_run: bool = False) -> rlsys.RunResult:
-    flow = reward_model(cfg, rows=pairs(cfg))
+    flow = reward_model(cfg, rows=None if cfg.data.source else pairs(cfg))
     return rlsys.launch(cfg, flow, own_model=MODEL, dry_run=dry_run)
 
 

@@ -12,11 +12,12 @@ what the model makes of those is sampled as well.
     python recipes/sft.py
 
 Any data and model: rows of a prompt and a completion, or chats, whose replies alone are learnt.
+With --data.skip-long-prompts true those beyond --sampling.max-tokens are left out.
 
     python recipes/sft.py --model.path MODEL --data.chat-template true \\
         --data.source recipes/data/gsm8k/train.jsonl --data.prompt-column question \\
         --completion-column answer --evaluation.source recipes/data/gsm8k/test.jsonl \\
-        --sampling.max-tokens 512 --trainer.learning-rate 1e-5
+        --sampling.max-tokens 1280 --trainer.learning-rate 1e-5
     python recipes/sft.py --model.path MODEL --data.chat-template true --data.source chats.jsonl \\
         --data.prompt-column messages --completion-column messages --evaluation.every 0 \\
         --sampling.max-tokens 2048 --trainer.learning-rate 1e-5

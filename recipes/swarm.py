@@ -96,6 +96,7 @@ def main() -> None:
     parsed = rlsys.parse(Config)
     cfg = parsed.config
     if cfg.num_nodes > 1 and not parsed.dry_run:
+        arithmetic.graph(cfg, swarm)  # its mistakes are told before a node starts
         run_nodes(__file__, cfg.name, cfg.num_nodes, cfg.seed, cfg.runs_dir)
     else:
         arithmetic.run(cfg, swarm, dry_run=parsed.dry_run)

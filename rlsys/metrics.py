@@ -30,6 +30,7 @@ STALENESS_MEAN = "staleness/mean"  # updates of the weights, over rollouts
 STALENESS_MAX = "staleness/max"
 
 LOSS = "loss"
+PREFERENCE_ACCURACY = "preference/accuracy"  # pairs whose better completion the model has as such
 GRAD_NORM = "grad_norm"  # before clipping
 # In float16: the factor of the loss for the next update, and how many updates since the run began
 # had gradients beyond float16, which were computed again with a lower factor.
@@ -152,6 +153,17 @@ def by_reason(line: Mapping[str, float], total: str) -> dict[str, float]:
 def without_times(line: Mapping[str, float]) -> dict[str, float]:
     """The metrics that two runs share when they do the same, whatever the machine's speed."""
     return {name: value for name, value in line.items() if not name.startswith(TIMING_FAMILIES)}
+
+
+LEADING = {"reward": REWARD_MEAN, "accuracy": PREFERENCE_ACCURACY, "loss": LOSS}
+
+
+def leading(lines: Sequence[Mapping[str, float]]) -> str:
+    """What tells best how far a run has come: the first of LEADING that a line has."""
+    return next(
+        (name for name, metric in LEADING.items() if any(metric in line for line in lines)),
+        "reward",
+    )
 
 
 def recent_mean(lines: Sequence[Mapping[str, float]], name: str) -> float | None:

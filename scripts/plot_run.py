@@ -1,4 +1,5 @@
-"""Draws a run: its reward, and beneath it how stale the data was and how fast it went.
+"""Draws a run: its reward, and beneath it how stale the data was and how fast it went; of a run
+without rewards the accuracy over its pairs, where it has some, its loss, and how fast it went.
 
     python scripts/plot_run.py runs/quickstart [--out curve.svg]
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +38,34 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return [sum(span) / len(span) for span in spans]
 
 
+def curves(lines: Sequence[Line]) -> list[str]:
+    """What tells how far the run has come, of metrics.LEADING: its reward alone, if it has one."""
+    found = [
+        name for name, metric in metrics.LEADING.items() if any(metric in line for line in lines)
+    ]
+    return found[:1] if "reward" in found else found
+
+
 def draw(lines: Sequence[Line], title: str) -> Any:
-    """The figure: three panels over the optimizer steps."""
+    """The figure: panels over the optimizer steps."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"font.size": 10, "axes.edgecolor": FAINT, "svg.hashsalt": "rlsys"})
+    told = curves(lines)
+    fills: list[Callable[[Any, Sequence[Line]], None]] = [
+        partial(_draw, name=name) for name in told
+    ]
+    if told == ["reward"]:
+        fills.append(_draw_staleness)
+    fills.append(_draw_throughput)
+    heights = [3] * len(told) + [1] * (len(fills) - len(told))
     figure, panels = plt.subplots(
-        3, 1, figsize=(8, 5.6), sharex=True, height_ratios=(3, 1, 1), layout="constrained"
+        len(fills), 1, figsize=(8, 5.6), sharex=True, height_ratios=heights, layout="constrained"
     )
-    for panel, fill in zip(panels, (_draw_reward, _draw_staleness, _draw_throughput), strict=True):
+    for panel, fill in zip(panels, fills, strict=True):
         fill(panel, lines)
         panel.grid(axis="y", color=FAINT, linewidth=0.6)
         panel.set_axisbelow(True)
@@ -60,12 +78,12 @@ def draw(lines: Sequence[Line], title: str) -> Any:
     return figure
 
 
-def _draw_reward(panel: Any, lines: Sequence[Line]) -> None:
-    steps, values = series(lines, metrics.REWARD_MEAN)
+def _draw(panel: Any, lines: Sequence[Line], *, name: str) -> None:
+    steps, values = series(lines, metrics.LEADING[name])
     smooth = smoothed(values, max(1, len(values) // 25))
     panel.plot(steps, values, color=REWARD, alpha=0.3, linewidth=1)
     panel.plot(steps, smooth, color=REWARD, linewidth=2.2)
-    panel.set_ylabel("reward")
+    panel.set_ylabel(name)
     if min(values) >= 0 and max(values) <= 1:
         panel.set_ylim(0, 1.12)
     middle = sum(panel.get_ylim()) / 2
@@ -108,7 +126,7 @@ def _caption(panel: Any, text: str, color: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description="Draw a run's reward, staleness and throughput over its optimizer steps."
+        description="Draw a run's reward or loss, and its throughput, over its optimizer steps."
     )
     parser.add_argument("run_dir", type=Path, help="a run's directory, such as runs/quickstart")
     parser.add_argument(
@@ -119,8 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not path.is_file():
         sys.exit(f"error: {path} does not exist; give the directory of a run.")
     lines = read_metrics(path)
-    if not any(metrics.REWARD_MEAN in line for line in lines):
-        sys.exit(f"error: {path} has no step with {metrics.REWARD_MEAN} yet; let the run go on.")
+    if not curves(lines):
+        sys.exit(f"error: {path} has no step with a reward or loss yet; let the run go on.")
     out = given.out or given.run_dir / "plot.svg"
     if out.suffix not in (".svg", ".png"):
         sys.exit(f"error: --out {out} ends in {out.suffix!r}; use .svg or .png.")

@@ -22,7 +22,7 @@ from recipes.dapo import penalised_advantage
 from recipes.swarm_nodes import ENDING, node_options, run_nodes
 from rlsys.algorithms import grpo_advantage
 from rlsys.cli import parse
-from rlsys.config import ObserveConfig
+from rlsys.config import DataConfig, ObserveConfig
 from rlsys.dataflow.stages import PerGroupStage, TrainStage
 from rlsys.fields import to_dict
 from tests.small_recipes import SMALL_RECIPES, config_of, graph_of
@@ -99,6 +99,12 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         graph_of(name, **settings)
+
+
+@pytest.mark.parametrize("name", SMALL_RECIPES)
+def test_a_task_that_is_made_on_the_spot_reads_no_dataset(name: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.source='mine.jsonl' would not be read"):
+        graph_of(name, data=DataConfig(source="mine.jsonl"))
 
 
 def test_the_task_wins_over_the_algorithms_sizes() -> None:

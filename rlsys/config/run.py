@@ -19,7 +19,8 @@ class DataConfig:
     """Where prompts come from."""
 
     source: str = ""
-    """Hub dataset name, or a local .jsonl, .json or .parquet file."""
+    """Hub dataset name, or a local .jsonl, .json or .parquet file. A recipe that makes its own rows
+    refuses it."""
     subset: str | None = None
     """Configuration of a hub dataset, such as "main"."""
     split: str = "train"
@@ -33,7 +34,8 @@ class DataConfig:
     max_prompt_tokens: int = 1024
     """Longest prompt admitted, in tokens; a longer one is an error unless skip_long_prompts."""
     skip_long_prompts: bool = False
-    """Leave prompts that are too long out, with a warning, instead of refusing the dataset."""
+    """Leave rows out whose prompt is too long, or the completion that a dataset holds, with a
+    warning, instead of refusing the dataset."""
     shuffle: bool = True
     """A new order each epoch, from the run's seed."""
     retire_at: float | None = None

@@ -18,6 +18,7 @@ from rlsys.dataflow.selection import FIRST_COMPLETE, whole_groups
 from rlsys.dataflow.stages import PerGroupStage, ScoreStage
 from rlsys.dataflow.store import RowBatch, Subscription
 from rlsys.rewards import RewardFailure, RewardResult
+from rlsys.user_functions import name_of
 from rlsys.workers import RolloutText, Score, Scorer, ScoreTask, Unreadable
 
 # Calls to the scorer under way at a time: enough that a slow rollout holds up no other batch.
@@ -165,7 +166,7 @@ class ScoringSide:
                 ]
                 values = run_group_function(stage.function, tensors, stage=stage.name)
                 if values is None:
-                    state.observer.group_refused(columns)
+                    state.observer.group_refused(name_of(stage.function), columns)
                     state.drop(group.group_id, "refused")
                     continue
                 rows += batch.rows[of_group]

@@ -135,7 +135,7 @@ class Observer(Protocol):
 
     def reward_failed(self, failure: RewardFailure) -> None: ...
 
-    def group_refused(self, columns: Mapping[str, Sequence[float]]) -> None:
+    def group_refused(self, function: str, columns: Mapping[str, Sequence[float]]) -> None:
         """A function over groups gave None for one with these values, one a rollout."""
 
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None: ...

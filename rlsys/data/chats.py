@@ -78,16 +78,16 @@ class ChatColumn:
             ),
         )
 
-    def check(self, values: Iterable[object], name: Callable[[int], str]) -> None:
-        """All rows, by their number; tokenizes those alone that may be too long."""
-        alphabet = Alphabet(self.renderer.tokenizer)
+    def too_long(self, values: Iterable[object], name: Callable[[int], str]) -> dict[int, int]:
+        """As of a CompletionColumn."""
+        alphabet, found = Alphabet(self.renderer.tokenizer), {}
         for number, value in enumerate(values):
             pieces = self._pieces(value, name(number))
             for text, _ in pieces:
                 alphabet.check(text, name(number))
             if sum(len(text.encode()) for text, _ in pieces) > self.max_tokens:
-                length = sum(map(len, self._tokens(pieces)))
-                check_length(length, self.max_tokens, name(number))
+                found[number] = sum(map(len, self._tokens(pieces)))
+        return {number: length for number, length in found.items() if length > self.max_tokens}
 
     def _pieces(self, value: object, where: str) -> list[Piece]:
         """What follows the prompt: replies, and what stands between them."""

@@ -44,17 +44,19 @@ class CompletionColumn:
             for text, ids in zip(texts, token_ids, strict=True)
         )
 
-    def check(self, values: Iterable[object], name: Callable[[int], str]) -> None:
-        """All rows, by their number; tokenizes those alone that may be too long."""
-        alphabet = Alphabet(self.tokenizer)
+    def too_long(self, values: Iterable[object], name: Callable[[int], str]) -> dict[int, int]:
+        """After a look at all rows: tokens of the longest completion, by the numbers of rows where
+        it has too many. Tokenizes those alone that may. Raises as `read` does for any other
+        fault."""
+        alphabet, found = Alphabet(self.tokenizer), {}
         for number, value in enumerate(values):
             texts = self._texts(value, name(number))
             for text in texts:
                 alphabet.check(text, name(number))
             # A token covers at least a byte, but for the end of sequence.
             if any(len(text.encode()) + 1 > self.max_tokens for text in texts):
-                longest = max(map(len, self._tokens(texts)))
-                check_length(longest, self.max_tokens, name(number))
+                found[number] = max(map(len, self._tokens(texts)))
+        return {number: length for number, length in found.items() if length > self.max_tokens}
 
     def _texts(self, value: object, where: str) -> Sequence[str]:
         if self.group_size == 1 and isinstance(value, str):

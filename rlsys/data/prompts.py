@@ -209,7 +209,6 @@ class PromptSource:
     def _completion_column(
         self, completions: tuple[str, int] | None, max_tokens: int
     ) -> CompletionColumn | ChatColumn | None:
-        """Raises ValueError for a row without them."""
         if completions is None:
             return None
         name, size = completions
@@ -230,7 +229,6 @@ class PromptSource:
                 max_tokens=max_tokens,
                 tokenizer=self._renderer.tokenizer,
             )
-        column.check(self._values(name), lambda number: self._name(number, name))
         return column
 
     def _name(self, number: int, column: str | None = None) -> str:
@@ -257,6 +255,23 @@ class PromptSource:
 
     def _admit(self) -> Int32Array:
         """The numbers of the rows that are short enough [len(self)], after a look at every row."""
+        long = self._long_completions() | self._long_prompts()
+        return np.array([n for n in range(len(self._rows)) if n not in long], dtype=np.int32)
+
+    def _long_completions(self) -> set[int]:
+        column = self._completions
+        if column is None:
+            return set()
+        found = column.too_long(
+            self._values(column.name), lambda number: self._name(number, column.name)
+        )
+        return self._left_out(
+            "completions",
+            found,
+            f"{column.max_tokens} tokens, end of sequence included (sampling.max_tokens)",
+        )
+
+    def _long_prompts(self) -> set[int]:
         num_added = self._renderer.num_added_tokens
         suspects: dict[int, str] = {}
         alphabet = Alphabet(self._renderer.tokenizer)
@@ -268,19 +283,21 @@ class PromptSource:
             if len(text.encode()) + num_added > self._limit:
                 suspects[number] = text
         lengths = map(len, self._renderer.tokenize(list(suspects.values())))
-        too_long = {
-            n: length for n, length in zip(suspects, lengths, strict=True) if length > self._limit
-        }
-        if too_long:
-            first, length = next(iter(too_long.items()))
+        found = {n: one for n, one in zip(suspects, lengths, strict=True) if one > self._limit}
+        return self._left_out("prompts", found, f"{self._limit} tokens ({self._rule})")
+
+    def _left_out(self, what: str, lengths: Mapping[int, int], limit: str) -> set[int]:
+        """Rows that are too long, as their lengths by number say. Raises ValueError for them unless
+        they are to be skipped."""
+        if lengths:
+            first, length = next(iter(lengths.items()))
             message = (
-                f"{len(too_long)} of {len(self._rows)} prompts of {self.where} are longer than "
-                f"{self._limit} tokens ({self._rule}), first that of row {first} (from 0) with "
-                f"{length}"
+                f"{what} in {len(lengths)} of {len(self._rows)} rows of {self.where} are longer "
+                f"than {limit}, first that of row {first} (from 0) with {length}"
             )
             require(
                 self._config.skip_long_prompts,
                 f"{message}; raise that limit, or set data.skip_long_prompts=true.",
             )
             logger.warning("%s; they are left out.", message)
-        return np.array([n for n in range(len(self._rows)) if n not in too_long], dtype=np.int32)
+        return set(lengths)

@@ -65,7 +65,8 @@ FACTS = (NUM_TOKENS, TRUNCATED, PREFERENCE)
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
     """Where prompts come from: a configured dataset, or rows made by the recipe; and, in place of
-    some of them, groups that other runs have sampled."""
+    some of them, groups that other runs have sampled. Raises ValueError for both, data.source and
+    rows."""
 
     config: DataConfig
     rows: Sequence[dict[str, Any]] | None = None
@@ -80,6 +81,11 @@ class Prompts:
         require(
             isinstance(self.config, DataConfig),
             f"Prompts.config={self.config!r} is no DataConfig; give the configuration's data.",
+        )
+        require(
+            self.rows is None or not self.config.source,
+            f"data.source={self.config.source!r} would not be read: the recipe makes its own rows; "
+            "leave it out, or use a recipe that reads a dataset (recipes/README.md).",
         )
         check_rows(self.rows, "Prompts.rows")
 

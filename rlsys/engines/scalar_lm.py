@@ -46,30 +46,7 @@ def load_scalar_lm(
     from transformers import AutoConfig
 
     hide_progress_bars()
-    try:
-        config = AutoConfig.from_pretrained(path)
-        kind = scalar_class(config)
-    except unreadable() as error:
-        raise _unreadable(path, error) from error
-    name = (config.architectures or [type(config).__name__])[0]
-    has_head = name.endswith(HAS_HEAD)
-    if has_head and config.num_labels != 1:
-        raise ValueError(
-            f"model.path={str(path)!r} has a head of {config.num_labels} outputs ({name}), which "
-            "is no score; give a reward model with num_labels=1."
-        )
-    if name.endswith("Classification") and not has_head:
-        raise ValueError(
-            f"model.path={str(path)!r} has a head of another kind ({name}), which would be lost; "
-            f"save it as AutoModel{HAS_HEAD} with num_labels=1, whose head has no bias, or give a "
-            "causal language model."
-        )
-    if not has_head and not fresh_head:
-        raise ValueError(
-            f"model.path={str(path)!r} has no scalar head ({name}): its scores would be those of "
-            "random weights; give a reward model that AutoModelForSequenceClassification loads, "
-            "with num_labels=1, or train one."
-        )
+    config, kind, has_head = check_scalar_head(path, fresh_head=fresh_head)
     try:
         options = {
             "dtype": getattr(torch, dtype),
@@ -96,6 +73,40 @@ def load_scalar_lm(
         )
     check_finite(model, path)
     return model
+
+
+def check_scalar_head(
+    path: str | Path, *, fresh_head: bool, setting: str = "model.path"
+) -> tuple[Any, Any, bool]:
+    """The configuration of a directory, transformers' class for it, and whether it has a head; no
+    weights are read. Raises ValueError as `load_scalar_lm` does; `setting` gives the path."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+        kind = scalar_class(config)
+    except unreadable() as error:
+        raise _unreadable(path, error, setting) from error
+    name = (config.architectures or [type(config).__name__])[0]
+    has_head = name.endswith(HAS_HEAD)
+    if has_head and config.num_labels != 1:
+        raise ValueError(
+            f"{setting}={str(path)!r} has a head of {config.num_labels} outputs ({name}), which "
+            "is no score; give a reward model with num_labels=1."
+        )
+    if name.endswith("Classification") and not has_head:
+        raise ValueError(
+            f"{setting}={str(path)!r} has a head of another kind ({name}), which would be lost; "
+            f"save it as AutoModel{HAS_HEAD} with num_labels=1, whose head has no bias, or give a "
+            "causal language model."
+        )
+    if not has_head and not fresh_head:
+        raise ValueError(
+            f"{setting}={str(path)!r} has no scalar head ({name}): its scores would be those of "
+            "random weights; give a reward model that AutoModelForSequenceClassification loads, "
+            "with num_labels=1, or train one."
+        )
+    return config, kind, has_head
 
 
 def scalar_head(model: Any) -> nn.Parameter | None:
@@ -186,8 +197,8 @@ def _no_load_report() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _unreadable(path: str | Path, error: Exception) -> ValueError:
+def _unreadable(path: str | Path, error: Exception, setting: str = "model.path") -> ValueError:
     return ValueError(
-        f"model.path={str(path)!r} holds no model that a scalar head fits on ({in_short(error)}); "
+        f"{setting}={str(path)!r} holds no model that a scalar head fits on ({in_short(error)}); "
         "give the directory or hub name of a reward model or a causal language model."
     )

@@ -64,13 +64,15 @@ def _idle(line: Line) -> str:
     return f"{line[metrics.TIME_TRAINER_IDLE_S] / line[metrics.TIME_STEP_S]:.0%}"
 
 
+SAMPLER_KL = "sampler kl"
+
 COLUMNS = (
     Column("stale avg/max", 13, _staleness),
     Column("tokens/s", 9, _number(metrics.THROUGHPUT_TRAINED_TOKENS, ",.0f")),
     Column("idle", 5, _idle),
     Column("loss", 9, _number(metrics.LOSS, ".4f")),
     Column("grad", 7, _number(metrics.GRAD_NORM, ".3g")),
-    Column("sampler kl", 10, _number(metrics.KL_SAMPLER_TRAINER, ".1e")),
+    Column(SAMPLER_KL, 10, _number(metrics.KL_SAMPLER_TRAINER, ".1e")),
     Column("seconds", 8, _number(metrics.TIME_STEP_S, ".2f")),
 )
 
@@ -120,7 +122,9 @@ class RunConsole:
         self._print_every = print_every
         self._print_samples = print_samples
         self._recent: deque[Line] = deque(maxlen=WINDOW)
-        self._rewards: list[float] = []  # of all steps, so that the trend keeps its scale
+        self._leading = "reward"  # the first number of a step: which of metrics.LEADING
+        self._trend: list[float] = []  # of all steps, so that it keeps its scale
+        self._dropped: Mapping[str, float] | None = None
         self._lines_printed = 0
         self._said: dict[str, Said] = {}  # by the finding's topic
         self._started_s = clock()
@@ -136,8 +140,10 @@ class RunConsole:
             self._first_step_s = self._clock() - self._started_s
         self._recent.append(line)
         step = int(line[metrics.STEP])
+        if self._lines_printed == 0 and not self._samples:
+            self._leading = metrics.leading([line])
         if self._lines_printed % HEADER_EVERY == 0:
-            self._print(_header(self._num_steps), style="bold")
+            self._print(self._header(), style="bold")
         self._lines_printed += 1
         self._print(self._row(line))
         findings = diagnose(
@@ -157,6 +163,10 @@ class RunConsole:
     def note(self, message: str) -> None:
         """A plain line: something that happened and needs no action."""
         self._print(message)
+
+    def dropped(self, rollouts: Mapping[str, float]) -> None:
+        """For the summary: how many were not trained, by reason."""
+        self._dropped = rollouts
 
     def warn(self, message: str) -> None:
         self._print(f"warning: {message}", style="yellow")
@@ -182,12 +192,12 @@ class RunConsole:
         next_command: str,
     ) -> None:
         """The closing summary. `lines` are those of metrics.jsonl, earlier parts included."""
-        summary = summarize(lines)
+        summary = summarize(lines, self._dropped)
         done = int(lines[-1][metrics.STEP]) if lines else 0
         title = f"{outcome.capitalize()}: {done} of {self._num_steps} steps."
         if self._first_step_s is not None:
             title += f" The first one was done after {duration(self._first_step_s)}."
-        rows = summary_rows(summary) if lines else []
+        rows = summary_rows(summary) if lines or summary.dropped else []
         rows += evaluation_rows(evaluations)
         rows.append(("files", f"{directory}: {', '.join(_contents(directory)) or 'none'}"))
         rows.append(("next", next_command))
@@ -196,15 +206,35 @@ class RunConsole:
         for label, text in rows:
             self._print(f"  {label:<10} {text}")
 
+    @property
+    def _columns(self) -> tuple[Column, ...]:
+        """Less what stands in front, and what only those who sample have."""
+        left_out = (self._leading, "" if self._samples else SAMPLER_KL)
+        return tuple(column for column in COLUMNS if column.title not in left_out)
+
+    def _header(self) -> str:
+        cells = "".join(f"  {column.title:>{column.width}}" for column in self._columns)
+        first = f"{'step':>{self._step_width}}  {self._leading:>{self._leading_width}}"
+        return f"{first} {'trend':<{TREND_STEPS}}{cells}"
+
     def _row(self, line: Line) -> str:
-        if metrics.REWARD_MEAN in line:
-            self._rewards.append(line[metrics.REWARD_MEAN])
+        metric = metrics.LEADING[self._leading]
+        if metric in line:
+            self._trend.append(line[metric])
         ascii_only = self._console.options.ascii_only
-        trend = sparkline(self._rewards, last=TREND_STEPS, ascii_only=ascii_only)
-        reward = _number(metrics.REWARD_MEAN, ".3f")(line)
-        cells = "".join(f"  {column.cell(line):>{column.width}}" for column in COLUMNS)
-        width = len(str(self._num_steps))
-        return f"{line[metrics.STEP]:>{max(width, 4)}}  {reward:>7} {trend:<{TREND_STEPS}}{cells}"
+        trend = sparkline(self._trend, last=TREND_STEPS, ascii_only=ascii_only)
+        number = _number(metric, ".3f")(line)
+        cells = "".join(f"  {column.cell(line):>{column.width}}" for column in self._columns)
+        first = f"{line[metrics.STEP]:>{self._step_width}}  {number:>{self._leading_width}}"
+        return f"{first} {trend:<{TREND_STEPS}}{cells}"
+
+    @property
+    def _step_width(self) -> int:
+        return max(len(str(self._num_steps)), 4)
+
+    @property
+    def _leading_width(self) -> int:
+        return max(len(self._leading), 7)
 
     def _warn(self, finding: Finding, step: int) -> None:
         """Of two findings that contradict each other, such as two bottlenecks of a run in balance,
@@ -243,11 +273,6 @@ def sparkline(values: Sequence[float], *, last: int, ascii_only: bool = False) -
     low, high = min(values, default=0.0), max(values, default=0.0)
     scale = (len(levels) - 1) / (high - low) if high > low else 0.0
     return "".join(levels[round((value - low) * scale)] for value in values[-last:])
-
-
-def _header(num_steps: int) -> str:
-    cells = "".join(f"  {column.title:>{column.width}}" for column in COLUMNS)
-    return f"{'step':>{max(len(str(num_steps)), 4)}}  {'reward':>7} {'trend':<{TREND_STEPS}}{cells}"
 
 
 def _indented(label: str, text: str) -> str:

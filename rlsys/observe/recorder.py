@@ -26,13 +26,18 @@ from rlsys.types import FinishReason, WeightManifest
 # A shorter wait is not drawn: a busy stage has thousands.
 MIN_DRAWN_WAIT_S = 0.001
 
+# Steps' worth of groups that functions may refuse for one step, before that is told; twice as many
+# before it is told again.
+MAX_REFUSED_STEPS = 4
+
 # Columns that have a meaning of their own, for people.
 REWARD, ADVANTAGES = "reward", "advantages"
 
 
 class Recorder:
     """`queue_depths` tells how many rollouts wait for each stage; `tracer` is the controller's own;
-    `clock` tells seconds; `stepped` is notified after each optimizer step."""
+    `clock` tells seconds; `stepped` is notified after each optimizer step, which consists of
+    `groups_per_step`."""
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class Recorder:
         console: RunConsole,
         ledger: Ledger,
         group_size: int,
+        groups_per_step: int,
         queue_depths: Callable[[], Mapping[str, int]],
         tracer: Tracer,
         stepped: Signal,
@@ -54,6 +60,7 @@ class Recorder:
         self._console = console
         self._ledger = ledger
         self._group_size = group_size
+        self._groups_per_step = groups_per_step
         self._queue_depths = queue_depths
         self._drawn_depths: dict[str, int] = {}
         self._tracer = tracer
@@ -65,6 +72,8 @@ class Recorder:
         self._num_failed: Counter[str] = Counter()  # in this step
         self._shown_failures: set[str] = set()
         self._refused_rewards: list[float] | None = None  # in this step; None: never any
+        self._num_refused: Counter[str] = Counter()  # groups, by function, in this step
+        self._refused_told_at = MAX_REFUSED_STEPS * groups_per_step
         self._waited_s: defaultdict[str, float] = defaultdict(float)  # by metric, in this step
         self._actors_s: dict[str, float] = {}  # work and wait by metric, last reported
         self._sync: dict[str, float] = {}
@@ -88,8 +97,24 @@ class Recorder:
             self._console.warn(f"reward {failure.reward!r} failed: {failure.message}")
         self._num_failed[failure.kind] += 1
 
-    def group_refused(self, columns: Mapping[str, Sequence[float]]) -> None:
-        self._refused_rewards = (self._refused_rewards or []) + list(columns.get(REWARD, ()))
+    def group_refused(self, function: str, columns: Mapping[str, Sequence[float]]) -> None:
+        if self._refused_rewards is None:
+            self._refused_rewards = []
+        self._refused_rewards += columns.get(REWARD, ())
+        self._num_refused[function] += 1
+        total = self._num_refused.total()
+        if total < self._refused_told_at:
+            return
+        self._refused_told_at = 2 * total
+        by = ", ".join(f"{name} {n:,}" for name, n in self._num_refused.most_common())
+        rewards = self._refused_rewards
+        mean = f" The mean of their rewards is {statistics.fmean(rewards):.3g}." if rewards else ""
+        self._console.warn(
+            f"{total:,} groups were refused since step {self._ledger.step} ({by}), and a step "
+            f"needs {self._groups_per_step:,} that are not.{mean} A function that returns None for "
+            "nearly every group keeps the run from going on: mend it, or choose other prompts, "
+            "raise group_size or sampling.temperature."
+        )
 
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
         self._num_deaths += 1
@@ -164,6 +189,7 @@ class Recorder:
         self._step_started = now
         self._num_generated_tokens = 0
         self._num_failed.clear()
+        self._num_refused.clear()
         self._waited_s.clear()
         self._actors_s.clear()
         self._metrics.write(line)
@@ -194,6 +220,8 @@ class Recorder:
         return {metrics.REWARD_SAMPLED_MEAN: statistics.fmean(rewards)} if rewards else {}
 
     def close(self, *, failed: bool) -> None:
+        dropped = self._ledger.drop_reasons.most_common()
+        self._console.dropped({reason: count * self._group_size for reason, count in dropped})
         self._metrics.close()
         self._rollouts.close()
         self._wandb.close(failed=failed)

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from rlsys import metrics
 from rlsys.metrics import recent_mean
 
-REWARD_WINDOW = 10
-"""Steps over which the reward before and after is averaged; half of the run if that is shorter."""
+WINDOW = 10
+"""Steps over which the reward, or what else is told, is averaged before and after; half of the run
+if that is shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     num_steps: int
-    reward_window: int  # steps
-    reward_before: float | None
-    reward_after: float | None
+    leading: str  # which of metrics.LEADING these are of
+    window: int  # steps
+    before: float | None
+    after: float | None
     total_s: float  # sum over steps
     train_s: float
     idle_s: float
@@ -35,9 +37,18 @@ class Summary:
     tokens_per_s: float | None
 
 
-def summarize(lines: Sequence[Mapping[str, float]]) -> Summary:
-    window = min(REWARD_WINDOW, max(1, len(lines) // 2))
+def summarize(
+    lines: Sequence[Mapping[str, float]], dropped: Mapping[str, float] | None = None
+) -> Summary:
+    """`dropped`: rollouts by reason; None: what the last line says."""
+    window = min(WINDOW, max(1, len(lines) // 2))
     last = lines[-1] if lines else {}
+    leading = metrics.leading(lines)
+    if dropped is None:
+        dropped = metrics.by_reason(last, metrics.ROLLOUTS_DROPPED)
+        num_dropped = last.get(metrics.ROLLOUTS_DROPPED, 0)
+    else:
+        num_dropped = sum(dropped.values())
     staleness = [line[metrics.STALENESS_MAX] for line in lines if metrics.STALENESS_MAX in line]
 
     def total(name: str) -> float:
@@ -45,9 +56,10 @@ def summarize(lines: Sequence[Mapping[str, float]]) -> Summary:
 
     return Summary(
         num_steps=len(lines),
-        reward_window=window,
-        reward_before=recent_mean(lines[:window], metrics.REWARD_MEAN),
-        reward_after=recent_mean(lines[-window:], metrics.REWARD_MEAN),
+        leading=leading,
+        window=window,
+        before=recent_mean(lines[:window], metrics.LEADING[leading]),
+        after=recent_mean(lines[-window:], metrics.LEADING[leading]),
         total_s=total(metrics.TIME_STEP_S),
         train_s=total(metrics.TIME_TRAIN_S),
         idle_s=total(metrics.TIME_TRAINER_IDLE_S),
@@ -56,8 +68,8 @@ def summarize(lines: Sequence[Mapping[str, float]]) -> Summary:
         staleness_mean=recent_mean(lines, metrics.STALENESS_MEAN),
         staleness_max=max(staleness, default=None),
         trained=int(last.get(metrics.ROLLOUTS_TRAINED, 0)),
-        dropped=int(last.get(metrics.ROLLOUTS_DROPPED, 0)),
-        dropped_by_reason=metrics.by_reason(last, metrics.ROLLOUTS_DROPPED),
+        dropped=int(num_dropped),
+        dropped_by_reason=dropped,
         tokens_per_s=recent_mean(lines, metrics.THROUGHPUT_TRAINED_TOKENS),
     )
 
@@ -65,12 +77,12 @@ def summarize(lines: Sequence[Mapping[str, float]]) -> Summary:
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """Pairs of a label and a sentence; what was not measured is left out."""
     rows = []
-    if summary.reward_before is not None and summary.reward_after is not None:
-        steps = "step" if summary.reward_window == 1 else f"{summary.reward_window} steps"
+    if summary.before is not None and summary.after is not None:
+        steps = "step" if summary.window == 1 else f"{summary.window} steps"
         rows.append(
             (
-                "reward",
-                f"{summary.reward_before:.3f} → {summary.reward_after:.3f}  "
+                summary.leading,
+                f"{summary.before:.3f} → {summary.after:.3f}  "
                 f"(mean of the first and of the last {steps})",
             )
         )
@@ -157,6 +169,6 @@ def _rollouts(summary: Summary) -> str:
     if summary.tokens_per_s is not None:
         text += f", {summary.tokens_per_s:,.0f} tokens/s"
     if summary.dropped:
-        reasons = ", ".join(f"{r} {count:.0f}" for r, count in summary.dropped_by_reason.items())
+        reasons = ", ".join(f"{r} {count:,.0f}" for r, count in summary.dropped_by_reason.items())
         text += f"; {summary.dropped:,} dropped" + (f" ({reasons})" if reasons else "")
     return text

@@ -407,7 +407,7 @@ class Record:
     def reward_failed(self, failure: RewardFailure) -> None:
         self.failures.append(failure)
 
-    def group_refused(self, columns: Mapping[str, Sequence[float]]) -> None:
+    def group_refused(self, function: str, columns: Mapping[str, Sequence[float]]) -> None:
         self.refused.append(columns)
 
     def waited(self, stage: str, reason: str, seconds: float) -> None:

@@ -93,7 +93,7 @@ def test_tokens_of_no_reply_carry_no_version() -> None:
         (CHAT[:1], {}, "a chat of the roles ['user'] has no reply of 'assistant'"),
         (CHAT[1:3], {}, "a chat of the roles ['assistant', 'user'] has no reply"),
         ("1", {}, "'1' is no list of messages"),
-        (CHAT, {"max_tokens": 11}, "has a completion of 12 tokens, end of sequence included"),
+        (CHAT, {"max_tokens": 11}, "than 11 tokens, end of sequence included (sampling.max_token"),
         (CHAT, {"template": None}, "writes nothing behind a reply"),
         (CHAT, {"template": FORGETS}, "writes message 1 (from 0) otherwise as soon as others"),
         (CHAT, {"completions": ("messages", 2)}, "use group_size=1"),

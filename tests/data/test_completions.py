@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,10 +19,14 @@ ROW = {"prompt": "1+1=", "completions": ["2", "13"], "answer": "2"}
 
 
 def source(
-    rows: Sequence[Mapping[str, Any]], *, tokenizer: Any = TOKENIZER, column: str = "completions"
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    tokenizer: Any = TOKENIZER,
+    column: str = "completions",
+    **data: Any,
 ) -> PromptSource:
     return PromptSource(
-        DataConfig(shuffle=False),
+        DataConfig(shuffle=False, **data),
         tokenizer,
         seed=0,
         max_tokens=4,
@@ -72,12 +77,32 @@ def test_an_empty_completion_is_an_end_of_sequence() -> None:
         ("23", "is no list of 2 texts"),
         (["2", 3], "is no list of 2 texts"),
         (None, "is no list of 2 texts"),
-        (["2", "1234"], "has a completion of 5 tokens, end of sequence included; raise sampling."),
+        (
+            ["2", "1234"],
+            "completions in 1 of 2 rows of the recipe's data are longer than 4 tokens, end of "
+            "sequence included (sampling.max_tokens), first that of row 1 (from 0) with 5; raise "
+            "that limit, or set data.skip_long_prompts=true.",
+        ),
     ],
 )
 def test_rows_that_are_none_are_refused_at_the_start(completions: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         source([ROW, {**ROW, "completions": completions}])
+
+
+def test_rows_with_a_long_completion_or_prompt_are_left_out_with_a_warning_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    long = {**ROW, "completions": ["2", "1234"]}
+    rows = [long, ROW, {**ROW, "prompt": "1+1+1="}, {**long, "prompt": "1+1+1="}]
+    with caplog.at_level(logging.WARNING):
+        prompts = source(rows, skip_long_prompts=True, max_prompt_tokens=4)
+    assert [prompts.row(index) for index in range(2)] == [1, 1]
+    assert prompts.at(0).completions[1].text == "13"
+    completions, asked = caplog.messages
+    assert completions.startswith("completions in 2 of 4 rows of the recipe's data are longer than")
+    assert completions.endswith("first that of row 0 (from 0) with 5; they are left out.")
+    assert asked.startswith("prompts in 2 of 4 rows")
 
 
 def test_a_column_that_is_not_there_is_refused() -> None:

@@ -172,7 +172,12 @@ BYTES_10 = {"prompt": "é" * 5}
         (
             [{"prompt": "a"}, BYTES_10, BYTES_10],
             {"max_prompt_tokens": 9},
-            ["2 of 3", "9 tokens (data.max_prompt_tokens)", "row 1 (from 0) with 10", "skip_long"],
+            [
+                "2 of 3 rows",
+                "9 tokens (data.max_prompt_tokens)",
+                "row 1 (from 0) with 10",
+                "skip_long",
+            ],
         ),
         (
             [BYTES_10],
@@ -241,7 +246,7 @@ def test_long_prompts_are_left_out_with_one_warning(caplog: pytest.LogCaptureFix
         prompts = source(data, max_prompt_tokens=3, skip_long_prompts=True, shuffle=False)
     assert [prompts.at(index).text for index in range(3)] == ["aaa", "b", "aaa"]
     (warning,) = caplog.messages
-    assert "2 of 4 prompts" in warning
+    assert "prompts in 2 of 4 rows" in warning
     assert "row 0 (from 0) with 4; they are left out" in warning
 
 

@@ -438,6 +438,15 @@ def test_rows_of_a_recipe_are_a_list_of_dictionaries(rows: Any, message: str) ->
         Prompts(config=DataConfig(), rows=rows)
 
 
+def test_rows_and_a_dataset_are_one_too_many() -> None:
+    config = DataConfig(source="mine.jsonl")
+    with pytest.raises(
+        ValueError, match=r"data\.source='mine.jsonl' would not be read: the recipe"
+    ):
+        Prompts(config=config, rows=[{"prompt": "1+1="}])
+    assert Prompts(config=config).rows is None
+
+
 def wide_flow(*, top_k: int, loss: Any) -> Dataflow:
     flow = Dataflow()
     policy, teacher = flow.model("policy"), flow.model("teacher", RoleConfig())

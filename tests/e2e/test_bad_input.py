@@ -58,6 +58,7 @@ def test_a_wrong_option_ends_with_code_2(
         (["--model.path", "no/where"], "model.path='no/where' holds no causal language model"),
         (["--prompts-per-step", "10000"], "has only 8192 prompts that can be used"),
         (["--data.max-prompt-tokens", "3"], "max_prompt_tokens"),
+        (["--data.source", "mine.jsonl"], "data.source='mine.jsonl' would not be read"),
         (["--sampling.max-tokens", "4096"], "leaves no room for a prompt"),
         (["--trainer.layout", "dp2", "--trainer.num-cpus", "64"], "the run needs 129 CPUs"),
         (["--rollout.num-gpus", "8"], "GPU"),
@@ -100,6 +101,23 @@ def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
     job = run(GSM8K, [*arguments, "--runs-dir", str(tmp_path / "runs")], tmp_path)
     assert job.returncode == 1
     assert "data.max_prompt_tokens" in job.output
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "distill"])
+def test_no_other_model_is_trained_before_a_mistake_is_told(recipe: str, tmp_path: Path) -> None:
+    options = ["--data.source", "mine.jsonl", "--runs-dir", str(tmp_path)]
+    job = run(f"recipes/{recipe}.py", options, tmp_path)
+    assert job.returncode == 1
+    assert job.output.startswith("error: data.source='mine.jsonl' would not be read")
+
+
+def test_pairs_of_ones_own_are_what_dpo_learns(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "completions": ["2", "3"]}) + "\n")
+    options = ["--data.source", str(path), "--dry-run", "--runs-dir", str(tmp_path)]
+    job = run("recipes/dpo.py", [*options, "--prompts-per-step", "1"], tmp_path)
+    assert job.returncode == 0
+    assert "data: 1 prompts, each with completions beside it" in job.output
 
 
 def test_a_critics_layout_is_checked_as_the_policys_is(tmp_path: Path) -> None:

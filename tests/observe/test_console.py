@@ -24,7 +24,9 @@ class FakeClock:
 class Screen:
     """A RunConsole with its output; `terminal` as a wide terminal, else as a log file of 80."""
 
-    def __init__(self, *, terminal: bool = False, encoding: str = "utf-8") -> None:
+    def __init__(
+        self, *, terminal: bool = False, encoding: str = "utf-8", samples: bool = True
+    ) -> None:
         self.bytes = io.BytesIO()
         stream = io.TextIOWrapper(self.bytes, encoding=encoding, write_through=True)
         rich = Console(
@@ -38,6 +40,7 @@ class Screen:
         self.run = RunConsole(
             num_steps=50,
             max_staleness=1,
+            samples=samples,
             print_every=10,
             print_samples=2,
             console=rich,
@@ -149,6 +152,50 @@ def test_a_step_is_one_line_under_its_titles() -> None:
     # Each number ends where its title ends.
     ends = [header.index(column.title) + len(column.title) for column in COLUMNS]
     assert all(first[end - 1] != " " and first[end : end + 1] in (" ", "") for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("first", "titles", "numbers"),
+    [
+        (
+            {"preference/accuracy": 0.75},
+            "step accuracy trend stale avg/max tokens/s idle loss grad seconds",
+            ["1", "0.750", "▁", "0.00/0", "900", "25%", "0.6931", "0.456", "2.00"],
+        ),
+        (
+            {},
+            "step loss trend stale avg/max tokens/s idle grad seconds",
+            ["1", "0.693", "▁", "0.00/0", "900", "25%", "0.456", "2.00"],
+        ),
+    ],
+)
+def test_a_run_on_a_dataset_shows_what_it_has(
+    first: dict[str, float], titles: str, numbers: list[str]
+) -> None:
+    screen = Screen(samples=False)
+    line = {
+        "step": 1,
+        "loss": 0.6931,
+        "grad_norm": 0.456,
+        "staleness/mean": 0.0,
+        "staleness/max": 0.0,
+        "time/step_s": 2.0,
+        "time/trainer_idle_s": 0.5,
+        "throughput/trained_tokens_per_s": 900.0,
+    }
+    screen.run.step(line | first)
+    header, row = screen.lines
+    assert " ".join(header.split()) == titles
+    assert row.split() == numbers
+    assert len(header) == len(row)
+
+
+def test_what_was_dropped_is_told_without_any_step(tmp_path: Path) -> None:
+    screen = Screen()
+    screen.run.dropped({"refused": 114_400, "stale": 8})
+    screen.run.close("interrupted", lines=[], directory=tmp_path, next_command="again")
+    expected = "  rollouts   0 trained; 114,408 dropped (refused 114,400, stale 8)"
+    assert screen.lines[2] == expected
 
 
 def test_a_metric_that_is_missing_is_a_dash() -> None:

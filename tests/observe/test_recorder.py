@@ -16,6 +16,71 @@ from rlsys.observe import recorder
 from rlsys.observe.trace import Tracer
 from rlsys.types import StepResult
 
+NOBODY: Any = SimpleNamespace(write=lambda *_: None, log=lambda *_: None, step=lambda *_: None)
+RESULT = StepResult(policy_version=1, metrics={}, num_tokens=8, train_s=2.0)
+
+
+def recorder_of(**parts: Any) -> recorder.Recorder:
+    """Of a run with steps of 4 groups of 2."""
+    defaults: dict[str, Any] = {
+        "metrics_writer": NOBODY,
+        "rollout_writer": NOBODY,
+        "wandb": NOBODY,
+        "console": NOBODY,
+        "ledger": Ledger(lambda event: None, groups_per_step=4),
+    }
+    return recorder.Recorder(
+        group_size=2,
+        groups_per_step=4,
+        queue_depths=dict,
+        tracer=Tracer("controller"),
+        stepped=Signal(),
+        **defaults | parts,
+    )
+
+
+def test_groups_that_are_all_refused_are_told_at_growing_intervals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorder, "_rollout_metrics", lambda trained: {})
+    told: list[str] = []
+    console: Any = SimpleNamespace(warn=told.append, step=lambda *_: None)
+    watcher = recorder_of(console=console)
+    told_after: list[int] = []
+    for number in range(1, 101):
+        watcher.group_refused("picky", {"reward": [0.0, 0.5]})
+        if len(told) > len(told_after):
+            told_after.append(number)
+    assert told_after == [16, 32, 64]  # four steps' worth, and twice as many each time
+    assert told[0].startswith(
+        "16 groups were refused since step 0 (picky 16), and a step needs 4 that are not. "
+        "The mean of their rewards is 0.25."
+    )
+    watcher.step_trained(TrainedStep(step=1, result=RESULT, groups=[], columns={}))
+    for _ in range(127):
+        watcher.group_refused("picky", {"num_tokens": [1.0, 1.0]})
+    assert len(told) == 3
+    watcher.group_refused("other", {"num_tokens": [1.0, 1.0]})
+    assert told[-1].startswith("128 groups were refused since step 0 (picky 127, other 1), and")
+    assert "rewards" not in told[-1]
+
+
+def test_the_summary_is_told_what_was_dropped_in_no_step() -> None:
+    ledger = Ledger(lambda event: None, groups_per_step=4)
+    for group_id, reason in enumerate(["refused", "stale", "refused"]):
+        ledger.issue(group_id, prompt_index=group_id, version=0)
+        ledger.drop(group_id, reason=reason)
+    found: list[Mapping[str, float]] = []
+    closed: Any = SimpleNamespace(close=lambda **_: None)
+    recorder_of(
+        ledger=ledger,
+        metrics_writer=closed,
+        rollout_writer=closed,
+        wandb=closed,
+        console=SimpleNamespace(dropped=found.append),
+    ).close(failed=True)
+    assert found == [{"refused": 4, "stale": 2}]
+
 
 def test_a_trainer_that_stands_still_does_not_wait_for_rollouts(
     monkeypatch: pytest.MonkeyPatch,
@@ -24,27 +89,15 @@ def test_a_trainer_that_stands_still_does_not_wait_for_rollouts(
     monkeypatch.setattr(recorder, "_rollout_metrics", lambda trained: {})
     lines: list[Mapping[str, float]] = []
     now = [100.0]
-    nobody: Any = SimpleNamespace(write=lambda *_: None, log=lambda *_: None, step=lambda *_: None)
-    watcher = recorder.Recorder(
-        metrics_writer=SimpleNamespace(write=lines.append),  # type: ignore[arg-type]
-        rollout_writer=nobody,
-        wandb=nobody,
-        console=nobody,
-        ledger=Ledger(lambda event: None, groups_per_step=4),
-        group_size=2,
-        queue_depths=dict,
-        tracer=Tracer("controller"),
-        stepped=Signal(),
-        clock=lambda: now[0],
-    )
+    writer = SimpleNamespace(write=lines.append)
+    watcher = recorder_of(metrics_writer=writer, clock=lambda: now[0])
     watcher.waited("train", metrics.CHECKPOINT, 3.0)
     watcher.waited("train", metrics.EVALUATION, 1.0)
     watcher.waited("train", "groups", 4.0)
     now[0] = 110.0
-    result = StepResult(policy_version=1, metrics={}, num_tokens=8, train_s=2.0)
-    watcher.step_trained(TrainedStep(step=1, result=result, groups=[], columns={}))
+    watcher.step_trained(TrainedStep(step=1, result=RESULT, groups=[], columns={}))
     assert lines[0][metrics.TIME_TRAINER_IDLE_S] == 4.0
     assert lines[0]["time/wait_s/train/checkpoint"] == 3.0
     now[0] = 113.0
-    watcher.step_trained(TrainedStep(step=2, result=result, groups=[], columns={}))
+    watcher.step_trained(TrainedStep(step=2, result=RESULT, groups=[], columns={}))
     assert lines[1][metrics.TIME_TRAINER_IDLE_S] == 1.0

@@ -41,6 +41,16 @@ def test_a_run_in_numbers() -> None:
     }
 
 
+def test_a_run_without_rewards_is_told_by_its_pairs_or_its_loss() -> None:
+    pairs = [{"step": n, "loss": 1.0 / n, "preference/accuracy": n / 4} for n in range(1, 5)]
+    assert summary_rows(summarize(pairs))[0] == (
+        "accuracy",
+        "0.375 → 0.875  (mean of the first and of the last 2 steps)",
+    )
+    losses = [{"step": n, "loss": 1.0 / n} for n in (1, 2)]
+    assert summary_rows(summarize(losses))[0][0] == "loss"
+
+
 @pytest.mark.parametrize(
     ("parts", "percents"),
     [
@@ -71,8 +81,8 @@ def test_before_and_after_never_overlap_in_a_short_run(
     num_steps: int, before: float, after: float, window: int
 ) -> None:
     summary = summarize(run(num_steps))
-    assert (summary.reward_before, summary.reward_after) == (before, after)
-    assert summary.reward_window == window
+    assert (summary.before, summary.after) == (before, after)
+    assert summary.window == window
 
 
 def test_what_was_not_measured_is_left_out() -> None:

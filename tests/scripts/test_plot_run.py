@@ -44,6 +44,21 @@ def test_the_picture_tells_reward_staleness_and_speed(
         assert f">{words}</text>" in picture, words
 
 
+@pytest.mark.parametrize(
+    ("line", "labels"),
+    [
+        ({"loss": 0.5}, ["loss", "k tokens/s"]),
+        ({"loss": 0.5, "preference/accuracy": 0.75}, ["accuracy", "loss", "k tokens/s"]),
+        ({"loss": 0.5, "reward/mean": 0.75}, ["reward", "staleness", "k tokens/s"]),
+    ],
+)
+def test_a_run_without_rewards_is_drawn_by_what_it_has(
+    line: dict[str, float], labels: list[str], tmp_path: Path
+) -> None:
+    lines = [{"step": step, **line} for step in (1, 2)]
+    assert [panel.get_ylabel() for panel in draw(lines, "run").axes] == labels
+
+
 @pytest.mark.parametrize("rewards", [[0.9, 0.5, 0.03], [0.03, 0.5, 1.0], [-3.0, -1.0], [0.5]])
 def test_the_rewards_at_both_ends_are_told_within_their_panel(rewards: list[float]) -> None:
     figure = draw([{"step": n + 1, "reward/mean": x} for n, x in enumerate(rewards)], "run")
@@ -76,7 +91,7 @@ def test_mistakes_are_told(run_dir: Path, arguments: list[str], words: str) -> N
 
 def test_a_run_without_a_step_is_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(SystemExit, match="has no step with reward/mean yet"):
+    with pytest.raises(SystemExit, match="has no step with a reward or loss yet"):
         main([str(tmp_path)])
 
 

@@ -1,0 +1,96 @@
+"""What is told of models and data before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlsys
+from recipes import arithmetic, ppo, reward_model
+from recipes.dpo import DPOConfig, dpo
+from rlsys import DataConfig, FrozenModelConfig, HeldOutConfig, ModelConfig, RoleConfig
+from rlsys.tiny_models import OwnModel, build_tokenizer
+from tests.engines.scalar_models import scalar_model
+
+CHARACTERS = arithmetic.CHARACTERS
+
+
+def pairs(directory: Path) -> DataConfig:
+    path = directory / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "completions": ["2", "3"]}) + "\n")
+    path.write_text(path.read_text() * 4)
+    return DataConfig(source=str(path))
+
+
+def dry_ppo(tmp_path: Path, path: Path, **settings: Any) -> None:
+    role = RoleConfig(model=FrozenModelConfig(path=str(path)), num_cpus=0.4)
+    cfg = ppo.Config(reward_model=role, runs_dir=str(tmp_path), **settings)
+    arithmetic.run(ppo.judged(cfg), ppo.ppo, dry_run=True)
+
+
+def saved(directory: Path, *, causal: bool = False, **settings: Any) -> Path:
+    scalar_model(directory, "qwen3", causal=causal, **settings)
+    build_tokenizer(CHARACTERS).save_pretrained(directory)
+    return directory
+
+
+def test_a_reward_model_without_a_head_is_told_by_its_field(tmp_path: Path) -> None:
+    path = saved(tmp_path / "causal", causal=True)
+    with pytest.raises(ValueError, match=r"^reward_model\.model\.path=.* has no scalar head \(Qw"):
+        dry_ppo(tmp_path, path)
+
+
+def test_a_head_of_several_outputs_is_told_by_its_field(tmp_path: Path) -> None:
+    path = saved(tmp_path / "three", num_labels=3)
+    refused = re.escape("reward_model.model.path=")
+    with pytest.raises(ValueError, match=rf"{refused}.* has a head of 3 outputs"):
+        dry_ppo(tmp_path, path)
+    cfg = reward_model.Config(model=ModelConfig(path=str(path)), runs_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"^model\.path=.* has a head of 3 outputs"):
+        reward_model.train(cfg, dry_run=True)
+
+
+def test_a_path_of_two_roles_is_told_once_by_the_one_that_was_set(tmp_path: Path) -> None:
+    """The recipe's critic begins as the reward model."""
+    with pytest.raises(ValueError, match=r"^reward_model\.model\.path=\S+/gone' is no dir") as told:
+        dry_ppo(tmp_path, tmp_path / "gone")
+    assert "critic" not in str(told.value)
+
+
+def test_a_reward_model_that_fits_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry_ppo(tmp_path, saved(tmp_path / "judge"))
+    assert capsys.readouterr().out.count(f'path = "{tmp_path}/judge"') == 2  # the critic's too
+
+
+def test_pairs_of_ones_own_are_what_a_reward_model_learns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = reward_model.Config(prompts_per_step=4, data=pairs(tmp_path), runs_dir=str(tmp_path))
+    reward_model.train(cfg, dry_run=True)
+    assert "data: 4 prompts, each with completions beside it" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"data\.source='/no/pairs\.jsonl' is no file"):
+        reward_model.train(replace(cfg, data=DataConfig(source="/no/pairs.jsonl")), dry_run=True)
+
+
+def test_held_out_rows_have_one_source(tmp_path: Path) -> None:
+    cfg = DPOConfig(
+        prompts_per_step=4,
+        data=pairs(tmp_path),
+        evaluation=HeldOutConfig(every=5, source="mine.jsonl"),
+        runs_dir=str(tmp_path),
+    )
+    with pytest.raises(ValueError, match=r"^evaluation\.source='mine.jsonl' would not be read"):
+        rlsys.launch(
+            cfg,
+            dpo(cfg),
+            own_model=OwnModel(name="own", characters=CHARACTERS),
+            held_out=arithmetic.held_out(),
+            dry_run=True,
+        )
