@@ -181,7 +181,9 @@ def _pieces(
     jumping = [
         loop
         for loop in range(len(walk.sizes))
-        if any(_dimension(walk.strides[side][loop], base)[1] != 1 for side, base in enumerate(bases))
+        if any(
+            _dimension(walk.strides[side][loop], base)[1] != 1 for side, base in enumerate(bases)
+        )
     ]
     num_pieces = math.prod(walk.sizes[loop] for loop in jumping)
     if num_pieces > MAX_PIECES:

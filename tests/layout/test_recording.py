@@ -57,9 +57,7 @@ def test_fused_projections_and_a_padded_vocabulary() -> None:
     sources = {"q": numbers(8, 6), "k": numbers(4, 6, start=100), "embedding": numbers(5, 3)}
     targets = {"qkv": torch.zeros(6, 6), "embedding": torch.ones(8, 3)}
     copies = assert_tells(load, sources, targets)
-    assert copies[0] == Copy(
-        "q", Box(((4, 8), (0, 6))), "qkv", Box(((0, 4), (0, 6))), order=(0, 1)
-    )
+    assert copies[0] == Copy("q", Box(((4, 8), (0, 6))), "qkv", Box(((0, 4), (0, 6))), order=(0, 1))
     assert recorded(load, sources, targets).fills == [("embedding", Box(((5, 8), (0, 3))))]
 
 
@@ -164,7 +162,9 @@ def applied(tensor: torch.Tensor, operations: list[tuple[str, tuple[int, ...]]])
     targeted=views("target"),
 )
 def test_any_chain_of_views_is_told(
-    shape: list[int], operations: list[tuple[str, tuple[int, ...]]], targeted: list[tuple[str, tuple[int, ...]]]
+    shape: list[int],
+    operations: list[tuple[str, tuple[int, ...]]],
+    targeted: list[tuple[str, tuple[int, ...]]],
 ) -> None:
     source = numbers(*shape)
     part = applied(source, operations)
