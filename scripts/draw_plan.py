@@ -58,9 +58,9 @@ def arrivals(found: Plan, target: Holder) -> dict[str, tuple[Cells, frozenset[Bo
     for read in found.reads(target.rank):
         assert not isinstance(read.origin, Holding), "an engine has nothing yet"
         sender = senders.get(read.origin, read.origin.buffer)
-        cells.setdefault(read.want.name, {})[read.box] = (int(sender),)
+        cells.setdefault(read.origin.name, {})[read.box] = (int(sender),)
         if read.origin in senders:
-            foreign.setdefault(read.want.name, set()).add(read.box)
+            foreign.setdefault(read.origin.name, set()).add(read.box)
     return {name: (of, frozenset(foreign.get(name, ()))) for name, of in cells.items()}
 
 

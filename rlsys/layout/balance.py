@@ -138,7 +138,8 @@ def _poured(levels: FloatArray, amount: float) -> FloatArray:
     rising = np.sort(levels)
     heights = (np.cumsum(rising) + amount) / np.arange(1, len(levels) + 1)  # with the k lowest
     reached = np.append(rising[1:], np.inf) >= heights
-    return np.maximum(heights[int(np.argmax(reached))] - levels, 0.0)
+    taken: FloatArray = np.maximum(heights[int(np.argmax(reached))] - levels, 0.0)
+    return taken
 
 
 def _dealt(runs: Sequence[Run], amounts: FloatArray, finest_bytes: int) -> list[list[Run]]:
@@ -151,7 +152,7 @@ def _dealt(runs: Sequence[Run], amounts: FloatArray, finest_bytes: int) -> list[
         due += float(amounts[taker])
         while rest and given < due:
             run = rest.pop()
-            head, tail = [run], []
+            head, tail = [run], list[Run]()
             if given + run.num_bytes > due:
                 head, tail = run.split(due - given, finest_bytes)
             dealt[taker] += head

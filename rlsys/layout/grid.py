@@ -30,11 +30,12 @@ class Grid:
         bounds = bounds.reshape(len(boxes), num_dims, 2)  # [B, D, start and stop]
         self._edges = [np.unique(bounds[:, dim]) for dim in range(num_dims)]
         self._shape = tuple(len(edges) - 1 for edges in self._edges)
-        covers = np.zeros((len(boxes), *self._shape), np.bool_)
+        covers = np.zeros((len(boxes), *self._shape), np.bool_)  # [B, cells of each dimension]
         places = [np.searchsorted(e, bounds[:, dim]) for dim, e in enumerate(self._edges)]  # [B, 2]
         for number in range(len(boxes)):
-            inside = tuple(slice(*place[number]) for place in places)
-            covers[(number, *inside)] = True
+            inside = (slice(*place[number].tolist()) for place in places)
+            index: tuple[int | slice, ...] = (number, *inside)
+            covers[index] = True
         self._covers = covers.reshape(len(boxes), prod(self._shape))  # [B, C]
 
     def classes(self) -> Iterator[tuple[tuple[int, ...], IntArray]]:

@@ -36,11 +36,12 @@ def minimal_bytes(sources: Sequence[Holder], targets: Sequence[Holder]) -> LinkB
     Raises ValueError as plan does for sides that belong to different models.
     """
     ranks = Ranks.of(sources, targets)
-    staged, imported, read = {}, {}, {}
+    staged: dict[str, int] = defaultdict(int)
+    imported: dict[str, int] = defaultdict(int)
+    read: dict[str, int] = defaultdict(int)
     for group in grouped(sources, targets, ranks):
         for rank, num_elements in _read(group).items():
-            name = ranks.names[rank]
-            read[name] = read.get(name, 0) + num_elements * _bytes_each(group)
+            read[ranks.names[rank]] += num_elements * _bytes_each(group)
         here: dict[int, list[Box]] = defaultdict(list)
         for box, holders in group.held.items():
             for node in ranks.nodes_of(holders):
@@ -48,9 +49,8 @@ def minimal_bytes(sources: Sequence[Holder], targets: Sequence[Holder]) -> LinkB
         for node, lacking in _lacking(group, ranks).items():
             name = ranks.node_names[node]
             foreign = volume(without(lacking, here[node]))
-            own = volume(lacking) - foreign
-            staged[name] = staged.get(name, 0) + own * _bytes_each(group)
-            imported[name] = imported.get(name, 0) + foreign * _bytes_each(group)
+            staged[name] += (volume(lacking) - foreign) * _bytes_each(group)
+            imported[name] += foreign * _bytes_each(group)
     return LinkBytes(staged=_some(staged), imported=_some(imported), read=_some(read))
 
 

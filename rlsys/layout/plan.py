@@ -88,7 +88,8 @@ def plan(
     )
 
 
-_Key = tuple[str, torch.dtype, Box]  # of a segment in its buffer
+# By tensor, precision and box, what lies in a buffer.
+_Buffer = dict[tuple[str, torch.dtype, Box], tuple[Part, Segment]]
 
 
 class Plan:
@@ -107,8 +108,8 @@ class Plan:
         self._ranks = ranks
         self._groups = groups
         self._node_of = {name: ranks.nodes[number] for number, name in enumerate(ranks.names)}
-        self._staged: dict[str, list[Part]] = defaultdict(list)  # by rank
-        self._imported: dict[str, list[Part]] = defaultdict(list)  # by node
+        self._staged: dict[str, list[Part]] = {rank: [] for rank in self._sources}
+        self._imported: dict[str, list[Part]] = {node: [] for node in ranks.node_names}
         self._readable: dict[tuple[int, int], list[Part]] = defaultdict(list)  # by node and group
         for part in parts:
             self._staged[ranks.names[part.rank]].append(part)
@@ -116,17 +117,18 @@ class Plan:
                 self._imported[ranks.node_names[node]].append(part)
             for node in (*part.far, *([ranks.nodes[part.rank]] if part.near else [])):
                 self._readable[node, part.run.group].append(part)
-        self._buffers: dict[str, dict[_Key, tuple[Part, Segment]]] = {}
+        self._buffers: dict[str, _Buffer] = {}
 
     def staged(self, rank: str) -> list[Segment]:
         """What a source puts into its buffer, by offset: tensors in the sources' order."""
-        return [segment for _, segment in self._buffer(rank).values()]
+        return [segment for _, segment in self._buffer(rank, self._staged[rank]).values()]
 
     def imports(self, node: str) -> list[Import]:
-        """What comes into a node, by its offset there."""
+        """What comes into a node, by its offset there: sender after sender, each in the order of
+        its own buffer, so that neighbours can travel as one."""
         return [
-            Import(self._buffer(self._ranks.names[part.rank])[key][1], here)
-            for key, (part, here) in self._buffer(node).items()
+            Import(self._of_rank(part)[key][1], here)
+            for key, (part, here) in self._buffer(node, self._imported[node]).items()
         ]
 
     def reads(self, rank: str) -> list[Read]:
@@ -165,27 +167,41 @@ class Plan:
 
     def _segment(self, node: int, part: Part, want: Holding) -> Segment:
         """Of a part, as it lies on a node."""
-        is_near = self._ranks.nodes[part.rank] == node
-        owner = self._ranks.names[part.rank] if is_near else self._ranks.node_names[node]
-        return self._buffer(owner)[want.name, want.dtype, part.run.box][1]
+        if self._ranks.nodes[part.rank] == node:
+            buffer = self._of_rank(part)
+        else:
+            name = self._ranks.node_names[node]
+            buffer = self._buffer(name, self._imported[name])
+        return buffer[want.name, want.dtype, part.run.box][1]
 
-    def _buffer(self, owner: str) -> dict[_Key, tuple[Part, Segment]]:
+    def _of_rank(self, part: Part) -> _Buffer:
+        """Of the rank that stages a part."""
+        name = self._ranks.names[part.rank]
+        return self._buffer(name, self._staged[name])
+
+    def _buffer(self, owner: str, parts: Iterable[Part]) -> _Buffer:
         """What lies in the buffer of a rank or node, by offset."""
         if owner not in self._buffers:
-            is_rank = owner in self._node_of
             entries = []
-            for part in (self._staged if is_rank else self._imported)[owner]:
+            for part in parts:
                 group, run = self._groups[part.run.group], part.run
                 nodes = tuple(self._ranks.node_names[node] for node in sorted(part.far))
                 entries += [
-                    (self._order[name], run.box, str(group.dtype), part, name, group.dtype, nodes)
+                    (part.rank, self._order[name], run.box, str(group.dtype), part, name, nodes)
                     for name in group.names[run.first : run.stop]
                 ]
-            laid_out: dict[_Key, tuple[Part, Segment]] = {}
+            laid_out: _Buffer = {}
             offset = 0
-            for _, box, _, part, name, dtype, nodes in sorted(entries, key=lambda one: one[:3]):
-                segment = Segment(owner, offset, name, dtype, box, nodes if is_rank else ())
-                laid_out[name, dtype, box] = part, segment
+            for *_, part, name, nodes in sorted(entries, key=lambda entry: entry[:4]):
+                segment = Segment(
+                    buffer=owner,
+                    offset=offset,
+                    name=name,
+                    dtype=self._groups[part.run.group].dtype,
+                    box=part.run.box,
+                    nodes=nodes if owner in self._staged else (),
+                )
+                laid_out[name, segment.dtype, segment.box] = part, segment
                 offset += -(-segment.num_bytes // ALIGNMENT) * ALIGNMENT
             self._buffers[owner] = laid_out
         return self._buffers[owner]
@@ -206,9 +222,9 @@ class Plan:
         return {name: number for number, name in enumerate(dict.fromkeys(names))}
 
     @cached_property
-    def sent(self) -> Mapping[tuple[str, str], int]:
-        """Bytes from each rank to each node: what it stages for its own, what it sends to others;
-        without the gaps that alignment leaves."""
+    def put(self) -> Mapping[tuple[str, str], int]:
+        """Bytes that a rank puts into a node's memory, by both: it stages for its own, it sends to
+        others. Without the gaps that alignment leaves."""
         found: dict[tuple[str, str], int] = defaultdict(int)
         for rank, parts in self._staged.items():
             for part in parts:
@@ -220,7 +236,7 @@ class Plan:
     def bytes_per_link(self) -> LinkBytes:
         staged: dict[str, int] = defaultdict(int)
         imported: dict[str, int] = defaultdict(int)
-        for (rank, node), num_bytes in self.sent.items():
+        for (rank, node), num_bytes in self.put.items():
             is_near = self._ranks.node_names[self._node_of[rank]] == node
             (staged if is_near else imported)[node] += num_bytes
         return LinkBytes(staged=dict(staged), imported=dict(imported), read=self._bytes_read())
@@ -249,7 +265,7 @@ class Plan:
     def describe(self) -> str:
         """A short table: how much goes from which node to which, and what targets read."""
         nodes = {name: self._ranks.node_names[node] for name, node in self._node_of.items()}
-        return table(self.sent, self.bytes_per_link.read, nodes)
+        return table(self.put, self.bytes_per_link.read, nodes)
 
 
 def _weighted(parts: Sequence[Part], num_dims: int) -> tuple[IntArray, IntArray]:

@@ -169,7 +169,7 @@ def measure(layout: Layout, num_nodes: int, tp: int, num_layers: int) -> dict[st
     plan_s, found = _timed(plan, sources, targets)
     moved, least = found.bytes_per_link, minimal_bytes(sources, targets)
     sent: dict[str, int] = {}
-    for (rank, _), num_bytes in found.sent.items():
+    for (rank, _), num_bytes in found.put.items():
         sent[rank] = sent.get(rank, 0) + num_bytes
     busiest, target = max(sent, key=sent.__getitem__), targets[-1]
     part_s = max(

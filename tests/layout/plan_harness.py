@@ -83,6 +83,7 @@ def check(plan: Plan, sources: Sequence[Holder], targets: Sequence[Holder]) -> N
     held = {each.rank: _elements(each.holdings) for each in sources}
 
     buffers = {}
+    ranks = [each.rank for each in sources]
     for each in sources:
         segments = plan.staged(each.rank)
         _check_offsets(segments)
@@ -93,10 +94,12 @@ def check(plan: Plan, sources: Sequence[Holder], targets: Sequence[Holder]) -> N
     for node in dict.fromkeys(nodes.values()):
         imports = plan.imports(node)
         _check_offsets([one.here for one in imports])
-        for one in imports:
-            assert (one.here.buffer, one.there.box) == (node, one.here.box)
-            assert node in one.there.nodes
-            assert nodes[one.there.buffer] != node
+        for arrival in imports:
+            assert (arrival.here.buffer, arrival.there.box) == (node, arrival.here.box)
+            assert node in arrival.there.nodes
+            assert nodes[arrival.there.buffer] != node
+        places = [(ranks.index(one.there.buffer), one.there.offset) for one in imports]
+        assert places == sorted(places), "neighbours there are neighbours here"
         buffers[node] = imported(imports, buffers)
 
     for each in targets:
@@ -108,9 +111,9 @@ def check(plan: Plan, sources: Sequence[Holder], targets: Sequence[Holder]) -> N
             into = (received[read.want], want.box)
             copy(read, into, buffers, lambda own: numbers[own.name][own.box.slices])
             times[read.want][read.box.slices_in(want.box)] += 1
-        for one, got, count in zip(each.holdings, received, times, strict=True):
+        for want, got, count in zip(each.holdings, received, times, strict=True):
             assert (count == 1).all(), "each element is written exactly once"
-            assert torch.equal(got, numbers[one.name][one.box.slices].to(one.dtype))
+            assert torch.equal(got, numbers[want.name][want.box.slices].to(want.dtype))
 
     lacked = _lacked(sources, targets)
     _check_borders(plan, sources, nodes, lacked)

@@ -55,7 +55,7 @@ def test_a_border_is_crossed_once_for_all_targets_behind_it() -> None:
     [into_b] = found.imports("b")
     assert into_b == Import(top, replace(top, buffer="b", nodes=()))
     assert [read.origin for read in found.reads("r2")] == [into_b.here, bottom]
-    assert found.sent == {(t, node): 32 for t in ("t0", "t1") for node in ("a", "b")}
+    assert found.put == {(t, node): 32 for t in ("t0", "t1") for node in ("a", "b")}
     check(found, sources, targets)
 
 
@@ -64,7 +64,7 @@ def test_copies_on_each_node_stay_there() -> None:
     targets = (holder("r0", "a", matrix()), holder("r1", "b", matrix(TOP)))
     found = plan(sources, targets)
     assert found.bytes_per_link.imported == {}
-    assert found.sent == {("t0", "a"): 64, ("t1", "b"): 32}
+    assert found.put == {("t0", "a"): 64, ("t1", "b"): 32}
     check(found, sources, targets)
 
 
@@ -74,7 +74,7 @@ def test_copies_share_what_is_sent() -> None:
     found = plan(sources, targets, finest_bytes=1)
     assert [one.box for one in found.staged("t0")] == [TOP]
     assert [one.box for one in found.staged("t1")] == [BOTTOM]
-    assert set(found.sent.values()) == {32}
+    assert set(found.put.values()) == {32}
     check(found, sources, targets)
     # Pieces so small would cost more than they share.
     coarse = plan(sources, targets)
@@ -120,7 +120,7 @@ def test_numbers_are_counted_as_they_are_wanted() -> None:
     )
     found = plan(sources, targets)
     # All of it in bfloat16, its upper half in float16.
-    assert found.sent == {("t0", "b"): 16 * 2 + 8 * 2}
+    assert found.put == {("t0", "b"): 16 * 2 + 8 * 2}
     check(found, sources, targets)
 
 
@@ -141,7 +141,7 @@ def test_tensors_that_stand_on_two_stages_are_one() -> None:
     sources = (holder("t0", "a", tied), holder("t1", "b", layer, tied))
     targets = (holder("r0", "c", layer, tied),)
     found = plan(sources, targets)
-    assert found.sent == {("t0", "c"): 64, ("t1", "c"): 64}
+    assert found.put == {("t0", "c"): 64, ("t1", "c"): 64}
     check(found, sources, targets)
 
 
@@ -280,7 +280,7 @@ def sides(draw: st.DrawFn) -> tuple[tuple[Holder, ...], tuple[Holder, ...]]:
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(both=sides(), finest_bytes=st.sampled_from([1, 16, FINEST_BYTES]))
 def test_any_boxes(both: tuple[tuple[Holder, ...], tuple[Holder, ...]], finest_bytes: int) -> None:
     sources, targets = both
@@ -326,7 +326,7 @@ MODEL = [
 ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     before=layouts,
     after=layouts,
@@ -388,7 +388,7 @@ def test_copies_share_the_work(
     found = plan(sources, targets)
     pieces = [(held.num_elements * 4, ranks) for some in of_tensor.values() for held, ranks in some]
     loads = {one.rank: 0 for one in sources}
-    for (rank, _), num_bytes in found.sent.items():
+    for (rank, _), num_bytes in found.put.items():
         loads[rank] += num_bytes
     assert sum(loads.values()) == max(1, num_nodes) * sum(num_bytes for num_bytes, _ in pieces)
     # What only these ranks have, they have to share.
@@ -401,10 +401,10 @@ def test_copies_share_the_work(
 
 
 def test_many_ranks_are_planned_fast() -> None:
-    """512 by 500, with time to spare for slow machines; scripts/bench/weights.py plans more."""
-    model = dense_model(45)
+    """512 by 200, with time to spare for slow machines; scripts/bench/weights.py plans more."""
+    model = dense_model(18)
     sources, targets = trainer(Layout.parse("dp32tp8"), model), replicas(32, 8, model)
     start = time.process_time()
     found = plan(sources, targets)
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 3  # seconds; 0.3 on one core of a Xeon
     assert found.bytes_per_link == minimal_bytes(sources, targets)
