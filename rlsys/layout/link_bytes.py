@@ -136,6 +136,7 @@ def _lines(links: Sequence[tuple[str, str, str, Sequence[int]]], width: int) -> 
 
 
 def _size(num_bytes: int) -> str:
-    if num_bytes < 2**30:
-        return f"{num_bytes / 2**20:9.1f} MiB"
+    for power, unit in enumerate(("KiB", "MiB"), start=1):
+        if num_bytes < 1024 ** (power + 1):
+            return f"{num_bytes / 1024**power:9.1f} {unit}"
     return f"{num_bytes / 2**30:9.1f} GiB"

@@ -17,14 +17,16 @@ same arguments find the same plan.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rlsys.layout.alike import Group, Ranks, grouped
+from rlsys.layout.balance import Run
 from rlsys.layout.grid import IntArray
 from rlsys.layout.holdings import Box, Holder, Holding
 from rlsys.layout.link_bytes import LinkBytes, table, without
@@ -88,8 +90,11 @@ def plan(
     )
 
 
-# By tensor, precision and box, what lies in a buffer.
-_Buffer = dict[tuple[str, torch.dtype, Box], tuple[Part, Segment]]
+class _Buffer(NamedTuple):
+    """Where what a rank stages, or a node imports, lies in its buffer."""
+
+    segments: IntArray  # [segments, 2], by offset: number of a part, place of a tensor in its group
+    offsets: Mapping[int, IntArray]  # by part, of each of its tensors
 
 
 class Plan:
@@ -101,34 +106,42 @@ class Plan:
         targets: Sequence[Holder],
         ranks: Ranks,
         groups: Sequence[Group],
-        parts: Iterable[Part],
+        parts: Sequence[Part],
     ) -> None:
         self._sources = {holder.rank: holder for holder in sources}
         self._targets = {holder.rank: holder for holder in targets}
         self._ranks = ranks
         self._groups = groups
+        self._parts = parts
         self._node_of = {name: ranks.nodes[number] for number, name in enumerate(ranks.names)}
-        self._staged: dict[str, list[Part]] = {rank: [] for rank in self._sources}
-        self._imported: dict[str, list[Part]] = {node: [] for node in ranks.node_names}
-        self._readable: dict[tuple[int, int], list[Part]] = defaultdict(list)  # by node and group
-        for part in parts:
-            self._staged[ranks.names[part.rank]].append(part)
+        # Numbers of parts: by the rank or node in whose buffer they lie; by node and group.
+        self._lying: dict[str, list[int]] = {name: [] for name in (*ranks.names, *ranks.node_names)}
+        self._readable: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, part in enumerate(parts):
+            self._lying[ranks.names[part.rank]].append(number)
             for node in part.far:
-                self._imported[ranks.node_names[node]].append(part)
+                self._lying[ranks.node_names[node]].append(number)
             for node in (*part.far, *([ranks.nodes[part.rank]] if part.near else [])):
-                self._readable[node, part.run.group].append(part)
+                self._readable[node, part.run.group].append(number)
         self._buffers: dict[str, _Buffer] = {}
+        self._importing: dict[int, tuple[str, ...]] = {}
 
     def staged(self, rank: str) -> list[Segment]:
         """What a source puts into its buffer, by offset: tensors in the sources' order."""
-        return [segment for _, segment in self._buffer(rank, self._staged[rank]).values()]
+        assert rank in self._sources, f"{rank} is no source"
+        segments = self._buffer(rank).segments.tolist()
+        return [self._segment(rank, number, index) for number, index in segments]
 
     def imports(self, node: str) -> list[Import]:
         """What comes into a node, by its offset there: sender after sender, each in the order of
         its own buffer, so that neighbours can travel as one."""
+        senders = [self._ranks.names[part.rank] for part in self._parts]
         return [
-            Import(self._of_rank(part)[key][1], here)
-            for key, (part, here) in self._buffer(node, self._imported[node]).items()
+            Import(
+                there=self._segment(senders[number], number, index),
+                here=self._segment(node, number, index),
+            )
+            for number, index in self._buffer(node).segments.tolist()
         ]
 
     def reads(self, rank: str) -> list[Read]:
@@ -138,7 +151,8 @@ class Plan:
             for one in self._sources[rank].holdings:
                 own[one.name].append(one)
         # Of tensors that lie alike a rank lacks the same, and finds it in the same parts.
-        overlaps: dict[tuple[int, Box], list[tuple[Part, Box]]] = {}
+        overlaps: dict[tuple[int, Box], list[tuple[int, Box]]] = {}
+        node = self._node_of[rank]
         found = []
         for number, want in enumerate(self._targets[rank].holdings):
             left = [want.box] if want.box.num_elements else []
@@ -150,61 +164,73 @@ class Plan:
                 continue
             group, index = self._places[want.name, want.dtype]
             if (group, want.box) not in overlaps:
-                overlaps[group, want.box] = self._overlaps(self._node_of[rank], group, left)
+                overlaps[group, want.box] = self._overlaps(node, group, left)
             for part, box in overlaps[group, want.box]:
-                if part.run.first <= index < part.run.stop:
-                    found.append(Read(number, box, self._segment(self._node_of[rank], part, want)))
+                if self._parts[part].run.first <= index < self._parts[part].run.stop:
+                    segment = self._segment(self._owner(node, part), part, index)
+                    found.append(Read(number, box, segment))
         return found
 
-    def _overlaps(self, node: int, group: int, boxes: Sequence[Box]) -> list[tuple[Part, Box]]:
-        """What of some boxes lies in the buffers of a node."""
+    def _overlaps(self, node: int, group: int, boxes: Sequence[Box]) -> list[tuple[int, Box]]:
+        """What of some boxes lies in the buffers of a node, by numbers of parts."""
         return [
-            (part, shared)
-            for part in self._readable[node, group]
+            (number, shared)
+            for number in self._readable[node, group]
             for box in boxes
-            if (shared := part.run.box.overlap(box)) is not None
+            if (shared := self._parts[number].run.box.overlap(box)) is not None
         ]
 
-    def _segment(self, node: int, part: Part, want: Holding) -> Segment:
-        """Of a part, as it lies on a node."""
-        if self._ranks.nodes[part.rank] == node:
-            buffer = self._of_rank(part)
-        else:
-            name = self._ranks.node_names[node]
-            buffer = self._buffer(name, self._imported[name])
-        return buffer[want.name, want.dtype, part.run.box][1]
+    def _owner(self, node: int, number: int) -> str:
+        """Of the buffer in which the ranks of a node find a part."""
+        rank = self._parts[number].rank
+        is_near = self._ranks.nodes[rank] == node
+        return self._ranks.names[rank] if is_near else self._ranks.node_names[node]
 
-    def _of_rank(self, part: Part) -> _Buffer:
-        """Of the rank that stages a part."""
-        name = self._ranks.names[part.rank]
-        return self._buffer(name, self._staged[name])
+    def _segment(self, owner: str, number: int, index: int) -> Segment:
+        """A part of a tensor, which is named by its place in its group, in a buffer."""
+        part = self._parts[number]
+        run, group = part.run, self._groups[part.run.group]
+        is_staged = owner == self._ranks.names[part.rank]
+        return Segment(
+            buffer=owner,
+            offset=int(self._buffer(owner).offsets[number][index - run.first]),
+            name=group.names[index],
+            dtype=group.dtype,
+            box=run.box,
+            nodes=self._nodes(number) if is_staged else (),
+        )
 
-    def _buffer(self, owner: str, parts: Iterable[Part]) -> _Buffer:
-        """What lies in the buffer of a rank or node, by offset."""
+    def _nodes(self, number: int) -> tuple[str, ...]:
+        """That import a part."""
+        if number not in self._importing:
+            far = sorted(self._parts[number].far)
+            self._importing[number] = tuple(self._ranks.node_names[node] for node in far)
+        return self._importing[number]
+
+    def _buffer(self, owner: str) -> _Buffer:
         if owner not in self._buffers:
-            entries = []
-            for part in parts:
-                group, run = self._groups[part.run.group], part.run
-                nodes = tuple(self._ranks.node_names[node] for node in sorted(part.far))
-                entries += [
-                    (part.rank, self._order[name], run.box, str(group.dtype), part, name, nodes)
-                    for name in group.names[run.first : run.stop]
-                ]
-            laid_out: _Buffer = {}
-            offset = 0
-            for *_, part, name, nodes in sorted(entries, key=lambda entry: entry[:4]):
-                segment = Segment(
-                    buffer=owner,
-                    offset=offset,
-                    name=name,
-                    dtype=self._groups[part.run.group].dtype,
-                    box=part.run.box,
-                    nodes=nodes if owner in self._staged else (),
-                )
-                laid_out[name, segment.dtype, segment.box] = part, segment
-                offset += -(-segment.num_bytes // ALIGNMENT) * ALIGNMENT
-            self._buffers[owner] = laid_out
+            self._buffers[owner] = self._laid_out(self._lying[owner])
         return self._buffers[owner]
+
+    def _laid_out(self, numbers: Sequence[int]) -> _Buffer:
+        """Parts [P] in a buffer: by rank, then by tensor, then by place in the tensor."""
+        if not numbers:
+            return _Buffer(np.empty((0, 2), np.int64), {})
+        parts = sorted(((self._parts[number], number) for number in numbers), key=_by_place)
+        runs = [part.run for part, _ in parts]
+        counts = [run.stop - run.first for run in runs]  # [P]
+        which = np.repeat(np.arange(len(parts)), counts)  # [segments], as the next ones
+        tensors = np.concatenate([np.arange(run.first, run.stop) for run in runs])
+        order = np.concatenate([self._order[run.group][run.first : run.stop] for run in runs])
+        ranks = np.array([part.rank for part, _ in parts])[which]
+        sizes = np.array([-(-run.bytes_each // ALIGNMENT) * ALIGNMENT for run in runs])[which]
+        by_offset = np.lexsort((which, order, ranks))
+        offsets = np.empty_like(sizes)
+        offsets[by_offset] = np.cumsum(sizes[by_offset]) - sizes[by_offset]
+        of_part = np.split(offsets, np.cumsum(counts)[:-1])
+        sorted_numbers = np.array([number for _, number in parts])
+        segments = np.stack([sorted_numbers[which], tensors], axis=1)[by_offset]
+        return _Buffer(segments, dict(zip(sorted_numbers.tolist(), of_part, strict=True)))
 
     @cached_property
     def _places(self) -> dict[tuple[str, torch.dtype], tuple[int, int]]:
@@ -216,20 +242,22 @@ class Plan:
         }
 
     @cached_property
-    def _order(self) -> dict[str, int]:
-        """Of tensors, as the sources name them."""
+    def _order(self) -> list[IntArray]:
+        """By group: of its tensors, their places among all, as the sources name them."""
         names = (one.name for holder in self._sources.values() for one in holder.holdings)
-        return {name: number for number, name in enumerate(dict.fromkeys(names))}
+        places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        return [np.array([places[name] for name in group.names]) for group in self._groups]
 
     @cached_property
     def put(self) -> Mapping[tuple[str, str], int]:
         """Bytes that a rank puts into a node's memory, by both: it stages for its own, it sends to
         others. Without the gaps that alignment leaves."""
         found: dict[tuple[str, str], int] = defaultdict(int)
-        for rank, parts in self._staged.items():
-            for part in parts:
-                for node in (*part.far, *([self._node_of[rank]] if part.near else [])):
-                    found[rank, self._ranks.node_names[node]] += part.run.num_bytes
+        for part in self._parts:
+            home = [self._ranks.nodes[part.rank]] if part.near else []
+            for node in (*part.far, *home):
+                link = self._ranks.names[part.rank], self._ranks.node_names[node]
+                found[link] += part.run.num_bytes
         return dict(found)
 
     @cached_property
@@ -251,7 +279,8 @@ class Plan:
                 for rank in wanting:
                     node, name = self._ranks.nodes[rank], self._ranks.names[rank]
                     if node not in parts:
-                        parts[node] = _weighted(self._readable[node, number], len(group.shape))
+                        runs = [self._parts[one].run for one in self._readable[node, number]]
+                        parts[node] = _weighted(runs, len(group.shape))
                     own = group.held_by(rank) if name in self._sources else []
                     if own:
                         left = without([box], own)
@@ -268,10 +297,13 @@ class Plan:
         return table(self.put, self.bytes_per_link.read, nodes)
 
 
-def _weighted(parts: Sequence[Part], num_dims: int) -> tuple[IntArray, IntArray]:
-    """The bounds of some parts, [parts, D, 2], and the bytes that an element of all tensors of each
-    has, [parts]."""
-    runs = [part.run for part in parts]
+def _by_place(numbered: tuple[Part, int]) -> tuple[Any, ...]:
+    part, number = numbered
+    return part.run.box.bounds, number
+
+
+def _weighted(runs: Sequence[Run], num_dims: int) -> tuple[IntArray, IntArray]:
+    """Their bounds, [runs, D, 2], and the bytes of an element of all tensors of each, [runs]."""
     bounds = np.array([run.box.bounds for run in runs], np.int64)
     weights = np.array([(run.stop - run.first) * run.itemsize for run in runs], np.int64)
     return bounds.reshape(len(runs), num_dims, 2), weights

@@ -406,5 +406,5 @@ def test_many_ranks_are_planned_fast() -> None:
     sources, targets = trainer(Layout.parse("dp32tp8"), model), replicas(32, 8, model)
     start = time.process_time()
     found = plan(sources, targets)
-    assert time.process_time() - start < 3  # seconds; 0.3 on one core of a Xeon
+    assert time.process_time() - start < 3
     assert found.bytes_per_link == minimal_bytes(sources, targets)
