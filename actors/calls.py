@@ -114,7 +114,7 @@ class Worker:
         """Call at once; the answer, or the error of `call`, comes when it is awaited."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         before = list(self._unanswered) if self._ordered else []
-        answer = None if self._cause else _future(getattr(self.handle, method).remote(*args))
+        answer = None if self._cause else begun(getattr(self.handle, method).remote(*args))
         if answer is not None:
             self._unanswered[answer] = None
             answer.add_done_callback(self._unanswered.pop)
@@ -187,7 +187,7 @@ class Worker:
         try:
             while self._num_waiting and not self._cause:
                 seconds = limit_s * BEAT_FRAC if self._has_begun else 0.0
-                answer = _future(self.handle.beat.remote(seconds))
+                answer = begun(self.handle.beat.remote(seconds))
                 if not await _any_within(limit_s if self._has_begun else None, answer):
                     self.end(
                         f"its process has shown no sign of life for {limit_s:g} s "
@@ -231,9 +231,10 @@ async def _close(worker: Worker) -> None:
         await worker.call("close")
 
 
-def _future(reference: Any) -> asyncio.Future[Any]:
-    """Of the answer; nobody need wait for it."""
-    answer: asyncio.Future[Any] = asyncio.ensure_future(reference)
+def begun(call: Any) -> asyncio.Future[Any]:
+    """The answer of a coroutine, or of one of Ray's references; nobody need wait for it, and if it
+    is an error nobody may any more."""
+    answer: asyncio.Future[Any] = asyncio.ensure_future(call)
     answer.add_done_callback(lambda done: None if done.cancelled() else done.exception())
     return answer
 

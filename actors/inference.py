@@ -14,7 +14,7 @@ import ray
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.workers import PoolDied, Rows, Written
 
-from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, while_loading
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, begun, while_loading
 from .rows import read_rows, write_column
 from .store import StoreAddress, StoreClient
 
@@ -90,7 +90,7 @@ class RayPool:
         self._on_death = on_death
         self._start_timeout_s = 0.0
         self._workers: dict[int, Worker] = {}  # by place
-        self._starts: dict[Worker, asyncio.Task[None]] = {}
+        self._starts: dict[Worker, asyncio.Future[None]] = {}
         self._load = [0] * num_workers  # rows under way, by place
 
     @property
@@ -132,7 +132,7 @@ class RayPool:
         """That of a place, which may be starting."""
         if place not in self._workers:
             worker = self._workers[place] = self._start_worker(place)
-            self._starts[worker] = asyncio.create_task(self._start(worker))
+            self._starts[worker] = begun(self._start(worker))
         return self._workers[place]
 
     async def _start(self, worker: Worker) -> None:

@@ -170,7 +170,8 @@ def check_held_out(
         "dataset as evaluation.source, or rows as launch(held_out=rlsys.HeldOut(rows=...)).",
     )
     evaluated = evaluation_config(config, config.model.path)
-    pack_rewards(rewards)  # raises for those that cannot travel
+    if rewards:
+        pack_rewards(rewards)  # raises for those that cannot travel
     try:
         if loss is not None:
             loss.prompts(evaluated, tokenizer, held_out.rows)

@@ -23,7 +23,7 @@ from rlsys.rewards.parts import Parts
 from rlsys.types import Rollout
 from rlsys.workers import RolloutText, RowsLost, Score, Scored, ScoreTask, TellScores, Unreadable
 
-from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError, begun
 from .store import StoreAddress, StoreClient
 
 SCORE_COLUMNS = ("prompt_token_ids", "token_ids", "policy_versions")
@@ -182,7 +182,7 @@ class RayScorer:
         self._num_started = 0
         self._num_pieces = 0
         self._load: dict[Worker, int] = {}  # rollouts under way, of those that take some
-        self._starts: dict[Worker, asyncio.Task[None]] = {}
+        self._starts: dict[Worker, asyncio.Future[None]] = {}
         for _ in range(num_workers):
             self._add()
 
@@ -248,7 +248,7 @@ class RayScorer:
         """When the actor can work; raises what kept it from starting."""
         if worker not in self._starts:
             start = worker.call("start", timeout_s=self._start_timeout_s)
-            self._starts[worker] = asyncio.ensure_future(start)
+            self._starts[worker] = begun(start)
         await asyncio.shield(self._starts[worker])
 
     async def _restarted(self, worker: Worker) -> None:

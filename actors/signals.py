@@ -18,12 +18,14 @@ LOOK_EVERY_S = 0.5  # whether the main thread still runs
 AGAIN_S = 0.05  # until a signal is tried again that must not raise yet
 HOLDING_LOCKS = {subprocess.__file__, logging.__file__}
 
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # beside SIGINT, which asyncio.run takes
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def cancel_on_signals() -> None:
-    """SIGTERM ends the run in good order, as Ctrl-C does; so do a terminal that closes (SIGHUP,
-    unless nohup has switched that off) and SIGQUIT. Signals come to the main thread only."""
+    """Ctrl-C and SIGTERM end the run in good order; so do a terminal that closes (SIGHUP, unless
+    nohup has switched that off) and SIGQUIT. A second one shortens the end: what waits there waits
+    no longer. asyncio.run would raise KeyboardInterrupt at a second Ctrl-C, out of whatever runs,
+    and leave the loop with the run's end undone. Signals come to the main thread only."""
     if _is_main() and (task := asyncio.current_task()) is not None:
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -59,7 +61,7 @@ def signals_raise() -> Iterator[None]:
         else:
             raise asyncio.CancelledError
 
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGALRM, *ENDING)}
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGALRM, *ENDING)}
     ignored = (None, signal.SIG_IGN)
     before = {number: own for number, own in handlers.items() if own not in ignored}
     set_rays_own = ray_utils.set_sigterm_handler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -22,8 +23,18 @@ def run_to_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work())
+        return _here(work)
     return _in_a_thread(work)
+
+
+def _here(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    if threading.current_thread() is not threading.main_thread():
+        return asyncio.run(work())
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        return asyncio.run(work())
+    finally:
+        signal.signal(signal.SIGINT, on_interrupt)  # the work may have set one of its own
 
 
 def _in_a_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -334,6 +334,23 @@ def test_rows_that_are_held_out_are_told_apart(tmp_path: Path) -> None:
         launch(tmp_path, ROWS, evaluation=evaluation)
 
 
+def test_a_model_can_be_told_by_its_loss_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipes.sft import SFTConfig, sft
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "completion": "2"}\n' * 4)
+    config = SFTConfig(
+        data=rlsys.DataConfig(source=str(rows)),
+        evaluation=rlsys.HeldOutConfig(every=5, source=str(rows)),
+        prompts_per_step=4,
+        runs_dir=str(tmp_path),
+    )
+    rlsys.launch(config, sft(config), own_model=OwnModel(name="own"), dry_run=True)
+    assert "data: 4 prompts, each with completion beside it" in capsys.readouterr().out
+
+
 def test_without_a_model_nothing_can_be_trained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.path is empty; give a Hugging Face model"):
         launch(tmp_path, ROWS, own_model=None)

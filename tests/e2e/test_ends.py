@@ -91,6 +91,24 @@ def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
         job.end()
 
 
+def test_a_second_interrupt_does_not_break_the_end_off(tmp_path: Path, ray_dir: Path) -> None:
+    """Sent while actors start, of which many calls are under way."""
+    arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
+    try:
+        job.wait_for_output("Loading the model into the trainer")
+        job.process.send_signal(signal.SIGINT)
+        job.wait_for_output("the trainer: stopped after")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(timeout_s=ENDS_WITHIN_S) == 130, job.output
+        assert "Interrupted: " in job.output
+        assert "Traceback" not in job.output, job.output
+        assert job.left_behind() == {}
+        assert list(ray_dir.iterdir()) == []
+    finally:
+        job.end()
+
+
 def test_nothing_outlives_a_killed_run(tmp_path: Path, ray_dir: Path) -> None:
     """One of its processes is stopped, and would never notice."""
     arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]

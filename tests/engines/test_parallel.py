@@ -26,6 +26,7 @@ from tests.engines.training_harness import (
     gradients,
     make_engine,
     make_rows,
+    memory,
     save,
     weights,
 )
@@ -300,3 +301,62 @@ def test_a_checkpoint_goes_on_in_another_layout(before: str, after: str, tmp_pat
     plain = make_engine(tmp_path / f"hf-{after}").infer(ROWS)
     for one, other in zip(said, plain, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
+
+
+def inferred(rank: int, world_size: int, directory: Path, *, cases: Sequence[Any]) -> Any:
+    """By case, what an engine says of rows before and after a step, while which it inferred too;
+    then what two others say, which did so before they took its weights over from a checkpoint and
+    from a snapshot."""
+    found = []
+    for layout, dtype in cases:
+        first, second, third = (
+            make_engine(
+                directory / "model",
+                layout=layout,
+                dtype=dtype,
+                learning_rate=0.05,
+                rank=rank,
+                world_size=world_size,
+                micro_batch_tokens=60,
+            )
+            for _ in range(3)
+        )
+        own = ROWS[first._layout.data_index(rank) :: first._layout.num_data]
+        said = [one.infer(own) for one in (first, second, third)][:1]
+        first.accumulate(MicroBatch(rows=own))
+        first.infer(own)
+        first.optimizer_step()
+        name = f"{layout}-{dtype}-{rank}"
+        kept = memory(directory / name, first.snapshot_bytes(1)), name
+        first.snapshot(first.open_snapshots(*kept))
+        save(first, state := directory / f"{layout}-{dtype}")
+        second.load(state)
+        third.restore(third.open_snapshots(*kept), 1)
+        said += [one.infer(own) for one in (first, second, third)]
+        first.export(directory / f"hf-{layout}-{dtype}")
+        found.append((said, own))
+    return found
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [("dp1", "bfloat16")],
+        [("dp2", "float32"), ("cp2", "float32"), ("cp2", "bfloat16"), ("tp2", "bfloat16")],
+    ],
+    ids=["one rank", "two ranks"],
+)
+def test_no_pass_takes_weights_of_before(cases: Sequence[Any], tmp_path: Path) -> None:
+    build_model(tmp_path / "model", "qwen3")
+    num_ranks = Layout.parse(cases[0][0]).num_ranks
+    told = on_ranks(num_ranks, partial(inferred, cases=cases), tmp_path)[0]
+    for (layout, dtype), ((before, *after), rows) in zip(cases, told, strict=True):
+        plain = make_engine(tmp_path / f"hf-{layout}-{dtype}").infer(rows)
+        near = 1e-4 if dtype == "float32" else 0.1
+        for said in after:
+            for one, other in zip(said, after[0], strict=True):
+                assert np.array_equal(one, other), (layout, dtype)
+            for one, other in zip(said, plain, strict=True):
+                assert np.abs(one - other).max() < near, (layout, dtype)
+        moved = [np.abs(one - other).max() for one, other in zip(before, plain, strict=True)]
+        assert max(moved) > 0.5

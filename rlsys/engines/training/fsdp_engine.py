@@ -48,7 +48,7 @@ from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks, lost_contact
 from rlsys.engines.training.recomputation import checkpoint_layers
 from rlsys.engines.training.roles import HeadKind, Loss, Policy, Role, load_role
-from rlsys.engines.training.sharding import build_mesh, shard
+from rlsys.engines.training.sharding import build_mesh, let_go, shard
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.statistics import StepStatistics, StepSums, over_updates
 from rlsys.engines.training.supervised import supervised_row
@@ -231,9 +231,12 @@ class FSDPEngine:
         return self._apply_gradients(rate, "a supervised step").loss
 
     def infer(self, rows: Sequence[TrainRow]) -> list[Float32Array]:
-        return infer(
-            self._role, rows, max_tokens=self._config.micro_batch_tokens, ranks=self._ranks
-        )
+        try:
+            return infer(
+                self._role, rows, max_tokens=self._config.micro_batch_tokens, ranks=self._ranks
+            )
+        finally:
+            let_go(self._role.network)
 
     @property
     def attention_tokens(self) -> float:

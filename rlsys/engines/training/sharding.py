@@ -86,6 +86,14 @@ def _cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def let_go(network: nn.Module) -> None:
+    """Free what is gathered, so that the next pass gathers it anew. After a pass without a backward
+    that is embedding, last norm and head: later passes would take them as they were by then."""
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _allocate(network: nn.Module, device: str) -> None:
     made: dict[torch.Tensor, torch.Tensor] = {}  # tied ones stay tied
     for module in network.modules():
