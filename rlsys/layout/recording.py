@@ -232,4 +232,4 @@ def _digits(offset: int, base: torch.Tensor) -> list[int]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
