@@ -3,12 +3,20 @@ memory, warnings, and a prompt as the model will see it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlsys.config import RunConfig
+from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.graph import Dataflow
-from rlsys.estimate import ModelShape, estimate_activations, estimate_memory, store_bytes
+from rlsys.dataflow.stages import Head
+from rlsys.estimate import (
+    ModelShape,
+    estimate_memory,
+    estimate_rank,
+    model_shape,
+    store_bytes,
+)
 from rlsys.fields import to_toml
 from rlsys.observe.diagnosis import foresee
 
@@ -16,17 +24,17 @@ from .factories import needs, role_needs
 
 
 def describe(
-    config: RunConfig, flow: Dataflow, shape: ModelShape, prompts: PromptSource, tokenizer: Any
+    config: RunConfig,
+    flow: Dataflow,
+    shape: ModelShape,
+    prompts: PromptSource,
+    tokenizer: Any,
+    warnings: Sequence[str],
 ) -> str:
+    """`warnings`: beside those of the settings themselves."""
     ranks, replicas = needs(config, flow)
     roles = [need for needs in role_needs(config, flow).values() for need in needs]
-    activations, untold = 0, ""
-    try:
-        activations = estimate_activations(config, shape)
-    except ValueError as error:
-        untold = f"; not counted: {error}"
-    memory = estimate_memory(config, shape, activation_bytes=activations)
-    rank = memory.trainer_rank
+    memory = estimate_memory(config, shape)
     prompt = prompts.at(0)
     # Of the tokens, not of the row: this is what the model sees, special tokens included.
     seen = tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False)
@@ -38,14 +46,8 @@ def describe(
         *(str(need) for need in [*ranks, *roles, *replicas]),
         f"{_reward_workers(config.reward.num_workers)} and the store reserve nothing",
         "",
-        f"memory for {shape.num_parameters:,} parameters{untold}",
-        f"trainer rank      {_size(rank.total)}  beside the interpreter and libraries",
-        f"  weights         {_size(rank.weights)}  float32",
-        f"  gradients       {_size(rank.gradients)}",
-        f"  moments         {_size(rank.moments)}  of AdamW{_offloaded(config)}",
-        f"  gathered        {_size(rank.gathered)}  for a pass, of all ranks' weights",
-        f"  activations     {_size(rank.activations)}  of a pass of "
-        f"{config.trainer.micro_batch_tokens:,} tokens",
+        f"memory for {shape.num_parameters:,} parameters",
+        *_ranks(config, flow, shape),
         f"published weights {_size(memory.published_bytes)}  two versions, in shared memory",
         f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
         f"rollout replica   {_size(memory.replica_bytes)}  weights and a full KV cache",
@@ -55,15 +57,42 @@ def describe(
         f"data: {len(prompts):,} prompts, each with {', '.join(prompts.metadata_columns) or 'no'} "
         f"beside it; the first one has {len(prompt.token_ids)} tokens:",
         *(f"  {_printable(line)}" for line in seen.splitlines()),
-        *(f"warning: {warning}" for warning in foresee(config)),
+        *(f"warning: {warning}" for warning in [*foresee(config), *warnings]),
     ]
     return "\n".join(
         ["# configuration", to_toml(config), *(f"# {fact}".rstrip() for fact in facts)]
     )
 
 
-def _offloaded(config: RunConfig) -> str:
-    return ", in host memory" if config.trainer.offloads_moments else ""
+def _ranks(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:
+    """What a rank of each model that is trained takes."""
+    own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
+    yield from _rank("trainer", config, own, shape, flow.main.head)
+    for name, one in flow.models.items():
+        if isinstance(role := one.config, TrainedRoleConfig):
+            its = shape
+            if path := role.model.path:
+                its = model_shape(path, one.head, setting=f"{name}.model.path")
+            yield from _rank(name, config, role, its, one.head)
+
+
+def _rank(
+    name: str, config: RunConfig, trained: TrainedRoleConfig, shape: ModelShape, head: Head
+) -> Iterator[str]:
+    rank, trainer = estimate_rank(config, trained, shape, head), trained.trainer
+    offloaded = ", in host memory" if trainer.offloads_moments else ""
+    yield f"{f'{name} rank':17} {_size(rank.total)}  beside the interpreter and libraries"
+    yield f"  weights         {_size(rank.weights)}  float32"
+    yield f"  gradients       {_size(rank.gradients)}"
+    yield f"  moments         {_size(rank.moments)}  of AdamW{offloaded}"
+    if rank.untold:
+        yield f"  passes                not counted: {rank.untold}"
+    else:
+        yield (
+            f"  passes          {_size(rank.passes)}  of {trainer.micro_batch_tokens:,} tokens: "
+            "activations, gathered weights, logits"
+        )
+    yield f"  in pieces       {_size(rank.in_pieces)}  that the allocator keeps"
 
 
 def _reward_workers(num: int) -> str:

@@ -23,7 +23,7 @@ from rlsys.blocking import run_to_end
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
 from rlsys.controller import RewardsFailed, StallError
-from rlsys.data.prompts import load_tokenizer
+from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage
 from rlsys.engines.generation.protocol import EngineError
@@ -38,7 +38,7 @@ from rlsys.observe.console import RunConsole
 from rlsys.observe.diagnosis import foresee
 from rlsys.observe.metrics import read_metrics
 from rlsys.resuming import History, read_history
-from rlsys.run_directory import RunDirectory, RunFiles, check_room
+from rlsys.run_directory import RunDirectory, RunFiles, check_open, check_room
 from rlsys.tiny_models import OwnModel
 from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, ReplicaDied, RowsLost
@@ -47,7 +47,7 @@ from .calls import WorkerError
 from .cluster import check_limits, check_runs_dir
 from .dry_run import describe
 from .job import Job
-from .preparation import check_held_out, hub_of, load_prompts, with_model
+from .preparation import check_held_out, check_warm_start, hub_of, load_prompts, with_model
 from .signals import cancel_on_signals, cancel_without_main_thread, signals_raise
 
 # What goes wrong in the world: told in one message. A ValueError is a user's mistake, and told so
@@ -91,7 +91,7 @@ def launch(
     )
     held_out = held_out or HeldOut()
     if dry_run:
-        work = functools.partial(_dry_run, config, flow, own_model, held_out)
+        work = functools.partial(_dry_run, config, flow, own_model, warm_start, held_out)
     else:
         work = functools.partial(_run, config, flow, own_model, warm_start, held_out)
     try:
@@ -105,7 +105,11 @@ def launch(
 
 
 async def _dry_run(
-    config: RunConfig, flow: Dataflow, own_model: OwnModel | None, held_out: HeldOut
+    config: RunConfig,
+    flow: Dataflow,
+    own_model: OwnModel | None,
+    warm_start: WarmStart | None,
+    held_out: HeldOut,
 ) -> RunResult:
     check_runs_dir(config.runs_dir)
     files = RunFiles(Path(config.runs_dir) / config.name)
@@ -121,8 +125,32 @@ async def _dry_run(
         tokenizer = load_tokenizer(ready.model.path)
         prompts = load_prompts(config, flow, tokenizer, shape)
         check_held_out(ready, flow, held_out, tokenizer, shape)
-        print(describe(config, flow, shape, prompts, tokenizer))
+        check_warm_start(warm_start, tokenizer)
+        warnings = _taken(config)
+        continues = config.resume is not False and files.has_checkpoint
+        if continues and not files.has_finished(config.num_steps):
+            _history(files, config, prompts)
+        print(describe(config, flow, shape, prompts, tokenizer, warnings))
     return RunResult(outcome="dry run", files=files, metrics=())
+
+
+def _taken(config: RunConfig) -> list[str]:
+    """Why a start under this name would be refused: for a dry run no mistake yet, where it does not
+    resume, as what it prints may be started under another name."""
+    defaults = leaf_defaults(type(config))
+    try:
+        check_open(
+            config.runs_dir,
+            config.name,
+            to_dict(config),
+            resume=config.resume,
+            defaults=defaults,
+        )
+    except ValueError as error:
+        if config.resume is not False:
+            raise
+        return [str(error)]
+    return []
 
 
 async def _run(
@@ -156,7 +184,7 @@ async def _run(
                 flow,
                 own_model,
                 held_out,
-                begins_warm=warm_start is not None,
+                warm_start=warm_start,
             )
         if job is None:
             return _result(directory)
@@ -187,7 +215,7 @@ def _prepare(
     own_model: OwnModel | None,
     held_out: HeldOut,
     *,
-    begins_warm: bool,
+    warm_start: WarmStart | None,
 ) -> tuple[RunDirectory, Job | None]:
     """The run's directory, open until the end of `stack`, and what is to be done there; None where
     all is done already."""
@@ -201,6 +229,7 @@ def _prepare(
         tokenizer = load_tokenizer(ready.model.path)
         prompts = load_prompts(config, flow, tokenizer, shape)
         check_held_out(ready, flow, held_out, tokenizer, shape)
+        check_warm_start(warm_start, tokenizer)
     directory = stack.enter_context(
         RunDirectory.open(
             config.runs_dir,
@@ -208,7 +237,7 @@ def _prepare(
             to_dict(config),
             resume=config.resume,
             defaults=leaf_defaults(type(config)),
-            required_bytes=disk_bytes(ready, flow, shape, warm_start=begins_warm),
+            required_bytes=disk_bytes(ready, flow, shape, warm_start=warm_start is not None),
         )
     )
     continues = config.resume is not False
@@ -224,15 +253,21 @@ def _prepare(
     history = None
     if continues and directory.has_checkpoint:
         with console.phase("Reading the run's history"):
-            history = read_history(
-                directory, groups_per_step=config.prompts_per_step, num_steps=config.num_steps
-            )
-        prompts.check_order(history.state.prompts)
+            history = _history(directory, config, prompts)
         directory.write_config(to_dict(config))
         console.note(_where_it_goes_on(history, config, directory))
     for warning in foresee(config):
         console.warn(warning)
     return directory, Job(ready, flow, held_out, directory, history, prompts, tokenizer, console)
+
+
+def _history(files: RunFiles, config: RunConfig, prompts: PromptSource) -> History:
+    """Of a run that goes on. Raises ValueError where it cannot."""
+    history = read_history(
+        files, groups_per_step=config.prompts_per_step, num_steps=config.num_steps
+    )
+    prompts.check_order(history.state.prompts)
+    return history
 
 
 def _where_it_goes_on(history: History, config: RunConfig, directory: RunDirectory) -> str:

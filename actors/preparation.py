@@ -6,16 +6,18 @@ configuration, graph, recipe's own model ─► read and checked ─► PromptSo
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, require
+from rlsys.data.alphabet import Alphabet
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource
 from rlsys.data.rows import LOADERS
-from rlsys.data.vocabulary import check_vocabularies
+from rlsys.data.vocabulary import check_vocabularies, check_vocabulary
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import DatasetStage, ScoreStage, SourceStage
 from rlsys.engines.generation.interruption import interruption_of
@@ -24,7 +26,7 @@ from rlsys.errors import Mistakes
 from rlsys.estimate import ModelShape, model_shape
 from rlsys.held_out import evaluation_config, rewards_of
 from rlsys.held_out_loss import held_out_loss
-from rlsys.launching import HeldOut
+from rlsys.launching import HeldOut, WarmStart
 from rlsys.layout.fits import check_fits
 from rlsys.lora import check_lora
 from rlsys.model_evaluation import held_out_prompts
@@ -64,7 +66,10 @@ def load_prompts(
     ValueError with every mistake that was found."""
     mistakes = Mistakes()
     with mistakes.noted():
-        check_fits(config.trainer.parallel, shape.config)
+        num_tokens = shape.config.get_text_config().vocab_size
+        check_vocabulary(tokenizer, num_tokens, config.model.path)
+    with mistakes.noted():
+        check_fits(config.trainer.layout, shape.config)
     with mistakes.noted():
         check_lora(config.model.lora, shape.linear_layers)
     for name, model in flow.models.items():
@@ -73,7 +78,7 @@ def load_prompts(
                 path = role.model.path
                 setting = f"{name}.model.path"
                 own = model_shape(path, model.head, setting=setting) if path else shape
-                check_fits(role.trainer.parallel, own.config, setting=f"{name}.trainer.layout")
+                check_fits(role.trainer.layout, own.config, setting=f"{name}.trainer.layout")
                 check_lora(role.model.lora, own.linear_layers, setting=f"{name}.model.lora")
     if (shared := flow.source.prompts.shared) is not None:
         with mistakes.noted():
@@ -172,11 +177,23 @@ def check_held_out(
     evaluated = evaluation_config(config, config.model.path)
     if rewards:
         pack_rewards(rewards)  # raises for those that cannot travel
-    try:
-        if loss is not None:
-            loss.prompts(evaluated, tokenizer, held_out.rows)
-        if rewards:
-            scorers = as_rewards(rewards)
-            held_out_prompts(evaluated, tokenizer, shape.max_context, scorers, held_out.rows)
-    except ValueError as error:
-        raise ValueError(f"Of the rows that are held out (evaluation.source): {error}") from error
+    if loss is not None:
+        loss.prompts(evaluated, tokenizer, held_out.rows)
+    if rewards:
+        held_out_prompts(
+            evaluated,
+            tokenizer,
+            shape.max_context,
+            as_rewards(rewards),
+            held_out.rows,
+            of_a_run=True,
+        )
+
+
+def check_warm_start(warm_start: WarmStart | None, tokenizer: Any) -> None:
+    """Raise ValueError for a first lesson that cannot be taught."""
+    if warm_start is None or not warm_start.num_steps:
+        return
+    alphabet = Alphabet(tokenizer)
+    for text in itertools.chain.from_iterable(warm_start.first_batch()):
+        alphabet.check(text, "a text of WarmStart.batches for step 1")

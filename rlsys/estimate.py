@@ -1,13 +1,13 @@
 """How much memory a run will take, before it starts: for --dry-run and the check of the disk.
 
 In: the configuration and the model's shape (read from its config.json, no weights loaded).
-Out: bytes for each kind of actor, and for the store.
+Out: bytes of a trainer's rank, of other kinds of actors, and of the store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Head
 from rlsys.engines.context import context_length
 from rlsys.engines.model_tensors import model_tensors
-from rlsys.engines.training.pass_memory import pass_bytes
+from rlsys.engines.training.pass_memory import Passes, RankBytes, fullest_rank
 from rlsys.engines.training.publisher import NUM_KEPT
-from rlsys.engines.training.sharding import named_layers
 from rlsys.hf_config import largest
 from rlsys.run_directory import MAX_WAITING
 
@@ -30,8 +29,9 @@ MIN_STORE_BYTES = 64 << 20
 
 MASTER_BYTES, GRAD_BYTES = 4, 4  # per parameter, float32
 
-# Decoder layers whose weights are gathered at once: the one that is computed, and the next.
-NUM_GATHERED = 2
+# What a rank's allocator keeps beside what is held, because it lies in pieces of other sizes, as a
+# share of that. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md).
+SHARE_IN_PIECES = 0.12
 
 # Metrics, rollouts and a trace of an average run, beside its models.
 RECORDS_BYTES = 64 * 2**20
@@ -40,8 +40,6 @@ RECORDS_BYTES = 64 * 2**20
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     num_parameters: int
-    layer_parameters: int  # of its largest decoder layer
-    outer_parameters: int  # of what is in none: embedding, last norm, head
     buffer_bytes: int  # of those that are saved with the model
     linear_layers: Mapping[str, int]  # all but the head: inputs and outputs together, by name
     kv_values_per_token: int  # elements of keys and values over all layers
@@ -51,23 +49,32 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of what one trainer rank has at the moment of a step that takes most: as the backward
-    pass begins, while gradients of earlier passes are there."""
+    """Bytes of what one rank that trains has at the moment of a step that takes most: within a
+    pass, while gradients of earlier passes are there. Of ranks that have more and less, the one
+    with the most."""
 
     weights: int  # masters, and what is frozen beside adapters
     gradients: int
     moments: int
-    gathered: int  # of all ranks' weights what a pass computes with, in its precision
-    activations: int  # of a pass, and the work on its logits
+    passes: int  # activations, what is gathered for them, logits
+    untold: str = ""  # why `passes` is not told, and counts as nothing
+
+    @property
+    def in_pieces(self) -> int:
+        """What the allocator keeps beside."""
+        return int(SHARE_IN_PIECES * self._used)
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, each.name) for each in fields(self))
+        return self._used + self.in_pieces
+
+    @property
+    def _used(self) -> int:
+        return self.weights + self.gradients + self.moments + self.passes
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    trainer_rank: RankMemory
     published_bytes: int  # versions of the weights for the replicas, in the first rank's host
     snapshot_bytes: int  # per trainer rank, in the host's memory
     replica_bytes: int
@@ -95,15 +102,12 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
             f"{setting}={path!r} holds no causal language model ({in_short(error)}); give a "
             "Hugging Face model directory or hub name."
         ) from error
-    layers = [num_parameters(layer) for layer in named_layers(model)]
     text = config.get_text_config()
     num_heads = largest(text, "num_attention_heads", default=1)
     head_dim = largest(text, "head_dim", default=text.hidden_size // num_heads)
     num_kv_heads = largest(text, "num_key_value_heads", default=num_heads)
     return ModelShape(
         num_parameters=num_parameters(model),
-        layer_parameters=max(layers, default=0),
-        outer_parameters=num_parameters(model) - sum(layers),
         buffer_bytes=sum(
             tensor.nbytes
             for tensor in model_tensors(model).values()
@@ -126,32 +130,17 @@ def num_parameters(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def estimate_memory(
-    config: RunConfig, shape: ModelShape, *, activation_bytes: int = 0
-) -> MemoryEstimate:
-    """`activation_bytes`: what `estimate_activations` says, where it is to count."""
+def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
+    """Of the main model, beside what its ranks train with."""
     itemsize = getattr(torch, config.model.dtype).itemsize
-    num_trained = _num_trained(shape, config.model)
-    frozen_bytes = shape.num_parameters * itemsize if config.model.lora else 0
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if config.rollout.engine == "vllm":
         kv_cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
     else:
         kv_cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
     state_bytes = _state_bytes(shape, config.model, config.trainer)
-    layout = config.trainer.parallel
-    num_shards = layout.num_ranks // layout.dp_replicate
-    gathers = num_shards > 1 or itemsize != MASTER_BYTES
-    gathered = shape.outer_parameters + NUM_GATHERED * shape.layer_parameters
-    rank = RankMemory(
-        weights=(num_trained * MASTER_BYTES + frozen_bytes) // num_shards,
-        gradients=num_trained * GRAD_BYTES // num_shards,
-        moments=num_trained * _moment_bytes(config.trainer) // num_shards,
-        gathered=gathers * gathered * itemsize // layout.tp,
-        activations=activation_bytes,
-    )
+    num_shards = _num_shards(config.trainer)
     return MemoryEstimate(
-        trainer_rank=rank,
         published_bytes=NUM_KEPT * shape.num_parameters * itemsize,
         snapshot_bytes=max(1, num_snapshots(config, config.trainer)) * state_bytes // num_shards,
         replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
@@ -159,28 +148,54 @@ def estimate_memory(
     )
 
 
-def estimate_activations(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of a full pass on one rank, of rows as long as they can be: each of its tokens is
-    trained on.
+def estimate_rank(
+    config: RunConfig, trained: TrainedRoleConfig, shape: ModelShape, head: Head
+) -> RankMemory:
+    """Of a model of the run that is trained so, with this shape and head. A full pass has rows as
+    long as they can be."""
+    model, trainer = trained.model, trained.trainer
+    try:
+        rank = fullest_rank(
+            shape.config,
+            head=head,
+            dtype=model.dtype,
+            checkpointing=model.checkpointing(on_gpu=trainer.num_gpus > 0),
+            layout=trainer.parallel,
+            passes=_passes(config, trainer, shape),
+        )
+    except ValueError as error:
+        even = shape.num_parameters // _num_shards(trainer)
+        rank = RankBytes(num_parameters=even, passes=None, untold=str(error))
+    # Of adapters, what they are of the whole model.
+    num_trained = rank.num_parameters * _num_trained(shape, model) // shape.num_parameters
+    itemsize = getattr(torch, model.dtype).itemsize
+    frozen_bytes = rank.num_parameters * itemsize if model.lora else 0
+    return RankMemory(
+        weights=num_trained * MASTER_BYTES + frozen_bytes,
+        gradients=num_trained * GRAD_BYTES,
+        moments=num_trained * _moment_bytes(trainer),
+        passes=rank.passes or 0,
+        untold=rank.untold,
+    )
 
-    Of layouts with tp or cp, which share tokens and heads, the part of one rank; a stage of a
-    pipeline holds as many passes as there are stages, of its part of the layers each. Raises
-    ValueError where it cannot be told.
-    """
-    layout, budget = config.trainer.parallel, config.trainer.micro_batch_tokens
+
+def _passes(config: RunConfig, trainer: TrainerConfig, shape: ModelShape) -> Passes:
+    """Full ones, as many as a stage of a pipeline may have under way."""
+    layout, budget = trainer.parallel, trainer.micro_batch_tokens
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     longest = min(longest, shape.max_context)
-    num_rows = config.rollouts_per_step // layout.num_data
-    num_rows = max(1, min(num_rows, round(budget / longest)))
-    on_gpu = config.trainer.num_gpus > 0
-    whole = pass_bytes(
-        shape.config,
-        dtype=config.model.dtype,
-        checkpointing=config.model.checkpointing(on_gpu=on_gpu),
-        num_rows=num_rows,
-        row_tokens=longest if num_rows == 1 else min(longest, budget // num_rows),
+    num_rows = max(1, config.rollouts_per_step // layout.num_data)
+    num_in_pass = max(1, min(num_rows, round(budget / longest)))
+    return Passes(
+        count=min(-(-num_rows // num_in_pass), 2 * layout.pp) if layout.pp > 1 else 1,
+        num_rows=num_in_pass,
+        row_tokens=longest if num_in_pass == 1 else min(longest, budget // num_in_pass),
     )
-    return whole // layout.num_token_shards
+
+
+def _num_shards(trainer: TrainerConfig) -> int:
+    """Ranks that share the weights, if evenly."""
+    return trainer.parallel.num_ranks // trainer.parallel.dp_replicate
 
 
 def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:

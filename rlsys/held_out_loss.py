@@ -69,7 +69,8 @@ class HeldOutLoss:
     def prompts(self, config: EvaluationConfig, tokenizer: Any, rows: Rows | None) -> list[Prompt]:
         """Raises ValueError for data that cannot be used, or is too little."""
         context = model_shape(config.model.path, self.head).max_context
-        return held_out_prompts(config, tokenizer, context, (), rows, self.completions)
+        completions = self.completions
+        return held_out_prompts(config, tokenizer, context, (), rows, completions, of_a_run=True)
 
 
 def held_out_loss(run: RunConfig, flow: Dataflow) -> HeldOutLoss | None:

@@ -15,7 +15,7 @@ import reprlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,6 +47,10 @@ class WarmStart:
     num_steps: int
     batches: Iterator[list[tuple[str, str]]]  # prompts and the completions to learn
     learning_rate: float  # peak, reached linearly over the first tenth of the steps
+    _ahead: list[list[tuple[str, str]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """Of `batches`, what was looked at and is yet to be taught."""
 
     def __post_init__(self) -> None:
         checked(self.num_steps, int, "WarmStart.num_steps")
@@ -70,9 +74,16 @@ class WarmStart:
         """Learning rate of the step; steps count from 1."""
         return self.learning_rate * min(1.0, step / max(1, self.num_steps // 10))
 
+    def first_batch(self) -> list[tuple[str, str]]:
+        """What `batch` gives for step 1, which it still gives later. Raises ValueError as it does,
+        where no step was begun."""
+        examples = self.batch(1)
+        self._ahead.append(examples)
+        return examples
+
     def batch(self, step: int) -> list[tuple[str, str]]:
         """The examples of the step. Raises ValueError where there are none."""
-        examples = next(self.batches, None)
+        examples = self._ahead.pop() if self._ahead else next(self.batches, None)
         require(
             examples is not None,
             f"WarmStart.batches ended before step {step} of {self.num_steps}; give as many batches "

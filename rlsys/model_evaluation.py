@@ -205,9 +205,11 @@ def held_out_prompts(
     rewards: Sequence[Reward],
     rows: Rows | None = None,
     completions: tuple[str, int] | None = None,
+    *,
+    of_a_run: bool = False,
 ) -> list[Prompt]:
-    """`completions` as of PromptSource. Raises ValueError for data that cannot be used, or is too
-    little."""
+    """`completions` as of PromptSource. `of_a_run`: errors name a run's settings. Raises ValueError
+    for data that cannot be used, or is too little."""
     source = PromptSource(
         config.data,
         tokenizer,
@@ -216,13 +218,15 @@ def held_out_prompts(
         max_context=max_context,
         rows=rows,
         completions=completions,
+        held_out=of_a_run,
     )
     source.check_rewards(rewards)
     num = len(source) if config.num_prompts is None else config.num_prompts
+    prefix = "evaluation." if of_a_run else ""
     require(
         2 <= num <= len(source),
-        f"num_prompts={num}, but {source.where} has {len(source)} prompts that can be used, and an "
-        "interval needs 2; use 2 to that many, or more data.",
+        f"{prefix}num_prompts={num}, but {source.where} has {len(source)} prompts that can be "
+        "used, and an interval needs 2; use 2 to that many, or more data.",
     )
     return [source.at(index) for index in range(num)]
 

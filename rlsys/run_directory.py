@@ -158,9 +158,7 @@ class RunDirectory(RunFiles):
     ) -> RunDirectory:
         """By `resume` or `create`. For "auto" the former where there is a checkpoint or an exported
         model, else the latter; what an earlier attempt without one has recorded is begun again."""
-        files = RunFiles(Path(runs_dir) / name)
-        may_continue = files.has_checkpoint or exported_step(files.hf) is not None
-        if resume is True or (resume == "auto" and may_continue):
+        if _continues(RunFiles(Path(runs_dir) / name), resume):
             return cls.resume(
                 runs_dir, name, config, defaults=defaults, required_bytes=required_bytes
             )
@@ -197,14 +195,11 @@ class RunDirectory(RunFiles):
             is_new = True
         except FileExistsError:
             is_new = False
-            if not path.is_dir():
-                raise ValueError(
-                    f"name={name!r}: {path} is a file; choose another --name, or delete it."
-                ) from None
+            _check_is_directory(path)
         run = cls(path)
         try:
             if not is_new:
-                run._empty(name, may_discard_steps)
+                run._empty(may_discard_steps)
             run.checkpoints.mkdir()
             run.write_config(config)
         except BaseException:
@@ -235,16 +230,10 @@ class RunDirectory(RunFiles):
         resumed run may not change.
         """
         path = Path(runs_dir) / name
-        if not path.is_dir():
-            raise ValueError(
-                f"name={name!r}: {path} does not exist, so there is nothing to resume; start it "
-                "without --resume, or check name and runs_dir."
-            )
+        _check_exists(path)
         run = cls(path)
         try:
-            if not run.has_checkpoint and not run.has_finished(config["num_steps"]):
-                raise ValueError(f"name={name!r}: {nothing_to_resume(run)}")
-            run._check_same_experiment(config, defaults or {})
+            _check_resumable(run, config, defaults or {})
             # New checkpoints take the places of those that are there.
             check_room(path, max(0, required_bytes - _bytes_below(run.checkpoints)))
         except BaseException:
@@ -262,21 +251,9 @@ class RunDirectory(RunFiles):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _empty(self, name: str, may_discard_steps: bool) -> None:
+    def _empty(self, may_discard_steps: bool) -> None:
         """Remove what a start has left. Raises ValueError where there is more than that."""
-        if self.has_checkpoint or (self.has_steps and not may_discard_steps):
-            raise ValueError(_exists(self.path, name))
-        if lost := lost_checkpoints(self):
-            raise ValueError(f"name={name!r}: {lost}")
-        found = [*self.path.iterdir()]
-        if self.checkpoints.is_dir():
-            found += self.checkpoints.iterdir()
-        for entry in found:
-            if not (OF_A_START.fullmatch(entry.name) or entry == self.checkpoints):
-                raise ValueError(
-                    f"name={name!r}: {self.path} holds {entry.relative_to(self.path)}, which no "
-                    "start of a run writes; choose another --name, or move that away."
-                )
+        _check_left_by_a_start(self, may_discard_steps)
         if num_steps := _num_steps(self.metrics):
             logger.warning(
                 "%s: no checkpoint holds what was recorded (%d steps); the run begins anew, and "
@@ -292,21 +269,6 @@ class RunDirectory(RunFiles):
             else:
                 entry.unlink()
 
-    def _check_same_experiment(
-        self, config: Mapping[str, Any], defaults: Mapping[str, Any]
-    ) -> None:
-        before = {**defaults, **_leaves(read_config(self.config))}
-        changes = [
-            f"{field} ({old} before, {new} now)"
-            for field, (old, new) in differences(before, config).items()
-            if field not in MAY_CHANGE and field.partition(".")[0] not in MAY_CHANGE
-        ]
-        if changes:
-            raise ValueError(
-                f"a resumed run must be the same experiment, but differs in {'; '.join(changes)}. "
-                "Set that back, or start a new run under another --name."
-            )
-
     def write_config(self, config: Mapping[str, Any]) -> None:
         """config.json, in one rename; a former one stays beside it, numbered."""
         if self.config.exists():
@@ -315,6 +277,84 @@ class RunDirectory(RunFiles):
         resolved = {"config": config, "versions": versions(), "git_revision": git_revision()}
         with writing(self.config):
             write_whole(self.config, json.dumps(resolved, indent=2) + "\n")
+
+
+def check_open(
+    runs_dir: str | Path,
+    name: str,
+    config: Mapping[str, Any],
+    *,
+    resume: bool | Literal["auto"],
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise ValueError for what `RunDirectory.open` refuses to take or to resume, but for lack of
+    room and another process; nothing is written."""
+    files = RunFiles(Path(runs_dir) / name)
+    if _continues(files, resume):
+        _check_exists(files.path)
+        _check_resumable(files, config, defaults or {})
+    elif files.path.exists():
+        _check_is_directory(files.path)
+        _check_left_by_a_start(files, may_discard_steps=resume == "auto")
+
+
+def _continues(files: RunFiles, resume: bool | Literal["auto"]) -> bool:
+    if resume == "auto":
+        return files.has_checkpoint or exported_step(files.hf) is not None
+    return resume
+
+
+def _check_is_directory(path: Path) -> None:
+    if not path.is_dir():
+        raise ValueError(
+            f"name={path.name!r}: {path} is a file; choose another --name, or delete it."
+        )
+
+
+def _check_exists(path: Path) -> None:
+    if not path.is_dir():
+        raise ValueError(
+            f"name={path.name!r}: {path} does not exist, so there is nothing to resume; start it "
+            "without --resume, or check name and runs_dir."
+        )
+
+
+def _check_left_by_a_start(files: RunFiles, may_discard_steps: bool) -> None:
+    """Raise ValueError for a directory that holds more than a start that ended early."""
+    path, name = files.path, files.path.name
+    if files.has_checkpoint or (files.has_steps and not may_discard_steps):
+        raise ValueError(_exists(path, name))
+    if lost := lost_checkpoints(files):
+        raise ValueError(f"name={name!r}: {lost}")
+    found = [*path.iterdir()]
+    if files.checkpoints.is_dir():
+        found += files.checkpoints.iterdir()
+    for entry in found:
+        if not (OF_A_START.fullmatch(entry.name) or entry == files.checkpoints):
+            raise ValueError(
+                f"name={name!r}: {path} holds {entry.relative_to(path)}, which no start of a run "
+                "writes; choose another --name, or move that away."
+            )
+
+
+def _check_resumable(
+    files: RunFiles, config: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for a run without a checkpoint that is not finished, or of another
+    experiment."""
+    if not files.has_checkpoint and not files.has_finished(config["num_steps"]):
+        raise ValueError(f"name={files.path.name!r}: {nothing_to_resume(files)}")
+    before = {**defaults, **_leaves(read_config(files.config))}
+    changes = [
+        f"{field} ({old} before, {new} now)"
+        for field, (old, new) in differences(before, config).items()
+        if field not in MAY_CHANGE and field.partition(".")[0] not in MAY_CHANGE
+    ]
+    if changes:
+        raise ValueError(
+            f"a resumed run must be the same experiment, but differs in {'; '.join(changes)}. "
+            "Set that back, or start a new run under another --name."
+        )
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -26,8 +26,9 @@ import rlsys
 from actors.launch import PLOT, next_command, this_python
 from recipes.quickstart import QuickstartConfig
 from rlsys.blocking import run_to_end
+from rlsys.fields import to_dict
 from rlsys.run_directory import RunDirectory
-from rlsys.tiny_models import OwnModel, is_whole
+from rlsys.tiny_models import OwnModel, build_tokenizer, is_whole
 from rlsys.user_functions import FunctionFailed
 
 ROOT = Path(__file__).parents[1]
@@ -163,10 +164,17 @@ def right(rollout: rlsys.Rollout) -> float:
 
 
 def launch(tmp_path: Path, rows: Any = None, **fields: Any) -> rlsys.RunResult:
+    options = {
+        "own_model": fields.pop("own_model", OwnModel(name="own")),
+        "warm_start": fields.pop("warm_start", None),
+    }
+    config = config_of(tmp_path, **fields)
+    return rlsys.launch(config, small_flow(config, rows), **options, dry_run=True)
+
+
+def config_of(tmp_path: Path, **fields: Any) -> rlsys.RunConfig:
     sizes: dict[str, Any] = {"prompts_per_step": 4, "group_size": 2, "runs_dir": f"{tmp_path}/runs"}
-    own = fields.pop("own_model", OwnModel(name="own"))
-    config = rlsys.RunConfig(**(sizes | fields))
-    return rlsys.launch(config, small_flow(config, rows), own_model=own, dry_run=True)
+    return rlsys.RunConfig(**(sizes | fields))
 
 
 def small_flow(config: rlsys.RunConfig, rows: Any) -> rlsys.Dataflow:
@@ -329,8 +337,14 @@ def test_rows_that_are_held_out_are_told_apart(tmp_path: Path) -> None:
     held_out.write_text('{"question": "1=", "answer": "1"}\n')
     evaluation = rlsys.HeldOutConfig(every=5, source=str(held_out))
     with pytest.raises(
-        ValueError, match=r"held out \(evaluation.source\): .* no column of .*held_"
+        ValueError, match=r"'prompt' is no column of evaluation.source='\S+/held_out.jsonl', which"
     ):
+        launch(tmp_path, ROWS, evaluation=evaluation)
+    missing = rlsys.HeldOutConfig(every=5, source="missing.jsonl")
+    with pytest.raises(ValueError, match=r"^evaluation.source='missing.jsonl' is no file"):
+        launch(tmp_path, ROWS, evaluation=missing)
+    held_out.write_text('{"prompt": "1=", "answer": "1"}\n')
+    with pytest.raises(ValueError, match=r"^evaluation.num_prompts=1, but evaluation.source='"):
         launch(tmp_path, ROWS, evaluation=evaluation)
 
 
@@ -499,7 +513,62 @@ def test_a_runs_directory_is_no_model_but_holds_one(tmp_path: Path, has_model: b
         launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=str(tmp_path / "run")))
 
 
+def test_a_tokenizer_beyond_its_model_is_refused(tmp_path: Path) -> None:
+    def exchange_tokenizer(path: Path) -> None:
+        build_tokenizer("0123456789=+").save_pretrained(path)
+
+    message = r"model.path='\S+': the model has 14 tokens, and its tokenizer 1 more, such as '\+'"
+    with pytest.raises(ValueError, match=message):
+        launch(tmp_path, ROWS, model=damaged(tmp_path, exchange_tokenizer))
+
+
+def test_a_layout_is_told_as_it_was_given(tmp_path: Path) -> None:
+    trainer = rlsys.TrainerConfig(layout="dp1tp3")
+    with pytest.raises(ValueError, match=r"^trainer.layout='dp1tp3': tp = 3 does not divide"):
+        launch(tmp_path, ROWS, trainer=trainer)
+
+
+def test_a_dry_run_says_that_a_name_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be started under another name; a resumed run can not."""
+    directory = tmp_path / "runs" / "run"
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text('{"step": 1}\n')
+    launch(tmp_path, ROWS)
+    printed = capsys.readouterr().out
+    assert f"# warning: name='run': {directory} holds the steps of another run, and" in printed
+    with pytest.raises(ValueError, match=r"^name='run': \S+ holds no checkpoint to resume from"):
+        launch(tmp_path, ROWS, resume=True)
+    launch(tmp_path, ROWS, resume="auto")  # which begins it again
+    assert "warning" not in capsys.readouterr().out
+    assert [path.name for path in directory.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_dry_run_of_another_experiment_under_its_name_is_refused(tmp_path: Path) -> None:
+    before = to_dict(config_of(tmp_path, seed=1))
+    with RunDirectory.create(tmp_path / "runs", "run", before) as run:
+        (run.checkpoints / "step_000001").mkdir()
+    with pytest.raises(ValueError, match=r"differs in seed \(1 before, 0 now\)"):
+        launch(tmp_path, ROWS, resume=True)
+    with pytest.raises(ValueError, match=r"step_000001 is damaged: \S+ is missing"):
+        launch(tmp_path, ROWS, resume=True, seed=1)
+
+
 # Warm starts.
+
+
+def test_a_dry_run_looks_at_the_first_lesson_and_leaves_it_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = OwnModel(name="own", characters="0123456789=")
+    lessons = warm_start([("1=", "1")], [("2=", "2")])
+    launch(tmp_path, ROWS, own_model=own, warm_start=lessons)
+    assert [lessons.batch(1), lessons.batch(2)] == [[("1=", "1")], [("2=", "2")]]
+    with pytest.raises(ValueError, match=r"WarmStart.batches ended before step 1 of 2"):
+        launch(tmp_path, ROWS, own_model=own, warm_start=warm_start())
+    with pytest.raises(ValueError, match=r"a text of WarmStart.batches for step 1.*'\+'"):
+        launch(tmp_path, ROWS, own_model=own, warm_start=warm_start([("1+1=", "2")]))
 
 
 def warm_start(*batches: list[tuple[str, str]]) -> rlsys.WarmStart:

@@ -63,7 +63,8 @@ class PromptSource:
 
     `rows`, a list of dictionaries or a `datasets.Dataset`, stand in place of data.source;
     `completions` (a column's name and how many it has a row) are read with the prompts; where it is
-    the prompt column itself, they are the replies of its chats. Raises ValueError for rows that are
+    the prompt column itself, they are the replies of its chats. `held_out`: what `config` says
+    comes from evaluation.source, and errors say so. Raises ValueError for rows that are
     missing, no prompts, too long for data.max_prompt_tokens or for the model's context, or of
     characters that the tokenizer leaves out; and for completions that are none. Whether there are
     enough for a step, `check_size` says.
@@ -79,12 +80,16 @@ class PromptSource:
         max_context: int,
         rows: Sequence[Mapping[str, Any]] | None = None,
         completions: tuple[str, int] | None = None,
+        held_out: bool = False,
     ) -> None:
         self._config = config
         self._renderer = PromptRenderer(config, tokenizer)
         self._seed = seed
-        self._rows: Any = load_rows(config) if rows is None else rows
-        self.where = f"data.source={config.source!r}" if rows is None else "the recipe's data"
+        setting = "evaluation.source" if held_out else "data.source"
+        self._rows: Any = load_rows(config, setting) if rows is None else rows
+        self.where = f"the recipe's {'held-out ' if held_out else ''}data"
+        if rows is None:
+            self.where = f"{setting}={config.source!r}"
         self._columns = self._check_columns(config.prompt_column, "data.prompt_column")
         self._completions = self._completion_column(completions, max_tokens)
         room = max_context - max_tokens

@@ -1,7 +1,8 @@
-"""Whether models that read each other's tokens mean the same by them.
+"""Whether a model knows its tokenizer's tokens, and models that read each other's mean the same.
 
-In: the policy's tokenizer, and the models beside it. Rollouts travel as token ids, so that a
-reference, a teacher, a critic or a reward model of another vocabulary would read another text.
+In: the policy's tokenizer, its model's size, and the models beside it. Rollouts travel as token
+ids, so that a reference, a teacher, a critic or a reward model of another vocabulary would read
+another text.
 """
 
 from __future__ import annotations
@@ -12,6 +13,26 @@ from typing import Any
 from rlsys.config import require
 from rlsys.data.hub import check_model_path
 from rlsys.data.prompts import load_tokenizer
+
+
+def check_vocabulary(tokenizer: Any, num_tokens: int, path: str) -> None:
+    """Raise ValueError for a tokenizer with tokens beyond the `num_tokens` of its model, which
+    model.path gives. Added tokens may be there: some text models come with those of their family
+    for images."""
+    added = tokenizer.get_added_vocab()
+    needed = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
+    beyond = {
+        token: number
+        for token, number in tokenizer.get_vocab().items()
+        if number >= num_tokens and (token in needed or token not in added)
+    }
+    first = min(beyond, key=beyond.__getitem__, default="")
+    require(
+        not beyond,
+        f"model.path={path!r}: the model has {num_tokens} tokens, and its tokenizer {len(beyond)} "
+        f"more, such as {first!r} ({beyond.get(first)}); put the model's own tokenizer there, or "
+        "add rows to its embedding (model.resize_token_embeddings).",
+    )
 
 
 def check_vocabularies(tokenizer: Any, paths: Mapping[str, str]) -> None:

@@ -11,10 +11,10 @@ from rlsys.mesh import Layout
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def check_fits(layout: Layout, config: Any, *, setting: str = "trainer.layout") -> None:
-    """Raise ValueError where the layout, which `setting` gives, does not divide the model of this
+def check_fits(said: str, config: Any, *, setting: str = "trainer.layout") -> None:
+    """Raise ValueError where the layout, as `setting` says it, does not divide the model of this
     Hugging Face configuration."""
-    text = config.get_text_config()
+    layout, text = Layout.parse(said), config.get_text_config()
     pieces = f"pp x {layout.num_pieces} pieces" if layout.num_pieces > 1 else "pp"
     for names, dimensions, size in (
         (("num_attention_heads", "num_key_value_heads", "intermediate_size"), "tp", layout.tp),
@@ -25,8 +25,8 @@ def check_fits(layout: Layout, config: Any, *, setting: str = "trainer.layout") 
             for number in numbers(text, name):
                 if number % size:
                     raise ValueError(
-                        f"{setting}={str(layout)!r}: {dimensions} = {size} does not divide "
+                        f"{setting}={said!r}: {dimensions} = {size} does not divide "
                         f"this model's {name}={number}; use a layout that does."
                     )
     if layout.ep > 1 and not any(numbers(text, name) for name in NUM_EXPERTS):
-        raise ValueError(f"{setting}={str(layout)!r}: this model has no experts; leave ep out.")
+        raise ValueError(f"{setting}={said!r}: this model has no experts; leave ep out.")

@@ -44,7 +44,19 @@ def foresee(config: RunConfig) -> list[str]:
         if isinstance(role, TrainedRoleConfig)
     }
     warmed = [_long_warmup(name, one, config.num_steps) for name, one in trainers.items()]
-    return [*_cut_distribution(config.sampling), *filter(None, warmed)]
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    exceeded = [_long_rows(name, one, longest) for name, one in trainers.items()]
+    return [*_cut_distribution(config.sampling), *filter(None, [*warmed, *exceeded])]
+
+
+def _long_rows(name: str, trainer: TrainerConfig, longest: int) -> str:
+    if longest <= trainer.micro_batch_tokens:
+        return ""
+    return (
+        f"{name}.micro_batch_tokens={trainer.micro_batch_tokens} is less than a row may have "
+        f"(data.max_prompt_tokens + sampling.max_tokens = {longest}): a longer row gets a pass of "
+        "its own, and memory for it; raise it, or lower one of the others."
+    )
 
 
 def _long_warmup(name: str, trainer: TrainerConfig, num_steps: int) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.data.vocabulary import check_vocabularies
+from rlsys.data.vocabulary import check_vocabularies, check_vocabulary
 from rlsys.tiny_models import build_tokenizer
 
 DIGITS = "0123456789+="
@@ -13,6 +13,18 @@ DIGITS = "0123456789+="
 def saved(directory: Path, characters: str) -> str:
     build_tokenizer(characters).save_pretrained(directory)
     return str(directory)
+
+
+def test_a_tokenizer_has_no_token_beyond_its_model() -> None:
+    tokenizer = build_tokenizer(DIGITS)  # three special tokens and twelve characters
+    check_vocabulary(tokenizer, 15, "m")
+    with pytest.raises(ValueError, match=r"^model.path='m': the model has 13 tokens, .* 2 more, s"):
+        check_vocabulary(tokenizer, 13, "m")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    check_vocabulary(tokenizer, 15, "m")  # as Gemma 3's tokenizer has one for its text models
+    tokenizer.eos_token = "<image>"
+    with pytest.raises(ValueError, match=r"such as '<image>' \(15\); put the model's own"):
+        check_vocabulary(tokenizer, 15, "m")
 
 
 def test_a_model_that_has_the_policys_tokens_may_have_more(tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ def dataset(directory: Path, num_rows: int, question: str = "How much is 1 + 1?"
         (["--trainer.layout", "dp3"], "prompts_per_step=4 does not divide"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
         (["--rollout.tensor-parallel", "2"], "needs the vllm engine"),
+        (
+            ["--rollout.engine=vllm", "--rollout.tensor-parallel=4", "--rollout.num-gpus=2"],
+            "rollout.tensor_parallel=4 needs as many GPUs for a replica, and rollout.num_gpus=2",
+        ),
         (["--warm-start-batch", "0"], "warm_start_batch=0 teaches nothing; use at least 1"),
         (["--cluster.store-gib", "inf"], "cluster.store_gib=inf is no finite number"),
         (["--seed", str(2**64)], "seed=18446744073709551616 does not fit into 64 bits"),
@@ -60,6 +64,9 @@ def test_a_wrong_option_ends_with_code_2(
         (["--runs-dir", "/proc/runs"], "/proc/runs"),
         (["--runs-dir", "LICENSE"], "runs_dir='LICENSE': LICENSE is a file; give a directory"),
         (["--resume"], "nothing to resume"),
+        (["--trainer.layout", "dp1tp3"], "trainer.layout='dp1tp3': tp = 3 does not divide"),
+        (["--trainer.layout", "pp3"], "pp = 3 does not divide this model's num_hidden_layers=4"),
+        (["--trainer.layout", "ep2"], "trainer.layout='ep2': this model has no experts"),
     ],
 )
 def test_what_cannot_work_is_told_before_anything_waits(

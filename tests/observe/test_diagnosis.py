@@ -5,7 +5,13 @@ from collections.abc import Mapping
 import pytest
 
 from recipes.ppo import PPOConfig
-from rlsys.config import RunConfig, SamplingConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.config import (
+    DataConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainedRoleConfig,
+    TrainerConfig,
+)
 from rlsys.engines.training.optimizer import learning_rate
 from rlsys.observe.diagnosis import diagnose, foresee
 
@@ -151,6 +157,15 @@ def test_a_cut_distribution_is_warned_of_before_the_start(
 
 def test_the_whole_distribution_needs_no_warning() -> None:
     assert foresee(RunConfig()) == []
+
+
+def test_a_row_beyond_the_budget_of_a_pass_is_warned_of() -> None:
+    data, sampling = DataConfig(max_prompt_tokens=500), SamplingConfig(max_tokens=100)
+    exact, less = (TrainerConfig(micro_batch_tokens=budget) for budget in (600, 599))
+    assert foresee(RunConfig(data=data, sampling=sampling, trainer=exact)) == []
+    (warning,) = foresee(RunConfig(data=data, sampling=sampling, trainer=less))
+    assert "trainer.micro_batch_tokens=599 is less than a row may have" in warning
+    assert "sampling.max_tokens = 600): a longer row gets a pass of its own" in warning
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:

@@ -104,7 +104,7 @@ class FSDPEngine:
         self._layout = trainer.parallel
         if self._layout.num_ranks != world_size:
             raise ValueError(
-                f"trainer.layout={str(self._layout)!r} has {self._layout.num_ranks} ranks, but "
+                f"trainer.layout={trainer.layout!r} has {self._layout.num_ranks} ranks, but "
                 f"{world_size} have met; make one engine for each rank of the layout."
             )
         self._device = torch.device(device)
@@ -372,7 +372,7 @@ class FSDPEngine:
             if lost_contact(error):
                 raise
             raise ValueError(
-                f"trainer.layout={str(self._layout)!r}: {type(self._model).__name__} cannot be "
+                f"trainer.layout={self._config.layout!r}: {type(self._model).__name__} cannot be "
                 f"laid out so ({in_short(error)}); use a layout of dp alone."
             ) from error
 

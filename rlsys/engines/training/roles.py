@@ -331,12 +331,13 @@ def load_role(
     unread = take_promises(model)
     if trained:
         use_fast_norms(model)
-    role = _role_of(model, head, device, temperature)
+    role = role_of(model, head, device, temperature)
     role.unread = unread
     return role
 
 
-def _role_of(model: Any, head: HeadKind, device: torch.device, temperature: float) -> Role:
+def role_of(model: Any, head: HeadKind, device: torch.device, temperature: float) -> Role:
+    """A loaded model in its role. Raises ValueError for one that rlsys gets wrong."""
     if head == "logits":
         return Policy(TokenPolicy(model), device, temperature)
     if head == "value":

@@ -46,13 +46,15 @@ def shard(network: Any, mesh: Mesh | None, *, dtype: str, device: str) -> None:
     Raises ValueError for a model that does not fit the layout.
     """
     if mesh is not None:
-        _cut(network, mesh, dtype=dtype, device=device)
-    _allocate(network, device)
+        cut(network, mesh, dtype=dtype, device=device)
+    allocate(network, device)
+    network.to(device)  # FSDP2 looks for its parameters anew
 
 
-def _cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
+def cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
+    """`shard`, without the memory."""
     layout = mesh.layout
-    check_fits(layout, network.model.config)
+    check_fits(str(layout), network.model.config)
     if layout.size("tp", "cp", "pp") > 1:
         if not network.packs:
             raise ValueError(
@@ -94,7 +96,8 @@ def let_go(network: nn.Module) -> None:
             module.reshard()
 
 
-def _allocate(network: nn.Module, device: str) -> None:
+def allocate(network: nn.Module, device: str) -> None:
+    """Memory for what of a network is on the meta device, without numbers."""
     made: dict[torch.Tensor, torch.Tensor] = {}  # tied ones stay tied
     for module in network.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -104,7 +107,6 @@ def _allocate(network: nn.Module, device: str) -> None:
                     if tensor not in made:
                         made[tensor] = _empty(tensor, device)
                     held[name] = made[tensor]
-    network.to(device)  # FSDP2 looks for its parameters anew
 
 
 def _empty(tensor: torch.Tensor, device: str) -> torch.Tensor:

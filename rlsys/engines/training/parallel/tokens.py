@@ -58,7 +58,9 @@ class TokenShards:
         """Which of the places [U] this rank scores, [U'] into U: those in its shard, or, where the
         tensor ranks score the same ones together, in its chunk."""
         size, index = self._sized(by_chunk)
-        return (positions // size == index).nonzero()[:, 0]
+        # On the host, where shapes follow from it.
+        here = [place for place, at in enumerate(positions.tolist()) if at // size == index]
+        return torch.tensor(here, dtype=torch.int64, device=positions.device)
 
     def within(self, positions: torch.Tensor, *, by_chunk: bool) -> torch.Tensor:
         """Places of this rank as they lie in its shard or chunk."""

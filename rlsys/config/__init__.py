@@ -1,0 +1,55 @@
+"""The configuration: small, typed, checked at construction, before Ray starts.
+
+Every default stands here and nowhere else. A recipe extends RunConfig with its algorithm's fields.
+An error names the value, the rule and the fix. Numbers are finite, whatever a class says besides:
+`conform` sees to types first.
+"""
+
+from rlsys.config.checks import MIN_CPUS, require
+from rlsys.config.run import (
+    VLLM_TEMPERATURES,
+    AsyncConfig,
+    ClusterConfig,
+    DataConfig,
+    HeldOutConfig,
+    ObserveConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    check_samples,
+)
+from rlsys.config.training import (
+    AnyModelConfig,
+    Checkpointing,
+    FrozenModelConfig,
+    ModelConfig,
+    Precision,
+    RoleConfig,
+    TrainedRoleConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "MIN_CPUS",
+    "VLLM_TEMPERATURES",
+    "AnyModelConfig",
+    "AsyncConfig",
+    "Checkpointing",
+    "ClusterConfig",
+    "DataConfig",
+    "FrozenModelConfig",
+    "HeldOutConfig",
+    "ModelConfig",
+    "ObserveConfig",
+    "Precision",
+    "RewardConfig",
+    "RoleConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "TrainedRoleConfig",
+    "TrainerConfig",
+    "check_samples",
+    "require",
+]
