@@ -1,29 +1,38 @@
-"""Planning how weights get from a trainer's layout to that of generation engines, at scale.
+"""Planning how weights get from a trainer's layout to that of generation engines, and staging them.
 
     python scripts/bench/weights.py [LAYOUT ...] [--layers 91] [--nodes 125] [--tp 8]
+                                    [--share-mb 500]
 
 A trainer of each LAYOUT and engines of `--tp` ranks on `--nodes` nodes of their own, eight ranks on
 a node; the model has 11 tensors in each layer, with the widths of Qwen3-32B. Nothing is computed
-but the plan. Prints one line of JSON last: seconds (of one core) of the slowest plan, seconds until
-a node of engines knows all its imports and one of its ranks all its reads, and the bytes of all
-plans together beside what any plan has to move.
+but the plan. Then one rank's share of `--share-mb` MB is staged in shared memory, and verified.
+
+Prints one line of JSON last: seconds (of one core) of the slowest plan, seconds until a node of
+engines knows all its imports and one of its ranks all its reads, the bytes of all plans together
+beside what any plan has to move; GB/s (medians) of staging, with digests, of verifying, and of the
+C library's copy of as much.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from rlsys.layout.holdings import Box, Holder, Holding
 from rlsys.layout.link_bytes import minimal_bytes
 from rlsys.layout.plan import plan
+from rlsys.layout.transport.staging import Piece, Share, Stage
 from rlsys.mesh import Layout
 
 LAYOUTS = ("dp125tp8", "dp5x25tp8", "dp16tp8pp8")
@@ -184,12 +193,42 @@ def measure(layout: Layout, num_nodes: int, tp: int, num_layers: int) -> dict[st
     }
 
 
+def measure_share(num_bytes: int) -> dict[str, float]:
+    """Of one rank, in tensors of 8 MB."""
+    shape = (1000, 2000)
+    count = max(1, num_bytes // (4 * math.prod(shape)))
+    numbers = np.random.default_rng(0).random((count, *shape), np.float32)
+    names = {f"layers.{index}": torch.from_numpy(one) for index, one in enumerate(numbers)}
+    stage = Stage([Piece(name, Box.whole(shape), "float32") for name in names])
+    seconds: dict[str, list[float]] = {"stage": [], "verify": [], "memcpy": []}
+    copied = np.zeros_like(numbers)
+
+    def timed(name: str, function: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        found = function()
+        seconds[name].append(time.perf_counter() - start)
+        return found
+
+    stage.write(0, lambda piece: names[piece.name])  # takes the memory
+    for version in range(1, 6):
+        share = Share(timed("stage", partial(stage.write, version, lambda one: names[one.name])))
+        timed("verify", share.verify)
+        share.close()
+        timed("memcpy", lambda: np.copyto(copied, numbers))
+    stage.close()
+    return {
+        f"{name}_gb_per_s": round(numbers.nbytes / median(one) / 1e9, 2)
+        for name, one in seconds.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("layouts", nargs="*", default=LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--layers", type=int, default=91)
     parser.add_argument("--nodes", type=int, default=125, help="with engines")
     parser.add_argument("--tp", type=int, default=8, help="ranks of an engine")
+    parser.add_argument("--share-mb", type=float, default=500.0, help="of one rank, staged")
     arguments = parser.parse_args()
     told = []
     for layout in map(Layout.parse, arguments.layouts):
@@ -203,6 +242,7 @@ def main() -> None:
                     name: sum(one[name] for one in told)
                     for name in ("bytes_moved", "bytes_minimal")
                 },
+                **measure_share(int(arguments.share_mb * 1e6)),
             }
         )
     )
