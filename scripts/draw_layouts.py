@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,19 +116,28 @@ def draw(layout: Layout, tensors: Mapping[str, Cells]) -> Any:
     for axis in axes.flat:
         axis.axis("off")
     for line, end in enumerate(ends):
-        _panel(axes[line][0], *end)
+        draw_tensor(axes[line][0], *end)
     for line, (number, panels) in enumerate(sorted(layers.items())):
         for column, (title, cells) in enumerate(panels, start=1):
-            _panel(axes[line][column], f"layer {number}: {title}", cells)
+            draw_tensor(axes[line][column], f"layer {number}: {title}", cells)
     figure.suptitle(f"trainer.layout={layout}", color=INK, fontsize=11)
     return figure
 
 
-def _panel(axis: Any, title: str, cells: Cells) -> None:
-    """A tensor as a rectangle, by its first two dimensions."""
+def draw_tensor(
+    axis: Any,
+    title: str,
+    cells: Cells,
+    *,
+    shape: Sequence[int] | None = None,
+    hatched: Collection[Box] = (),
+) -> None:
+    """As a rectangle, by its first two dimensions. `shape`: where its cells are not all of it."""
     from matplotlib.patches import Rectangle
 
-    sizes = [max(box.bounds[d][1] for box in cells) for d in range(len(next(iter(cells)).bounds))]
+    sizes = shape or [
+        max(box.bounds[d][1] for box in cells) for d in range(len(next(iter(cells)).bounds))
+    ]
     height, width = sizes[0], sizes[1] if len(sizes) > 1 else sizes[0] / 8
     for box, ranks in sorted(cells.items()):
         (top, bottom), (left, right) = box.bounds[0], (0, width)
@@ -137,7 +146,15 @@ def _panel(axis: Any, title: str, cells: Cells) -> None:
         color = COLORS[ranks[0] % len(COLORS)] if len(ranks) == 1 else _shared(ranks)
         place = (left / width, 1 - bottom / height)
         extent = ((right - left) / width, (bottom - top) / height)
-        axis.add_patch(Rectangle(place, *extent, facecolor=color, edgecolor="white", linewidth=1.5))
+        axis.add_patch(
+            Rectangle(
+                *(place, *extent),
+                facecolor=color,
+                edgecolor="white",
+                linewidth=1.5,
+                hatch="///" if box in hatched else None,
+            )
+        )
         middle = (place[0] + extent[0] / 2, place[1] + extent[1] / 2)
         axis.text(*middle, " ".join(map(str, ranks)), ha="center", va="center", fontsize=8)
     axis.set(xlim=(0, 1), ylim=(0, 1))

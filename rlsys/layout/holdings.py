@@ -40,25 +40,65 @@ class Box:
         """With which the whole tensor is indexed."""
         return tuple(slice(start, stop) for start, stop in self.bounds)
 
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """With which a tensor is indexed that is `outer` of the whole one."""
+        pairs = zip(self.bounds, outer.bounds, strict=True)
+        return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both have of a tensor; None for nothing."""
+        bounds = tuple(
+            (max(start, first), min(stop, last))
+            for (start, stop), (first, last) in zip(self.bounds, other.bounds, strict=True)
+        )
+        return Box(bounds) if all(start < stop for start, stop in bounds) else None
+
+    def without(self, other: Box) -> list[Box]:
+        """What is not in `other`, in boxes that do not overlap."""
+        shared = self.overlap(other)
+        if shared is None:
+            return [self] if self.num_elements else []
+        left, bounds = [], list(self.bounds)
+        for dim, (start, stop) in enumerate(shared.bounds):
+            for outside in ((bounds[dim][0], start), (stop, bounds[dim][1])):
+                if outside[0] < outside[1]:
+                    left.append(Box((*bounds[:dim], outside, *bounds[dim + 1 :])))
+            bounds[dim] = start, stop
+        return left
+
     def __str__(self) -> str:
         return "[" + ", ".join(f"{start}:{stop}" for start, stop in self.bounds) + "]"
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a rank has of one tensor."""
+    """What a rank has of one tensor, or is to have."""
 
     name: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
+    dtype: torch.dtype
     box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A rank and the node that it lies on, with what it has of a model, or is to have."""
+
+    rank: str
+    node: str
+    holdings: tuple[Holding, ...]
+
+    def __hash__(self) -> int:
+        # Of a million boxes it would take seconds, and where layouts differ these mostly do.
+        return hash((self.rank, self.node, len(self.holdings)))
 
 
 def holdings(tensors: Mapping[str, torch.Tensor]) -> list[Holding]:
     """Of this rank. It has all of a tensor that is no DTensor; where a tensor has too few rows for
     all ranks, some have an empty box of it."""
     return [
-        Holding(name=name, shape=tuple(tensor.shape), box=local_box(tensor))
+        Holding(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, box=local_box(tensor))
         for name, tensor in tensors.items()
     ]
 

@@ -1,5 +1,7 @@
 """Which ranks a cell of a picture names, by hand."""
 
+import torch
+
 from rlsys.layout.holdings import Box, Holding
 from rlsys.mesh import Layout
 from scripts.draw_layouts import draw, holders, tokens
@@ -11,7 +13,7 @@ def box(*bounds: tuple[int, int]) -> Box:
 
 def test_cells_name_all_that_hold_them() -> None:
     def held(name: str, start: int, stop: int) -> Holding:
-        return Holding(name=name, shape=(4, 2), box=box((start, stop), (0, 2)))
+        return Holding(name=name, shape=(4, 2), dtype=torch.float32, box=box((start, stop), (0, 2)))
 
     queries, norm = "layers.0.q_proj.weight", "layers.0.input_layernorm.weight"
     found = holders(

@@ -37,9 +37,9 @@ class SharedMemory:
     def __init__(self, name: str, num_bytes: int, *, purpose: str) -> None:
         require_memory(num_bytes, purpose=purpose)
         self.name = name
-        self._descriptor = os.memfd_create(name)
+        self.descriptor = os.memfd_create(name)
         try:
-            os.posix_fallocate(self._descriptor, 0, num_bytes)
+            os.posix_fallocate(self.descriptor, 0, num_bytes)
         except OSError as error:
             self.close()
             why = size_limit() if error.errno == errno.EFBIG else error.strerror
@@ -50,15 +50,15 @@ class SharedMemory:
     @property
     def path(self) -> str:
         """For the processes of this node and user."""
-        return path_of(self._descriptor)
+        return path_of(self.descriptor)
 
     def map(self, flags: int = 0) -> Bytes:
         """All bytes; they stay when this object is closed."""
-        return map_shared(self._descriptor, flags)
+        return map_shared(self.descriptor, flags)
 
     def close(self) -> None:
         """Nobody can open it any more; who has opened or mapped it keeps it."""
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 def path_of(descriptor: int) -> str:

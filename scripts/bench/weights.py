@@ -1,0 +1,252 @@
+"""Planning how weights get from a trainer's layout to that of generation engines, and staging them.
+
+    python scripts/bench/weights.py [LAYOUT ...] [--layers 91] [--nodes 125] [--tp 8]
+                                    [--share-mb 500]
+
+A trainer of each LAYOUT and engines of `--tp` ranks on `--nodes` nodes of their own, eight ranks on
+a node; the model has 11 tensors in each layer, with the widths of Qwen3-32B. Nothing is computed
+but the plan. Then one rank's share of `--share-mb` MB is staged in shared memory, and verified.
+
+Prints one line of JSON last: seconds (of one core) of the slowest plan, seconds until a node of
+engines knows all its imports and one of its ranks all its reads, the bytes of all plans together
+beside what any plan has to move; GB/s (medians) of staging, with digests, of verifying, and of the
+C library's copy of as much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from rlsys.layout.holdings import Box, Holder, Holding
+from rlsys.layout.link_bytes import minimal_bytes
+from rlsys.layout.plan import plan
+from rlsys.layout.transport.staging import Piece, Share, Stage
+from rlsys.mesh import Layout
+
+LAYOUTS = ("dp125tp8", "dp5x25tp8", "dp16tp8pp8")
+RANKS_PER_NODE = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A tensor of a model, and how tensor ranks cut it."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: int | None = None  # along this dimension; None: each has it whole
+    layer: int | None = None  # None: before or behind all layers
+    is_last: bool = False  # behind them
+    is_expert: bool = False  # cut along the first dimension, over expert ranks too
+
+
+def dense_model(
+    num_layers: int, *, width: int = 5120, heads: int = 8192, kv: int = 1024, mlp: int = 25600
+) -> list[Weight]:
+    """A Qwen3 without biases: widths of the model, its queries, keys and MLP."""
+    sizes: dict[str, tuple[tuple[int, ...], int | None]] = {
+        "self_attn.q_proj": ((heads, width), 0),
+        "self_attn.k_proj": ((kv, width), 0),
+        "self_attn.v_proj": ((kv, width), 0),
+        "self_attn.o_proj": ((width, heads), 1),
+        "self_attn.q_norm": ((128,), None),
+        "self_attn.k_norm": ((128,), None),
+        "mlp.gate_proj": ((mlp, width), 0),
+        "mlp.up_proj": ((mlp, width), 0),
+        "mlp.down_proj": ((width, mlp), 1),
+        "input_layernorm": ((width,), None),
+        "post_attention_layernorm": ((width,), None),
+    }
+    layers = [
+        Weight(name=f"model.layers.{layer}.{name}.weight", shape=shape, cut=cut, layer=layer)
+        for layer in range(num_layers)
+        for name, (shape, cut) in sizes.items()
+    ]
+    return [
+        Weight(name="model.embed_tokens.weight", shape=(151_936, width), cut=0),
+        *layers,
+        Weight(name="model.norm.weight", shape=(width,), is_last=True),
+        Weight(name="lm_head.weight", shape=(151_936, width), cut=0, is_last=True),
+    ]
+
+
+def trainer(
+    layout: Layout,
+    model: Sequence[Weight],
+    *,
+    dtype: torch.dtype = torch.float32,
+    name: str = "trainer",
+    ranks_per_node: int = RANKS_PER_NODE,
+) -> tuple[Holder, ...]:
+    """What ranks of FSDP2 over tensor, expert and pipeline ranks have."""
+    known: dict[tuple[Any, ...], Box] = {}
+
+    def box(weight: Weight, at: dict[str, int]) -> Box:
+        key = (weight.shape, weight.cut, weight.is_expert, *at.values())
+        if key not in known:
+            known[key] = _sharded(weight, layout, at)
+        return known[key]
+
+    stages = _stages(model, layout)
+    holders = []
+    for rank in range(layout.num_ranks):
+        at = layout.coordinates(rank)
+        stage = at.pop("pp")
+        at.pop("dp_replicate")
+        held = (
+            Holding(name=one.name, shape=one.shape, dtype=dtype, box=box(one, at))
+            for one, of in zip(model, stages, strict=True)
+            if of == stage
+        )
+        holders.append(Holder(f"{name}-{rank}", f"{name}s-{rank // ranks_per_node}", tuple(held)))
+    return tuple(holders)
+
+
+def _stages(model: Sequence[Weight], layout: Layout) -> list[int]:
+    """Of each weight, the one that has it."""
+    num_layers = 1 + max((one.layer for one in model if one.layer is not None), default=0)
+    count = layout.pp * layout.num_pieces
+    edges = [num_layers * (piece + 1) // count for piece in range(count)]
+    return [
+        (layout.pp - 1) * one.is_last if one.layer is None else bisect(edges, one.layer) % layout.pp
+        for one in model
+    ]
+
+
+def _sharded(weight: Weight, layout: Layout, at: dict[str, int]) -> Box:
+    bounds = [(0, size) for size in weight.shape]
+    cutters = ("ep", "tp") if weight.is_expert else ("tp",)
+    sharders = ("dp_shard", "cp") if weight.is_expert else ("dp_shard", "ep", "cp")
+    if weight.cut is not None:
+        bounds[weight.cut] = _chunk(bounds[weight.cut], _index(layout, at, cutters))
+    if bounds:
+        bounds[0] = _chunk(bounds[0], _index(layout, at, sharders))
+    return Box(tuple(bounds))
+
+
+def _index(layout: Layout, at: dict[str, int], dimensions: Sequence[str]) -> tuple[int, int]:
+    index = 0
+    for name in dimensions:
+        index = index * layout.size(name) + at[name]
+    return index, layout.size(*dimensions)
+
+
+def _chunk(bounds: tuple[int, int], place: tuple[int, int]) -> tuple[int, int]:
+    """As torch.chunk cuts: the last ones may be smaller, or empty."""
+    (start, stop), (index, count) = bounds, place
+    size = -(-(stop - start) // count)
+    return min(stop, start + index * size), min(stop, start + (index + 1) * size)
+
+
+def replicas(
+    num: int,
+    tp: int,
+    model: Sequence[Weight],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    ranks_per_node: int = RANKS_PER_NODE,
+) -> tuple[Holder, ...]:
+    """What the ranks of generation engines are to have, on nodes of their own."""
+    ranks = trainer(Layout(tp=tp), model, dtype=dtype)
+    return tuple(
+        Holder(f"rollout-{n}.{rank}", f"rollouts-{(n * tp + rank) // ranks_per_node}", of.holdings)
+        for n in range(num)
+        for rank, of in enumerate(ranks)
+    )
+
+
+def _timed(function: Callable[..., T], *arguments: Any) -> tuple[float, T]:
+    start = time.process_time()
+    found = function(*arguments)
+    return time.process_time() - start, found
+
+
+def measure(layout: Layout, num_nodes: int, tp: int, num_layers: int) -> dict[str, Any]:
+    model = dense_model(num_layers)
+    sources = trainer(layout, model)
+    targets = replicas(num_nodes * RANKS_PER_NODE // tp, tp, model)
+    plan_s, found = _timed(plan, sources, targets)
+    moved, least = found.bytes_per_link, minimal_bytes(sources, targets)
+    target = targets[-1]
+    part_s, _ = _timed(lambda: (found.imports(target.node), found.reads(target.rank)))
+    print(found.describe())
+    return {
+        "tensors": len(model),
+        "ranks": len(sources) + len(targets),
+        "plan_s": round(plan_s, 2),
+        "part_s": round(part_s, 2),
+        "bytes_moved": moved.total,
+        "bytes_minimal": least.total,
+    }
+
+
+def measure_share(num_bytes: int) -> dict[str, float]:
+    """Of one rank, in tensors of 8 MB."""
+    shape = (1000, 2000)
+    count = max(1, num_bytes // (4 * math.prod(shape)))
+    numbers = np.random.default_rng(0).random((count, *shape), np.float32)
+    names = {f"layers.{index}": torch.from_numpy(one) for index, one in enumerate(numbers)}
+    stage = Stage([Piece(name, Box.whole(shape), "float32") for name in names])
+    seconds: dict[str, list[float]] = {"stage": [], "verify": [], "memcpy": []}
+    copied = np.zeros_like(numbers)
+
+    def timed(name: str, function: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        found = function()
+        seconds[name].append(time.perf_counter() - start)
+        return found
+
+    stage.write(0, lambda piece: names[piece.name])  # takes the memory
+    for version in range(1, 6):
+        share = Share(timed("stage", partial(stage.write, version, lambda one: names[one.name])))
+        timed("verify", share.verify)
+        share.close()
+        timed("memcpy", lambda: np.copyto(copied, numbers))
+    stage.close()
+    return {
+        f"{name}_gb_per_s": round(numbers.nbytes / median(one) / 1e9, 2)
+        for name, one in seconds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("layouts", nargs="*", default=LAYOUTS, metavar="LAYOUT")
+    parser.add_argument("--layers", type=int, default=91)
+    parser.add_argument("--nodes", type=int, default=125, help="with engines")
+    parser.add_argument("--tp", type=int, default=8, help="ranks of an engine")
+    parser.add_argument("--share-mb", type=float, default=500.0, help="of one rank, staged")
+    arguments = parser.parse_args()
+    told = []
+    for layout in map(Layout.parse, arguments.layouts):
+        told.append(measure(layout, arguments.nodes, arguments.tp, arguments.layers))
+        print(f"{layout}: {told[-1]}", flush=True)
+    print(
+        json.dumps(
+            {
+                **{name: max(one[name] for one in told) for name in ("plan_s", "part_s")},
+                **{
+                    name: sum(one[name] for one in told)
+                    for name in ("bytes_moved", "bytes_minimal")
+                },
+                **measure_share(int(arguments.share_mb * 1e6)),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

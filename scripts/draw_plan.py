@@ -1,0 +1,120 @@
+"""Draws how weights get from one layout to another: who sends which part of a model to whom.
+
+    python scripts/draw_plan.py [BEFORE] [AFTER] [--out PICTURE]
+
+A trainer of the layout BEFORE (dp2tp2), two of its ranks on a node, and on each of its nodes an
+engine of the layout AFTER (tp2), from models that were laid out so (gloo processes on this
+machine). A line for each kind of weight of a Qwen3's first layer, or of a Qwen3-MoE's for ep: where
+the trainer has it, then what each rank of an engine is to have, in the colours and numbers of the
+ranks that stage it. What is hatched comes from another node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlsys.engines.causal_lm import hide_progress_bars
+from rlsys.layout.holdings import Box, Holder, Holding
+from rlsys.layout.plan import Plan, plan
+from rlsys.mesh import Layout
+from scripts.bench.layouts import build_model
+from scripts.draw_layouts import Cells, draw_tensor, held, holders, kind
+from scripts.plot_run import INK
+from scripts.ranks import on_ranks
+
+RANKS_PER_NODE = 2
+
+
+def placed(
+    before: Sequence[Sequence[Holding]], after: Sequence[Sequence[Holding]]
+) -> tuple[tuple[Holder, ...], tuple[Holder, ...]]:
+    """By the holdings of a trainer's ranks, and of an engine's: the trainer's ranks on their nodes,
+    and an engine on each of these."""
+    sources = tuple(
+        Holder(str(rank), f"node {rank // RANKS_PER_NODE}", tuple(own))
+        for rank, own in enumerate(before)
+    )
+    nodes = dict.fromkeys(one.node for one in sources)
+    targets = tuple(
+        Holder(f"{node}, engine rank {rank}", node, tuple(own))
+        for node in nodes
+        for rank, own in enumerate(after)
+    )
+    return sources, targets
+
+
+def arrivals(found: Plan, target: Holder) -> dict[str, tuple[Cells, frozenset[Box]]]:
+    """By tensor, what a target reads, by the numbers of the ranks that staged it; and of that, what
+    comes from another node."""
+    senders = {one.here: one.there.buffer for one in found.imports(target.node)}
+    cells: dict[str, dict[Box, tuple[int, ...]]] = {}
+    foreign: dict[str, set[Box]] = {}
+    for read in found.reads(target.rank):
+        assert not isinstance(read.origin, Holding), "an engine has nothing yet"
+        sender = senders.get(read.origin, read.origin.buffer)
+        cells.setdefault(read.origin.name, {})[read.box] = (int(sender),)
+        if read.origin in senders:
+            foreign.setdefault(read.origin.name, set()).add(read.box)
+    return {name: (of, frozenset(foreign.get(name, ()))) for name, of in cells.items()}
+
+
+def draw(title: str, sources: Sequence[Holder], targets: Sequence[Holder]) -> Any:
+    """The figure: a line for each weight, a column for the trainer and for each target."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = plan(tuple(sources), tuple(targets))
+    before = holders([one.holdings for one in sources])
+    shapes = {one.name: one.shape for source in sources for one in source.holdings}
+    names = [name for name in shapes if kind(name) and not re.search(r"layers\.[1-9]", name)]
+    after = [arrivals(found, target) for target in targets]
+    num_columns = 1 + len(targets)
+    figure, axes = plt.subplots(
+        *(len(names), num_columns),
+        figsize=(1.9 * num_columns, 0.6 + 1.1 * len(names)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for line, name in enumerate(names):
+        for axis in axes[line]:
+            axis.axis("off")
+        draw_tensor(axes[line][0], f"trainer: {kind(name)}", before[name])
+        for column, (target, arrived) in enumerate(zip(targets, after, strict=True), start=1):
+            cells, foreign = arrived[name]
+            draw_tensor(axes[line][column], target.rank, cells, shape=shapes[name], hatched=foreign)
+    figure.suptitle(title, color=INK, fontsize=11)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("before", nargs="?", default="dp2tp2", type=Layout.parse)
+    parser.add_argument("after", nargs="?", default="tp2", type=Layout.parse)
+    parser.add_argument("--out", type=Path, default=Path("plan.svg"))
+    arguments = parser.parse_args()
+    before, after = arguments.before, arguments.after
+    hide_progress_bars()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "model"
+        build_model(path, "qwen3_moe" if max(before.ep, after.ep) > 1 else "qwen3")
+        ranks = [on_ranks(one.num_ranks, held, one, path) for one in (before, after)]
+    sources, targets = placed(*ranks)
+    try:
+        figure = draw(f"a trainer of {before} to engines of {after}", sources, targets)
+    except ImportError as error:
+        sys.exit(f"error: drawing needs matplotlib ({error}); pip install 'rlsys[plot]'.")
+    figure.savefig(arguments.out)
+    print(plan(sources, targets).describe())
+    print(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

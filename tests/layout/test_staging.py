@@ -1,0 +1,173 @@
+"""A rank's share of a version: written, opened, verified, and gone for those that come late."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.layout.holdings import Box
+from rlsys.layout.transport import staging
+from rlsys.layout.transport.shared_memory import MemoryGone
+from rlsys.layout.transport.staging import HEADER_BYTES, Piece, Share, Stage, Staged
+
+TENSORS = {
+    "embedding": torch.arange(60, dtype=torch.float32).view(20, 3),
+    "norm": torch.linspace(0, 1, 5, dtype=torch.float64),
+    "turned": torch.arange(6, dtype=torch.float32).view(2, 3).t(),
+    "scalar": torch.tensor(2.5),
+    "nothing": torch.empty(0, 4),
+    "counts": torch.tensor([1, 2**40]),
+}
+DTYPES = {"norm": "bfloat16", "counts": "int64"}
+PIECES = [
+    Piece(name, Box.whole(tensor.shape), DTYPES.get(name, "float32"))
+    for name, tensor in TENSORS.items()
+]
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage(PIECES)
+    yield stage
+    stage.close()
+
+
+def write(stage: Stage, version: int, scale: int = 1) -> Staged:
+    return stage.write(version, lambda piece: TENSORS[piece.name] * scale)
+
+
+def assert_holds(share: Share, scale: int = 1) -> None:
+    found = list(share.parts())
+    assert [piece for piece, _ in found] == PIECES
+    for piece, tensor in found:
+        expected = (TENSORS[piece.name] * scale).to(getattr(torch, piece.dtype))
+        assert torch.equal(tensor, expected), piece
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 24, 2**20])
+def test_readers_see_what_was_written(
+    stage: Stage, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "BUCKET_BYTES", bucket_bytes)
+    staged = write(stage, 7)
+    share = Share(staged)
+    share.verify()
+    assert_holds(share)
+    share.close()
+    # 20 rows of 12 bytes, 5 numbers of 2, 3 rows of 8, a scalar of 4, 2 numbers of 8.
+    assert len(staged.digests) == {1: 20 + 5 + 3 + 1 + 2, 24: 14, 2**20: 1}[bucket_bytes]
+
+
+def test_a_part_of_a_tensor_is_staged_in_the_precision_that_is_wanted() -> None:
+    stage = Stage([Piece("w", Box(((1, 3), (0, 2))), "bfloat16")])
+    whole = torch.tensor([[9.0, 9], [1, 1 / 3], [2, 3], [9, 9]])
+    share = Share(stage.write(1, lambda piece: whole[piece.box.slices]))
+    ((_, found),) = share.parts()
+    assert torch.equal(found, torch.tensor([[1, 1 / 3], [2, 3]]).to(torch.bfloat16))
+    share.close()
+    stage.close()
+
+
+def test_the_same_memory_takes_the_next_version_when_nobody_reads(stage: Stage) -> None:
+    first = write(stage, 1)
+    second = write(stage, 2, scale=3)
+    assert second.path == first.path
+    with pytest.raises(MemoryGone, match="version 1 of the weights is gone"):
+        Share(first)
+    share = Share(second)
+    assert_holds(share, scale=3)
+    share.close()
+
+
+def test_a_reader_keeps_what_it_has_opened(stage: Stage) -> None:
+    share = Share(write(stage, 1))
+    memory = stage._memory
+    second = write(stage, 2, scale=3)
+    assert stage._memory is not memory
+    share.verify()
+    assert_holds(share)
+    share.close()
+    other = Share(second)
+    assert_holds(other, scale=3)
+    other.close()
+
+
+READER = """
+import pickle, sys
+from rlsys.layout.transport.staging import Share
+share = Share(pickle.load(sys.stdin.buffer))
+print("opened", flush=True)
+sys.stdin.buffer.read()
+"""
+
+
+def test_a_reader_that_has_died_keeps_nothing(stage: Stage) -> None:
+    staged = write(stage, 1)
+    memory = stage._memory
+    with subprocess.Popen(
+        [sys.executable, "-c", READER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    ) as reader:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        reader.stdin.write(pickle.dumps(staged))
+        reader.stdin.flush()
+        assert reader.stdout.readline() == b"opened\n"
+        reader.kill()
+    write(stage, 2)
+    assert stage._memory is memory
+
+
+def test_damaged_bytes_are_refused(stage: Stage) -> None:
+    staged = write(stage, 4)
+    stage._bytes[HEADER_BYTES + 5] ^= 1
+    share = Share(staged)
+    with pytest.raises(ValueError, match=r"version 4 .* is damaged: of its 1 buckets \[0\]"):
+        share.verify()
+    share.close()
+
+
+def test_a_writer_that_is_gone_leaves_nothing_to_open(stage: Stage) -> None:
+    staged = write(stage, 1)
+    stage.close()
+    with pytest.raises(MemoryGone):
+        Share(staged)
+
+
+def test_what_is_torn_while_it_is_written_is_no_version(stage: Stage) -> None:
+    first = write(stage, 1)
+
+    def fails(piece: Piece) -> torch.Tensor:
+        raise RuntimeError("the rank is gone")
+
+    with pytest.raises(RuntimeError, match="the rank is gone"):
+        stage.write(2, fails)
+    with pytest.raises(MemoryGone):
+        Share(first)
+    share = Share(write(stage, 3))
+    share.verify()
+    assert_holds(share)
+    share.close()
+
+
+def test_numbers_of_a_large_share_are_exact() -> None:
+    numbers = torch.from_numpy(np.random.default_rng(0).integers(0, 2**31, 9_000_000, np.int32))
+    wide = numbers[:8_999_000].view(1000, -1)
+    tensors = {"flat": numbers, "wide": wide, "columns": wide[:, 3:4000]}
+    pieces = [Piece(name, Box.whole(one.shape), "int32") for name, one in tensors.items()]
+    stage = Stage(pieces)
+    share = Share(stage.write(1, lambda piece: tensors[piece.name]))
+    share.verify()
+    for piece, tensor in share.parts():
+        assert torch.equal(tensor, tensors[piece.name])
+    share.close()
+    stage.close()
