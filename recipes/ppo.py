@@ -102,11 +102,9 @@ class Config(arithmetic.ArithmeticConfig, PPOConfig):
 def judged(cfg: Config) -> Config:
     """With a reward model, trained once where no path names one; the critic begins as it."""
     path = cfg.reward_model.model.path or str(reward_model.for_run(cfg).model)
-    judge = replace(cfg.reward_model.model, path=path)
-    critic = cfg.critic
-    if not critic.model.path:
-        critic = replace(critic, model=replace(critic.model, path=judge.path))
-    return replace(cfg, reward_model=replace(cfg.reward_model, model=judge), critic=critic)
+    judge = replace(cfg.reward_model, model=replace(cfg.reward_model.model, path=path))
+    beginning = replace(cfg.critic.model, path=cfg.critic.model.path or path)
+    return replace(cfg, reward_model=judge, critic=replace(cfg.critic, model=beginning))
 
 
 @rlsys.main
@@ -114,9 +112,8 @@ def main() -> None:
     parsed = rlsys.parse(Config)
     cfg = parsed.config
     arithmetic.graph(cfg, ppo)  # its mistakes are told before a reward model is trained
-    if cfg.reward_model.model.path or not parsed.dry_run:
-        cfg = judged(cfg)
-    arithmetic.run(cfg, ppo, dry_run=parsed.dry_run)
+    ready = cfg if parsed.dry_run and not cfg.reward_model.model.path else judged(cfg)
+    arithmetic.run(ready, ppo, dry_run=parsed.dry_run)
 
 
 if __name__ == "__main__":
