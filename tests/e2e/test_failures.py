@@ -121,6 +121,7 @@ def test_a_run_outlives_each_of_its_processes(tmp_path: Path) -> None:
     assert [*damages, *audit(evidence).faults] == []
 
 
+@pytest.mark.slow
 def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
     options = "--rollout.num-replicas 2 --trainer.num-cpus 0.5 --rollout.num-cpus 0.5 "
     options += "--asynchrony.weight-update delayed --num-steps 60"
@@ -148,6 +149,7 @@ def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
     assert (ledger.num_trained, ledger.open_groups) == (60 * 4, [])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_run_whose_directory_is_deleted_fails(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
@@ -163,6 +165,7 @@ def test_a_run_whose_directory_is_deleted_fails(tmp_path: Path) -> None:
         job.end()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_run_that_nobody_reads_ends_quietly_with_its_processes(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]

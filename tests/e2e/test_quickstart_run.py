@@ -68,6 +68,7 @@ def test_a_run_leaves_what_it_promises_and_resumes(tmp_path: Path) -> None:
     assert (directory / "ledger.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_models_are_evaluated_beside_training_and_the_best_one_is_kept(tmp_path: Path) -> None:
     options = ["--resume", "auto", "--evaluation.every", "2", "--evaluation.num-samples", "4"]
     for num_steps in ("3", "5"):

@@ -115,6 +115,7 @@ def test_a_cluster_that_is_too_small_says_what_it_lacks(
     assert "Traceback" not in job.output
 
 
+@pytest.mark.slow
 def test_room_held_by_another_run_and_a_node_that_is_replaced(
     two_nodes: TwoNodes, tmp_path: Path
 ) -> None:
