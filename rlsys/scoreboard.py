@@ -32,8 +32,8 @@ class Scoreboard:
     """What the evaluations of a run came to: evaluations.jsonl, a line each, and the best model.
 
     The best is that of the highest mean reward, or where nothing is sampled of the lowest loss; of
-    equal ones the earliest. Lines of steps beyond
-    `after_step` are removed, as those steps are trained again; best/ stays: it is what it says.
+    equal ones the earliest. Lines of steps beyond `after_step` are removed, as those steps are
+    trained again; best/ stays: it is what it says.
     """
 
     def __init__(self, files: RunFiles, *, after_step: int) -> None:

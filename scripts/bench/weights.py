@@ -32,7 +32,7 @@ import torch
 from rlsys.layout.holdings import Box, Holder, Holding
 from rlsys.layout.link_bytes import minimal_bytes
 from rlsys.layout.plan import plan
-from rlsys.layout.transport.staging import Piece, Share, Stage
+from rlsys.layout.transport.staging import Share, Stage
 from rlsys.mesh import Layout
 
 LAYOUTS = ("dp125tp8", "dp5x25tp8", "dp16tp8pp8")
@@ -199,7 +199,11 @@ def measure_share(num_bytes: int) -> dict[str, float]:
     count = max(1, num_bytes // (4 * math.prod(shape)))
     numbers = np.random.default_rng(0).random((count, *shape), np.float32)
     names = {f"layers.{index}": torch.from_numpy(one) for index, one in enumerate(numbers)}
-    stage = Stage([Piece(name, Box.whole(shape), "float32") for name in names])
+    held = [
+        Holding(name=name, shape=shape, dtype=torch.float32, box=Box.whole(shape)) for name in names
+    ]
+    rank, engine = (Holder(one, "node", tuple(held)) for one in ("trainer", "engine"))
+    stage = Stage(plan((rank,), (engine,)).staged(rank.rank))
     seconds: dict[str, list[float]] = {"stage": [], "verify": [], "memcpy": []}
     copied = np.zeros_like(numbers)
 

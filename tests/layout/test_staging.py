@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from rlsys.layout.holdings import Box
+from rlsys.layout.plan import ALIGNMENT, Segment
 from rlsys.layout.transport import staging
 from rlsys.layout.transport.shared_memory import MemoryGone
-from rlsys.layout.transport.staging import HEADER_BYTES, Piece, Share, Stage, Staged
+from rlsys.layout.transport.staging import HEADER_BYTES, Share, Stage, Staged
 
 TENSORS = {
     "embedding": torch.arange(60, dtype=torch.float32).view(20, 3),
@@ -25,11 +26,23 @@ TENSORS = {
     "nothing": torch.empty(0, 4),
     "counts": torch.tensor([1, 2**40]),
 }
-DTYPES = {"norm": "bfloat16", "counts": "int64"}
-PIECES = [
-    Piece(name, Box.whole(tensor.shape), DTYPES.get(name, "float32"))
-    for name, tensor in TENSORS.items()
-]
+DTYPES = {"norm": torch.bfloat16, "counts": torch.int64}
+
+
+def laid_out(*wanted: tuple[str, Box, torch.dtype]) -> list[Segment]:
+    segments, end = [], 0
+    for name, box, dtype in wanted:
+        segments.append(Segment(buffer="rank", offset=end, name=name, dtype=dtype, box=box))
+        end += -(-segments[-1].num_bytes // ALIGNMENT) * ALIGNMENT
+    return segments
+
+
+PIECES = laid_out(
+    *(
+        (name, Box.whole(tensor.shape), DTYPES.get(name, torch.float32))
+        for name, tensor in TENSORS.items()
+    )
+)
 
 
 @pytest.fixture
@@ -47,7 +60,7 @@ def assert_holds(share: Share, scale: int = 1) -> None:
     found = list(share.parts())
     assert [piece for piece, _ in found] == PIECES
     for piece, tensor in found:
-        expected = (TENSORS[piece.name] * scale).to(getattr(torch, piece.dtype))
+        expected = (TENSORS[piece.name] * scale).to(piece.dtype)
         assert torch.equal(tensor, expected), piece
 
 
@@ -66,7 +79,7 @@ def test_readers_see_what_was_written(
 
 
 def test_a_part_of_a_tensor_is_staged_in_the_precision_that_is_wanted() -> None:
-    stage = Stage([Piece("w", Box(((1, 3), (0, 2))), "bfloat16")])
+    stage = Stage(laid_out(("w", Box(((1, 3), (0, 2))), torch.bfloat16)))
     whole = torch.tensor([[9.0, 9], [1, 1 / 3], [2, 3], [9, 9]])
     share = Share(stage.write(1, lambda piece: whole[piece.box.slices]))
     ((_, found),) = share.parts()
@@ -146,7 +159,7 @@ def test_a_writer_that_is_gone_leaves_nothing_to_open(stage: Stage) -> None:
 def test_what_is_torn_while_it_is_written_is_no_version(stage: Stage) -> None:
     first = write(stage, 1)
 
-    def fails(piece: Piece) -> torch.Tensor:
+    def fails(piece: Segment) -> torch.Tensor:
         raise RuntimeError("the rank is gone")
 
     with pytest.raises(RuntimeError, match="the rank is gone"):
@@ -163,7 +176,7 @@ def test_numbers_of_a_large_share_are_exact() -> None:
     numbers = torch.from_numpy(np.random.default_rng(0).integers(0, 2**31, 9_000_000, np.int32))
     wide = numbers[:8_999_000].view(1000, -1)
     tensors = {"flat": numbers, "wide": wide, "columns": wide[:, 3:4000]}
-    pieces = [Piece(name, Box.whole(one.shape), "int32") for name, one in tensors.items()]
+    pieces = laid_out(*((name, Box.whole(one.shape), torch.int32) for name, one in tensors.items()))
     stage = Stage(pieces)
     share = Share(stage.write(1, lambda piece: tensors[piece.name]))
     share.verify()

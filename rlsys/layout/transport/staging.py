@@ -1,12 +1,12 @@
 """A rank's share of a version of the weights, in memory that the processes of its node share.
 
-    Stage(pieces) ── write(version, read) ──► Staged ──► Share(staged) ── verify() ──► parts
+    Stage(segments) ── write(version, read) ──► Staged ──► Share(staged) ── verify() ──► parts
 
-The pieces lie one after another, each at a 64-byte boundary, behind a header that says which
-version they are. The same memory takes version after version: a reader keeps the writer from it by
-a lock on the file, which ends with the reader if nothing else ends it. A writer that finds its
-memory locked takes other memory, and leaves the old to its readers. So a version is there for those
-that open it before the next is written; a later one gets MemoryGone, and takes a newer version.
+What a plan has a rank stage lies where the plan says, behind a header that tells the version. The
+same memory takes version after version: a reader keeps the writer from it by a lock on the file,
+which ends with the reader if nothing else ends it. A writer that finds its memory locked takes
+other memory, and leaves the old to its readers. So a version is there for those that open it before
+the next is written; a later one gets MemoryGone, and takes a newer version.
 
 Buckets of bytes are copied and summed on several threads; whoever reads them sums them again.
 """
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import xxhash
 
-from rlsys.layout.holdings import Box
+from rlsys.layout.plan import ALIGNMENT, Segment
 from rlsys.layout.transport.shared_memory import (
     Bytes,
     MemoryGone,
@@ -35,24 +35,10 @@ from rlsys.layout.transport.shared_memory import (
     path_of,
 )
 
-ALIGNMENT = 64
 HEADER_BYTES = ALIGNMENT  # the version, as int64; -1 while it is written
 BUCKET_BYTES = 16 * 2**20
 NUM_THREADS = min(4, len(os.sched_getaffinity(0)))
 NAME = "rlsys-weights"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a tensor of the model, in the precision in which it leaves the trainer."""
-
-    name: str
-    box: Box
-    dtype: str  # torch's name without the module
-
-    @property
-    def num_bytes(self) -> int:
-        return self.box.num_elements * _dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,28 +47,28 @@ class Staged:
 
     version: int
     path: str
-    pieces: tuple[Piece, ...] = field(repr=False)
+    segments: tuple[Segment, ...] = field(repr=False)
     digests: tuple[int, ...]
     """XXH3 of each bucket."""
 
     @property
     def num_bytes(self) -> int:
         """With the header."""
-        return _room(self.pieces)
+        return _room(self.segments)
 
 
 class Stage:
-    """Of one rank: room for `pieces`, taken at the first version. Raises OSError where memory is
+    """Of one rank: room for `segments`, taken at the first version. Raises OSError where memory is
     short."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = tuple(pieces)
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = tuple(segments)
         self._memory: SharedMemory | None = None
         self._bytes = np.empty(0, np.uint8)
 
-    def write(self, version: int, read: Callable[[Piece], torch.Tensor]) -> Staged:
-        """A version, of which `read` gives each piece, on any device and in any precision. The one
-        before it is gone then, but for those that have opened it."""
+    def write(self, version: int, read: Callable[[Segment], torch.Tensor]) -> Staged:
+        """A version, of which `read` gives each segment, on any device and in any precision; called
+        on several threads. The version before is gone then, but for those that have opened it."""
         memory = self._taken()
         header = self._bytes[:8].view(np.int64)
         header[0] = -1
@@ -90,15 +76,15 @@ class Stage:
         flat = torch.from_numpy(body)
 
         def put(bucket: _Bucket) -> int:
-            for piece, offset, rows in bucket.parts:
-                _copy(_rows(_view(flat, piece, offset), rows), _rows(read(piece), rows))
+            for segment, rows in bucket.parts:
+                _copy(_rows(_view(flat, segment), rows), _rows(read(segment).detach(), rows))
             return bucket.digest(body)
 
-        with ThreadPoolExecutor(NUM_THREADS) as threads, torch.no_grad():
-            digests = tuple(threads.map(put, _buckets(self._pieces)))
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            digests = tuple(threads.map(put, _buckets(self._segments)))
         header[0] = version
         fcntl.flock(memory.descriptor, fcntl.LOCK_UN)
-        return Staged(version=version, path=memory.path, pieces=self._pieces, digests=digests)
+        return Staged(version=version, path=memory.path, segments=self._segments, digests=digests)
 
     def close(self) -> None:
         """Nobody can open its version any more."""
@@ -113,7 +99,7 @@ class Stage:
                 fcntl.flock(self._memory.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return self._memory
             self.close()
-        self._memory = SharedMemory(NAME, _room(self._pieces), purpose="a version of the weights")
+        self._memory = SharedMemory(NAME, _room(self._segments), purpose="a version of the weights")
         self._bytes = self._memory.map()
         fcntl.flock(self._memory.descriptor, fcntl.LOCK_EX)
         return self._memory
@@ -158,7 +144,7 @@ class Share:
         """Raise ValueError unless the bytes are those that were staged."""
         body = self._bytes[HEADER_BYTES:]
         with ThreadPoolExecutor(NUM_THREADS) as threads:
-            found = threads.map(lambda bucket: bucket.digest(body), _buckets(self._staged.pieces))
+            found = threads.map(lambda bucket: bucket.digest(body), _buckets(self._staged.segments))
             pairs = enumerate(zip(found, self._staged.digests, strict=True))
             damaged = [number for number, (found, staged) in pairs if found != staged]
         if damaged:
@@ -168,11 +154,11 @@ class Share:
                 "publish it again."
             )
 
-    def parts(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Each piece and its numbers, which must not be used after `close`."""
+    def parts(self) -> Iterator[tuple[Segment, torch.Tensor]]:
+        """Each segment and its numbers, which must not be used after `close`."""
         flat = torch.from_numpy(self._bytes[HEADER_BYTES:])
-        for piece, offset in _placed(self._staged.pieces):
-            yield piece, _view(flat, piece, offset)
+        for segment in self._staged.segments:
+            yield segment, _view(flat, segment)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -183,29 +169,29 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Some bytes behind the header, and the rows of pieces that lie there."""
+    """Some bytes behind the header, and the rows of segments that lie there."""
 
     begin: int
     end: int
-    parts: tuple[tuple[Piece, int, slice], ...]  # with the piece's offset
+    parts: tuple[tuple[Segment, slice], ...]
 
     def digest(self, body: Bytes) -> int:
         found: int = xxhash.xxh3_64_intdigest(body[self.begin : self.end].data)
         return found
 
 
-def _buckets(pieces: Sequence[Piece]) -> Iterator[_Bucket]:
+def _buckets(segments: Sequence[Segment]) -> Iterator[_Bucket]:
     """Of BUCKET_BYTES to twice as many, but for the last, or a row that has more."""
-    parts: list[tuple[Piece, int, slice]] = []
+    parts: list[tuple[Segment, slice]] = []
     begin = end = 0
-    for piece, offset in _placed(pieces):
-        num_rows = math.prod(piece.box.shape[:1])
-        row_bytes = piece.num_bytes // max(1, num_rows)
+    for segment in segments:
+        num_rows = math.prod(segment.box.shape[:1])
+        row_bytes = segment.num_bytes // max(1, num_rows)
         step = max(1, BUCKET_BYTES // max(1, row_bytes))
         for start in range(0, num_rows, step):
             rows = slice(start, min(start + step, num_rows))
-            parts.append((piece, offset, rows))
-            end = offset + rows.stop * row_bytes
+            parts.append((segment, rows))
+            end = segment.offset + rows.stop * row_bytes
             if end - begin >= BUCKET_BYTES:
                 yield _Bucket(begin, end, tuple(parts))
                 parts, begin = [], end
@@ -213,26 +199,13 @@ def _buckets(pieces: Sequence[Piece]) -> Iterator[_Bucket]:
         yield _Bucket(begin, end, tuple(parts))
 
 
-def _placed(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
-    """With their offsets behind the header."""
-    end = 0
-    for piece in pieces:
-        yield piece, end
-        end += -(-piece.num_bytes // ALIGNMENT) * ALIGNMENT
+def _room(segments: Sequence[Segment]) -> int:
+    return HEADER_BYTES + max((one.offset + one.num_bytes for one in segments), default=0)
 
 
-def _room(pieces: Sequence[Piece]) -> int:
-    return HEADER_BYTES + sum(-(-piece.num_bytes // ALIGNMENT) * ALIGNMENT for piece in pieces)
-
-
-def _view(flat: torch.Tensor, piece: Piece, offset: int) -> torch.Tensor:
-    part = flat[offset : offset + piece.num_bytes].view(_dtype(piece.dtype))
-    return part.view(piece.box.shape)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+def _view(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
+    part = flat[segment.offset : segment.offset + segment.num_bytes]
+    return part.view(segment.dtype).view(segment.box.shape)
 
 
 def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -248,5 +221,5 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _raw(tensor: torch.Tensor) -> Bytes:
-    found: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    found: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
     return found
