@@ -53,6 +53,14 @@ LOOPBACK = {
 }
 
 
+def assert_ended_with_its_summary(job: Job, ray_dir: Path) -> None:
+    assert job.wait(timeout_s=ENDS_WITHIN_S) == 130, job.output
+    assert "Interrupted: " in job.output
+    assert "Traceback" not in job.output, job.output
+    assert job.left_behind() == {}
+    assert list(ray_dir.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "number",
     [
@@ -82,11 +90,7 @@ def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         for pid in processes:
             os.kill(pid, number)
-        assert job.wait(timeout_s=ENDS_WITHIN_S) == 130, job.output
-        assert "Interrupted: " in job.output
-        assert "Traceback" not in job.output, job.output
-        assert job.left_behind() == {}
-        assert list(ray_dir.iterdir()) == []
+        assert_ended_with_its_summary(job, ray_dir)
     finally:
         job.end()
 
@@ -100,11 +104,7 @@ def test_a_second_interrupt_does_not_break_the_end_off(tmp_path: Path, ray_dir: 
         job.process.send_signal(signal.SIGINT)
         job.wait_for_output("the trainer: stopped after")
         job.process.send_signal(signal.SIGINT)
-        assert job.wait(timeout_s=ENDS_WITHIN_S) == 130, job.output
-        assert "Interrupted: " in job.output
-        assert "Traceback" not in job.output, job.output
-        assert job.left_behind() == {}
-        assert list(ray_dir.iterdir()) == []
+        assert_ended_with_its_summary(job, ray_dir)
     finally:
         job.end()
 
