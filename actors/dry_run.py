@@ -9,13 +9,18 @@ from typing import Any
 from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import Head
+from rlsys.dataflow.stages import GenerateStage, Head
 from rlsys.estimate import (
+    ITS_NODE,
     ModelShape,
+    checkpoint_bytes,
     estimate_memory,
     estimate_rank,
-    model_shape,
+    planned_links,
+    role_shape,
+    role_snapshot_bytes,
     store_bytes,
+    worker_bytes,
 )
 from rlsys.fields import to_toml
 from rlsys.observe.diagnosis import foresee
@@ -30,8 +35,11 @@ def describe(
     prompts: PromptSource,
     tokenizer: Any,
     warnings: Sequence[str],
+    *,
+    as_given: RunConfig,
 ) -> str:
-    """`warnings`: beside those of the settings themselves."""
+    """`warnings`: beside those of the settings themselves. `as_given`: the configuration without
+    what is made only for this run."""
     ranks, replicas = needs(config, flow)
     roles = [need for needs in role_needs(config, flow).values() for need in needs]
     memory = estimate_memory(config, shape)
@@ -48,32 +56,35 @@ def describe(
         "",
         f"memory for {shape.num_parameters:,} parameters",
         *_ranks(config, flow, shape),
-        f"published weights {_size(memory.published_bytes)}  two versions, in shared memory",
+        f"published weights {_size(memory.published_bytes)}  at most two versions, shared memory",
         f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
         f"rollout replica   {_size(memory.replica_bytes)}  weights and a full KV cache",
         f"store, per node   {_size(store_bytes(config, flow))}  in shared memory",
-        f"checkpoint        {_size(memory.checkpoint_bytes)}  on disk",
+        f"checkpoint        {_size(checkpoint_bytes(config, flow, shape))}  on disk",
         "",
+        *_links(config, flow, shape),
         f"data: {len(prompts):,} prompts, each with {', '.join(prompts.metadata_columns) or 'no'} "
         f"beside it; the first one has {len(prompt.token_ids)} tokens:",
         *(f"  {_printable(line)}" for line in seen.splitlines()),
         *(f"warning: {warning}" for warning in [*foresee(config), *warnings]),
     ]
     return "\n".join(
-        ["# configuration", to_toml(config), *(f"# {fact}".rstrip() for fact in facts)]
+        ["# configuration", to_toml(as_given), *(f"# {fact}".rstrip() for fact in facts)]
     )
 
 
 def _ranks(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:
-    """What a rank of each model that is trained takes."""
+    """What a rank of each model that is trained takes, and a worker of each that is not."""
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     yield from _rank("trainer", config, own, shape, flow.main.head)
     for name, one in flow.models.items():
         if isinstance(role := one.config, TrainedRoleConfig):
-            its = shape
-            if path := role.model.path:
-                its = model_shape(path, one.head, setting=f"{name}.model.path")
-            yield from _rank(name, config, role, its, one.head)
+            yield from _rank(name, config, role, role_shape(config, one), one.head)
+            snapshots = _size(role_snapshot_bytes(config, one))
+            yield f"  snapshots       {snapshots}  of the last steps, in host memory"
+        elif role is not None and (role.model.path or one.head == "logits"):
+            weights = _size(worker_bytes(config, one))
+            yield f"{name:17} {weights}  {role.model.dtype} weights of each worker"
 
 
 def _rank(
@@ -93,6 +104,21 @@ def _rank(
             "activations, gathered weights, logits"
         )
     yield f"  in pieces       {_size(rank.in_pieces)}  that the allocator keeps"
+
+
+def _links(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:
+    """What travels after each step: a plan for nodes that nobody knows yet."""
+    if not flow.all(GenerateStage):
+        return
+    yield "weights that travel after each step"
+    for name, to in (("to its node", ITS_NODE), ("to each other node", "another")):
+        if (put := planned_links(config, shape, to=to)) is None:
+            yield "not planned beforehand for so many ranks"
+            break
+        each = f"{_size(min(put)).strip()} to {_size(max(put)).strip()}"
+        ranks = "the trainer's rank" if len(put) == 1 else f"{len(put)} ranks, {each} each"
+        yield f"{name:18}{_size(sum(put))}  with replicas, from {ranks}"
+    yield ""
 
 
 def _reward_workers(num: int) -> str:

@@ -97,6 +97,7 @@ class TrainerFactory:
     beginning: str
 
     def __call__(self, rank: int, host: str, port: int) -> TrainingEngine:
+        import ray
         import torch
 
         from rlsys.engines.training.fsdp_engine import FSDPEngine
@@ -124,6 +125,7 @@ class TrainerFactory:
             rank=rank,
             world_size=world_size,
             device=device,
+            node=ray.get_runtime_context().get_node_id(),
         )
 
 

@@ -39,6 +39,7 @@ class RayFleet:
         self._start_timeout_s = start_timeout_s
         self._num_lives: Counter[int] = Counter()
         self._replicas: list[RayReplica] = []
+        learner.reader_nodes = lambda: {one.node_id for one in self.replicas if one.node_id}
 
     @property
     def replicas(self) -> list[RayReplica]:

@@ -127,7 +127,12 @@ class Job:
             await self._train(team, first, prompts, began_warm=warm_start is not None)
             with self._console.phase("Exporting the model"):
                 await team.learner.export_the_end(self._directory.hf)
-                await asyncio.to_thread(seal_export, self._directory.hf, config.num_steps)
+                await asyncio.to_thread(
+                    seal_export,
+                    self._directory.hf,
+                    config.num_steps,
+                    run_id=self._directory.run_id,
+                )
 
     def _prompts_of_all(self) -> contextlib.AbstractContextManager[Prompts]:
         """The run's own, and groups of other runs where the graph takes them."""
@@ -307,7 +312,7 @@ class Job:
     async def _first_weights(self, team: Team, *, changed: bool) -> WeightManifest | None:
         """What replicas begin with; None: those of model.path, which they have."""
         if not self._samples:
-            return WeightManifest.of_nothing(self._first_step)
+            return WeightManifest(version=self._first_step)
         if not changed:
             return None
         try:

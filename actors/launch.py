@@ -124,14 +124,15 @@ async def _dry_run(
         )
         shape = model_shape(ready.model.path, flow.main.head)
         tokenizer = load_tokenizer(ready.model.path)
-        prompts = load_prompts(config, flow, tokenizer, shape)
+        lacking: list[str] = []
+        prompts = load_prompts(config, flow, tokenizer, shape, lacking)
         check_held_out(ready, flow, held_out, tokenizer, shape)
         check_warm_start(warm_start, tokenizer)
-        warnings = _taken(config)
+        warnings = [*lacking, *_taken(config)]
         continues = config.resume is not False and files.has_checkpoint
         if continues and not files.has_finished(config.num_steps):
             _history(files, config, flow, prompts)
-        print(describe(config, flow, shape, prompts, tokenizer, warnings))
+        print(describe(ready, flow, shape, prompts, tokenizer, warnings, as_given=config))
     return RunResult(outcome="dry run", files=files, metrics=())
 
 
@@ -283,10 +284,10 @@ def _history(files: RunFiles, config: RunConfig, flow: Dataflow, prompts: Prompt
 def _where_it_goes_on(history: History, config: RunConfig, directory: RunDirectory) -> str:
     step, last = history.checkpoint.step, history.last_step
     if step == config.num_steps:
-        faults = export_faults(directory.hf) or ["it is of an earlier step"]
+        faults = export_faults(directory.hf, run_id=directory.run_id)
         return (
             f"All {step} steps are trained; their model is exported to {directory.hf} again "
-            f"({some(faults)})."
+            f"({some(faults or ['it is of an earlier step'])})."
         )
     again = f"; what was trained behind it, up to step {last}, is trained again"
     return f"Going on from {history.checkpoint.path}{again if last > step else ''}."

@@ -11,9 +11,9 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rlsys.checkpoint import Checkpoint
 from rlsys.dataflow.stages import PerBatchStage
@@ -34,6 +34,9 @@ EXPLAIN_S = 2.0
 
 # What a rank says about its own work; anything else may follow from another rank's death.
 OWN_ERRORS = (ValueError, FloatingPointError, FunctionFailed, OSError, RowsLost)
+
+# In place of the id of a node on which no rank lies.
+ELSEWHERE = ""
 
 # Of what is begun again when somebody dies in the middle of it.
 ATTEMPTS = 3
@@ -58,6 +61,19 @@ class Crew:
             self._is_writing = False
             if self.failure is not None:
                 self.kill()
+
+    async def watch(self) -> NoReturn:
+        """Raises the first failure; waits until then."""
+        if self.failure is not None:
+            raise self.failure
+        watching = [asyncio.ensure_future(rank.watch()) for rank in self.ranks]
+        try:
+            done, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in watching:
+                one.cancel()
+        deaths = [death for one in done if isinstance(death := one.exception(), Exception)]
+        raise self.end(_cause(deaths))
 
     async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Each rank's answer to the same call."""
@@ -172,8 +188,11 @@ class RayLearner:
         self._replacing: asyncio.Task[None] | None = None
         self._began_warm = False
         self._step = 0  # of the newest answer
-        # Which version, and a reference to its bytes.
-        self._content: tuple[WeightManifest | None, Any] = (None, None)
+        self.reader_nodes: Callable[[], Iterable[str]] = tuple
+        """Ids of those with replicas, which will take what is published next."""
+        # Which version; references to what goes to a place that has another, by both.
+        self._sent: tuple[WeightManifest | None, dict[tuple[str, int | None], list[Any]]]
+        self._sent = (None, {})
 
     async def start(self, checkpoint: Path | None = None) -> None:
         """Build all ranks from model.path, and load the trainer's part of a checkpoint where there
@@ -209,11 +228,26 @@ class RayLearner:
     def ranks(self) -> Sequence[Worker]:
         return self._crew.ranks
 
-    def weights_content(self, manifest: WeightManifest) -> Any:
-        """A reference to the bytes of a version; Ray brings them to each node once."""
-        if self._content[0] != manifest:
-            self._content = (manifest, self.ranks[0].handle.read_weights.remote(manifest))
-        return self._content[1]
+    def parcels(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
+        """References to what a node lacks of a version, by rank that sends it; Ray brings each to
+        the node once. Nodes without a rank lack the same, which is packed once for those that have
+        the same version `base`, or none."""
+        if self._sent[0] != manifest:
+            self._sent = (manifest, {})
+        _, sent = self._sent
+        place = node_id if node_id in self._node_ids else ELSEWHERE
+        if (place, base) not in sent:
+            sent[place, base] = [
+                rank.handle.parcel.remote(manifest, place, base)
+                for rank, of_rank in zip(self.ranks, self._node_ids, strict=True)
+                if of_rank != node_id
+            ]
+        return sent[place, base]
+
+    def send_again(self, manifest: WeightManifest) -> None:
+        """Something has changed on its way."""
+        if self._sent[0] == manifest:
+            self._sent = (None, {})
 
     async def sft_step(
         self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
@@ -280,8 +314,12 @@ class RayLearner:
         return result
 
     async def publish(self) -> WeightManifest:
-        manifest: WeightManifest = (await self._crew.all("publish"))[0]
+        nodes = sorted(self.reader_nodes())
+        manifest: WeightManifest = (await self._crew.all("publish", nodes))[0]
         return manifest
+
+    async def watch(self) -> None:
+        await self._crew.watch()
 
     async def hold(self) -> None:
         self._held_by = self._crew
@@ -342,7 +380,7 @@ class RayLearner:
         if self._replacing is not None:
             self._replacing.cancel()
         crew = self._crew = Crew([self._hire(rank) for rank in range(self._num_ranks)])
-        self._content = (None, None)
+        self._sent = (None, {})
         limit_s = self._start_timeout_s
         places = await crew.all("rendezvous", timeout_s=limit_s)
         self._node_ids = [node_id for node_id, _, _ in places]

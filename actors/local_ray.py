@@ -18,6 +18,8 @@ import resource
 import secrets
 import shutil
 import signal
+import socket
+import sys
 import tempfile
 import textwrap
 import threading
@@ -31,6 +33,8 @@ import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+from rlsys.interrupts import INTERRUPTED
 
 from .janitor import janitor, users_of
 from .signals import signals_raise
@@ -62,6 +66,7 @@ SHUTDOWN_TIMEOUT_S, DEAD_SHUTDOWN_TIMEOUT_S = 15.0, 1.0
 
 LOOK_EVERY_S = 0.2  # whether Ray's processes still live
 VITAL = ("gcs_server", "raylet")  # its other processes serve people who look on
+STUCK_S = 10.0  # a loop that has not turned for so long waits for Ray
 SIGNAL_S = 1.0  # until a signal to all processes has reached this one too
 
 MIN_OPEN_FILES = 256  # with one worker of each kind; a few dozen more for each other one
@@ -126,21 +131,60 @@ async def ends_with_ray() -> AsyncIterator[None]:
     task = asyncio.current_task()
     assert task is not None
     watching = asyncio.create_task(_cancel_without_ray(task))
+    is_over = threading.Event()
+    threading.Thread(
+        target=_end_without_ray,
+        args=(asyncio.get_running_loop(), is_over),
+        name="rlsys-ray-watch",
+        daemon=True,
+    ).start()
     try:
         yield
     except BaseException as error:
         is_signal = isinstance(error, asyncio.CancelledError) and (
             not watching.done() or task.cancelling() > 1
         )
-        dead = ", ".join(_dead(VITAL))
+        dead = _dead(VITAL)
         if not dead or is_signal or not isinstance(error, Exception | asyncio.CancelledError):
             raise
-        raise RayFailed(
-            f"Ray's process {dead} has died, without which no actor answers: it was "
-            "killed, or the machine is short of memory. Continue with --resume."
-        ) from error
+        raise RayFailed(_without(dead)) from error
     finally:
+        is_over.set()
         watching.cancel()
+
+
+def _end_without_ray(loop: asyncio.AbstractEventLoop, is_over: threading.Event) -> None:
+    """End this process when Ray is dead and the loop's thread is inside a call of Ray's: it would
+    wait there for a minute, deaf to signals, until Ray ends the process without a word of ours. The
+    janitor ends whatever else there is."""
+    while not is_over.wait(LOOK_EVERY_S):
+        if not (dead := _dead(VITAL)):
+            continue
+        answered = threading.Event()
+        with contextlib.suppress(RuntimeError):  # closed
+            loop.call_soon_threadsafe(answered.set)
+            if not answered.wait(STUCK_S) and not is_over.is_set():
+                has_signal = _has_signal(loop)
+                said = "Interrupted." if has_signal else f"error: {_without(dead)}"
+                print(said, file=sys.stderr, flush=True)
+                os._exit(INTERRUPTED if has_signal else 1)
+
+
+def _has_signal(loop: Any) -> bool:
+    """Whether one has come for which its thread had no turn yet: asyncio has it written to a socket
+    of the loop's, where other wakeups are zeros."""
+    try:
+        waiting: bytes = loop._ssock.recv(4096, socket.MSG_PEEK)
+    except (AttributeError, OSError):
+        return False
+    return any(waiting)
+
+
+def _without(dead: Collection[str]) -> str:
+    return (
+        f"Ray's process {', '.join(dead)} has died, without which no actor answers: it was "
+        "killed, or the machine is short of memory. Continue with --resume."
+    )
 
 
 async def _cancel_without_ray(task: asyncio.Task[Any]) -> None:

@@ -19,7 +19,7 @@ from rlsys.data.prompts import PromptSource
 from rlsys.data.rows import LOADERS
 from rlsys.data.vocabulary import check_vocabularies, check_vocabulary
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import DatasetStage, Head, ScoreStage, SourceStage
+from rlsys.dataflow.stages import DatasetStage, Head, InferStage, ScoreStage, SourceStage
 from rlsys.engines.generation.interruption import interruption_of
 from rlsys.engines.routing import replayable_routing
 from rlsys.engines.scalar_lm import check_scalar_head
@@ -61,13 +61,18 @@ def with_model(
 
 
 def load_prompts(
-    config: RunConfig, flow: Dataflow, tokenizer: Any, shape: ModelShape
+    config: RunConfig,
+    flow: Dataflow,
+    tokenizer: Any,
+    shape: ModelShape,
+    lacking: list[str] | None = None,
 ) -> PromptSource:
     """The data, after all that can be told about it and the graph has been checked. Raises
-    ValueError with every mistake that was found."""
+    ValueError with every mistake that was found; but that a judge has no weights, which a recipe
+    may make before its run, goes to `lacking` where there is such a list."""
     mistakes = Mistakes()
+    num_tokens = shape.config.get_text_config().vocab_size
     with mistakes.noted():
-        num_tokens = shape.config.get_text_config().vocab_size
         check_vocabulary(tokenizer, num_tokens, config.model.path)
     with mistakes.noted():
         check_fits(config.trainer.layout, shape.config)
@@ -76,7 +81,7 @@ def load_prompts(
     with mistakes.noted():
         if flow.main.head != "logits" and config.model.path:
             check_scalar_head(config.model.path, fresh_head=True)
-    usable = _usable_paths(flow, tokenizer, mistakes)
+    usable = _usable_paths(flow, tokenizer, mistakes, lacking)
     for name, model in flow.models.items():
         if isinstance(role := model.config, TrainedRoleConfig) and role.model.path in usable:
             with mistakes.noted():
@@ -85,6 +90,13 @@ def load_prompts(
                 own = model_shape(path, model.head, setting=setting) if path else shape
                 check_fits(role.trainer.layout, own.config, setting=f"{name}.trainer.layout")
                 check_lora(role.model.lora, own.linear_layers, setting=f"{name}.model.lora")
+    for stage in flow.all(InferStage):
+        with mistakes.noted():
+            require(
+                stage.top_k <= num_tokens,
+                f"flow.infer({stage.model.name!r}, top_k={stage.top_k}) asks for more than the "
+                f"{num_tokens} tokens of the vocabulary; use at most that.",
+            )
     if (shared := flow.source.prompts.shared) is not None:
         with mistakes.noted():
             shared.check(config)
@@ -136,7 +148,9 @@ def _read_prompts(
     )
 
 
-def _usable_paths(flow: Dataflow, tokenizer: Any, mistakes: Mistakes) -> set[str]:
+def _usable_paths(
+    flow: Dataflow, tokenizer: Any, mistakes: Mistakes, lacking: list[str] | None
+) -> set[str]:
     """Of the models beside the main one; an empty path takes the main one's weights. Notes a path
     that holds no model, one of another vocabulary, or one without the head of its role; what is
     wrong with a path of several roles is told of the first."""
@@ -154,19 +168,22 @@ def _usable_paths(flow: Dataflow, tokenizer: Any, mistakes: Mistakes) -> set[str
                 usable.add(path)
         if path in usable and model.head != "logits":
             with mistakes.noted():
-                _check_head(path, setting, model.head, may_begin=model.may_train)
+                if path:
+                    check_scalar_head(path, fresh_head=model.may_train, setting=setting)
+                elif not model.may_train:
+                    _note_no_head(setting, model.head, lacking)
     return usable
 
 
-def _check_head(path: str, setting: str, head: Head, *, may_begin: bool) -> None:
-    require(
-        bool(path) or may_begin,
+def _note_no_head(setting: str, head: Head, lacking: list[str] | None) -> None:
+    told = (
         f"{setting} is empty, and the policy's weights, which it would take, have no trained "
         f"{head} head; give it the directory of a model that has one, such as "
-        "recipes/reward_model.py makes.",
+        "recipes/reward_model.py makes"
     )
-    if path:
-        check_scalar_head(path, fresh_head=may_begin, setting=setting)
+    require(lacking is not None, f"{told}.")
+    assert lacking is not None
+    lacking.append(f"{told}, or run a recipe that trains one first. It is not counted here.")
 
 
 def check_held_out(

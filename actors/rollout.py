@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import ray
 
 from rlsys.dataflow.blocks import BlockRef, Cell, Columns
@@ -17,7 +18,9 @@ from rlsys.dataflow.stages import EXPERTS_COLUMN
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
-from rlsys.layout.transport.shm import held, local_copy
+from rlsys.layout.transport.parcels import Inbox, Parcel
+from rlsys.layout.transport.staging import DamagedWeightsError
+from rlsys.layout.transport.weights import Weights
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import (
     FinishReason,
@@ -72,6 +75,7 @@ class RolloutActor(Heartbeat):
         self._tracer = tracer
         self._engine = make_engine()
         self._switch = WeightSwitch(self._engine)
+        self._inbox = Inbox()
         self._store = StoreClient(store)
         self._store_changed = Signal()
         self._prompts: dict[str, Sequence[int]] = {}
@@ -245,17 +249,27 @@ class RolloutActor(Heartbeat):
             return False
         return True
 
-    async def update_weights(
-        self, manifest: WeightManifest, content: npt.NDArray[np.uint8] | None
-    ) -> float:
-        """Seconds during which nothing was sampled. `content` holds the version's bytes where they
-        lie on another node. Raises MemoryGone if the trainer has given the version up by now."""
-        if not manifest.entries:
+    async def update_weights(self, manifest: WeightManifest, *parcels: Parcel | None) -> float:
+        """Seconds during which nothing was sampled. `parcels`: what this node lacks of the version.
+        Raises MemoryGone if the trainer has given the version up by now, DamagedWeightsError if it
+        is not what was published."""
+        if not manifest.shares:
             return await self._switch.switch(manifest)
-        # Opened at once and kept: the trainer may give it up while the switch waits.
-        local = held(manifest) if content is None else local_copy(manifest, content)
-        with self._tracer.span("engine", "update_weights", version=manifest.version), local as own:
-            return await self._switch.switch(own)
+        with (
+            self._tracer.span("engine", "update_weights", version=manifest.version),
+            contextlib.ExitStack() as opened,
+        ):
+            # Opened at once and kept: the trainer may give it up while the switch waits.
+            weights = await asyncio.to_thread(self._open, manifest, parcels)
+            opened.callback(weights.close)
+            return await self._switch.switch(weights.local)
+
+    def _open(self, manifest: WeightManifest, parcels: Sequence[Parcel | None]) -> Weights:
+        """What lies on this node and what has come in from others."""
+        node_id = ray.get_runtime_context().get_node_id()
+        here = [share for share in manifest.shares if share.node == node_id]
+        here += [self._inbox.take(parcel) for parcel in parcels if parcel is not None]
+        return Weights(replace(manifest, shares=tuple(here)))
 
     async def close(self) -> None:
         await self._engine.close()
@@ -322,6 +336,7 @@ class RayReplica:
         self._learner = learner
         self._shards = shards
         self.node_id = self._actor_id = ""
+        self._base: int | None = None  # the version that it has, for changes to it
 
     @property
     def name(self) -> str:
@@ -355,16 +370,30 @@ class RayReplica:
         if delayed:  # however long that takes; its rollouts are collected meanwhile
             while not await self._poll("drain"):
                 pass
-        # A version without weights has no bytes that lie anywhere.
-        is_local = not manifest.entries or self.node_id == self._learner.node_id
-        content = None if is_local else self._learner.weights_content(manifest)
+        base, self._base = self._base, None
         try:
-            pause_s: float = await self.worker.call("update_weights", manifest, content)
+            pause_s = await self._take(manifest, base)
+        except DamagedWeightsError:  # perhaps on its way here
+            self._learner.send_again(manifest)
+            try:
+                pause_s = await self._take(manifest, None)
+            except DamagedWeightsError as error:
+                raise self._died("update_weights", error) from None
+        self._base = manifest.version
+        return pause_s
+
+    async def _take(self, manifest: WeightManifest, base: int | None) -> float:
+        # A version without weights has no bytes that lie anywhere.
+        parcels = self._learner.parcels(manifest, self.node_id, base) if manifest.shares else []
+        try:
+            pause_s: float = await self.worker.call("update_weights", manifest, *parcels)
         except (InputLost, FileNotFoundError) as error:
             raise WeightsGone(
                 f"{self.name} came too late to version {manifest.version}: {error}"
             ) from None
-        except (*DEADLY, ValueError) as error:  # ValueError: they have changed on their way
+        except DamagedWeightsError:
+            raise
+        except (*DEADLY, ValueError) as error:
             raise self._died("update_weights", error) from None
         return pause_s
 

@@ -1,20 +1,23 @@
-"""Rows as a model's worker is given them, with their bytes: read from the store, and written."""
+"""Rows as a worker is given them, with their bytes: read from the store, computed, and written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlsys.dataflow.stages import EXPERTS_COLUMN
+from rlsys.dataflow.stages import EXPERTS_COLUMN, VERSIONS_COLUMN
 from rlsys.types import INJECTED, Float32Array, TrainRow
 from rlsys.workers import Rows, Written
 
 from .store import StoreClient
 
+if TYPE_CHECKING:
+    from rlsys.dataflow.stages import PerBatchStage
+
 # Columns that are fields of a TrainRow; all others are its `columns`.
-FIELDS = ("prompt_token_ids", "token_ids", "policy_versions")
+FIELDS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
 OPTIONAL_FIELDS = (EXPERTS_COLUMN,)
 
 
@@ -38,12 +41,46 @@ def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
     return TrainRow(
         **{name: arrays[name][i] for name in FIELDS},
         **{name: arrays[name][i] for name in OPTIONAL_FIELDS if name in arrays},
-        loss_mask=arrays["policy_versions"][i] != INJECTED,
+        loss_mask=arrays[VERSIONS_COLUMN][i] != INJECTED,
         columns=columns,
         group_id=rows.group_ids[i],
         group_size=rows.group_sizes[i],
         group_num_tokens=rows.group_num_tokens[i],
     )
+
+
+def compute_columns(stage: PerBatchStage, rows: Rows, store: StoreClient) -> Written:
+    """What a stage's function makes of rows; of their versions it is given a mask besides. Raises
+    RowsLost, and what run_batch_function does."""
+    import torch
+
+    from rlsys.algorithms.batches import run_batch_function
+
+    arrays = store.get_batch(rows.cells)
+    loss_masks = [torch.from_numpy(versions != INJECTED) for versions in arrays[VERSIONS_COLUMN]]
+    per_token = stage.writes[0].per == "token"
+    made = run_batch_function(
+        stage.function,
+        [
+            torch.from_numpy(np.concatenate(arrays[column.name]))
+            if column.name in arrays
+            else torch.tensor(rows.scalars[column.name], dtype=torch.float32)
+            for column in stage.reads
+        ],
+        stage=stage.name,
+        group_ids=rows.group_ids,
+        loss_masks=loss_masks,
+        writes=[column.name for column in stage.writes],
+        per_token=per_token,
+    )
+    if not per_token:
+        return Written(scalars={name: values.tolist() for name, values in made.items()})
+    lengths = [len(mask) for mask in loss_masks]
+    columns = {
+        name: [part.numpy() for part in values.float().split(lengths)]
+        for name, values in made.items()
+    }
+    return Written(block=store.put(columns))
 
 
 def write_column(

@@ -6,23 +6,21 @@ import contextlib
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import ray
 
+from rlsys.layout.transport.parcels import Parcel
 from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory
-from rlsys.layout.transport.shm import read_weights
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, WeightManifest
 from rlsys.workers import LearnerDied, Rows, Written
 
 from .calls import HEARTBEAT_GROUP, Heartbeat
-from .rows import read_rows, write_column
+from .rows import compute_columns, read_rows, write_column
 from .store import StoreAddress, StoreClient
 
 if TYPE_CHECKING:
@@ -116,9 +114,10 @@ class TrainerActor(Heartbeat):
         self._store = StoreClient(store)
 
     @ray.method(concurrency_group="beside")
-    def read_weights(self, manifest: WeightManifest) -> npt.NDArray[np.uint8]:
-        """The bytes of a published version, for replicas on other nodes. Raises MemoryGone."""
-        return read_weights(manifest)
+    def parcel(self, manifest: WeightManifest, node_id: str, base: int | None) -> Parcel | None:
+        """Of this rank's share of a version, what another node lacks. Raises MemoryGone."""
+        found: Parcel | None = self._engine.parcel(manifest, node_id, base)
+        return found
 
     def sft_step(
         self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
@@ -147,35 +146,8 @@ class TrainerActor(Heartbeat):
 
     def compute(self, stage: PerBatchStage, rows: Rows) -> Written:
         """A function over a step, of which some numbers lie in the store."""
-        import torch
-
-        from rlsys.algorithms.batches import run_batch_function
-
         with self._working("compute", rows=len(rows)):
-            arrays = self._store.get_batch(rows.cells)
-            lengths = [len(array) for array in next(iter(arrays.values()))]
-            per_token = stage.writes[0].per == "token"
-            made = run_batch_function(
-                stage.function,
-                [
-                    torch.from_numpy(np.concatenate(arrays[column.name]))
-                    if column.name in arrays
-                    else torch.tensor(rows.scalars[column.name], dtype=torch.float32)
-                    for column in stage.reads
-                ],
-                stage=stage.name,
-                group_ids=rows.group_ids,
-                row_lengths=lengths,
-                writes=[column.name for column in stage.writes],
-                per_token=per_token,
-            )
-            if not per_token:
-                return Written(scalars={name: values.tolist() for name, values in made.items()})
-            columns = {
-                name: [part.numpy() for part in values.float().split(lengths)]
-                for name, values in made.items()
-            }
-            return Written(block=self._store.put(columns))
+            return compute_columns(stage, rows, self._store)
 
     def optimizer_step(self, last: bool = True) -> StepResult:
         with self._working("optimizer_step"):
@@ -186,10 +158,10 @@ class TrainerActor(Heartbeat):
         train_s, self._train_s = self._train_s, 0.0
         return replace(result, train_s=train_s)
 
-    def publish(self) -> WeightManifest | None:
-        """A manifest on rank 0."""
+    def publish(self, node_ids: Sequence[str]) -> WeightManifest | None:
+        """For readers on these nodes; a manifest on rank 0."""
         with self._working("publish"):
-            manifest: WeightManifest | None = self._engine.publish()
+            manifest: WeightManifest | None = self._engine.publish(node_ids)
             return manifest
 
     def hold(self) -> None:

@@ -73,12 +73,12 @@ def ppo(
     values = flow.infer(critic, rollouts, writes="values")
     columns = (score, rollouts[2], reference_logprobs, values)
 
-    def credit(
-        score: Tensor, logprobs: Tensor, ref: Tensor, values: Tensor, row_offsets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        rewards = alg.kl_rewards(score, logprobs, ref, row_offsets, coefficient=cfg.kl_coefficient)
-        advantages, returns = alg.gae(rewards, values, row_offsets, trace_decay=cfg.trace_decay)
-        return alg.whitened(advantages), returns
+    def credit(*columns: Tensor, row_offsets: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        score, logprobs, ref, values = columns
+        at, beta, decay = row_offsets, cfg.kl_coefficient, cfg.trace_decay
+        rewards = alg.kl_rewards(score, logprobs, ref, at, coefficient=beta, loss_mask=loss_mask)
+        found, returns = alg.gae(rewards, values, at, trace_decay=decay, loss_mask=loss_mask)
+        return alg.whitened(found, loss_mask=loss_mask), returns
 
     writes = ("advantages", "returns")
     advantages, returns = flow.per_batch(credit, *columns, writes=writes, per="token")

@@ -7,7 +7,7 @@ Out: bytes of a trainer's rank, of other kinds of actors, and of the store.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,18 @@ import torch
 from rlsys.config import ModelConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.data.hub import check_model_path, in_short, unreadable
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import Head
+from rlsys.dataflow.stages import Head, Model
 from rlsys.engines.context import context_length
 from rlsys.engines.model_tensors import model_tensors
-from rlsys.engines.training.pass_memory import Passes, RankBytes, fullest_rank
-from rlsys.engines.training.publisher import NUM_KEPT
+from rlsys.engines.training.pass_memory import (
+    Passes,
+    RankBytes,
+    fullest_rank,
+    holdings_of_ranks,
+)
 from rlsys.hf_config import largest
+from rlsys.layout.holdings import Box, Holder
+from rlsys.layout.plan import plan
 from rlsys.run_directory import MAX_WAITING
 
 # Rows of any length leave gaps in the store's memory; this share of it is promised to rows.
@@ -28,6 +34,9 @@ STORE_FILL = 0.5
 MIN_STORE_BYTES = 64 << 20
 
 MASTER_BYTES, GRAD_BYTES = 4, 4  # per parameter, float32
+
+# Of published weights: the newest, and the one before while a replica still reads it.
+NUM_VERSIONS = 2
 
 # What a rank's allocator keeps beside what is held, because it lies in pieces of other sizes, as a
 # share of that. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md).
@@ -75,10 +84,9 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    published_bytes: int  # versions of the weights for the replicas, in the first rank's host
+    published_bytes: int  # versions of the weights for the replicas, over the ranks' hosts
     snapshot_bytes: int  # per trainer rank, in the host's memory
     replica_bytes: int
-    checkpoint_bytes: int
 
 
 def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path") -> ModelShape:
@@ -99,8 +107,8 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
                 model = scalar_class(config)(config)
     except unreadable() as error:
         raise ValueError(
-            f"{setting}={path!r} holds no causal language model ({in_short(error)}); give a "
-            "Hugging Face model directory or hub name."
+            f"{setting}={path!r} holds no {'causal ' if head == 'logits' else ''}language model "
+            f"({in_short(error)}); give a Hugging Face model directory or hub name."
         ) from error
     text = config.get_text_config()
     num_heads = largest(text, "num_attention_heads", default=1)
@@ -131,7 +139,7 @@ def num_parameters(module: torch.nn.Module) -> int:
 
 
 def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
-    """Of the main model, beside what its ranks train with."""
+    """Of the main model, beside what its ranks train with and checkpoints hold."""
     itemsize = getattr(torch, config.model.dtype).itemsize
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if config.rollout.engine == "vllm":
@@ -141,11 +149,44 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     state_bytes = _state_bytes(shape, config.model, config.trainer)
     num_shards = _num_shards(config.trainer)
     return MemoryEstimate(
-        published_bytes=NUM_KEPT * shape.num_parameters * itemsize,
+        published_bytes=NUM_VERSIONS * shape.num_parameters * itemsize,
         snapshot_bytes=max(1, num_snapshots(config, config.trainer)) * state_bytes // num_shards,
         replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
-        checkpoint_bytes=state_bytes,
     )
+
+
+# Ranks are laid out one by one, in a fraction of a second each.
+MAX_PLANNED_RANKS = 32
+
+
+ITS_NODE = "its node"
+
+
+def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> list[int] | None:
+    """What each rank of the trainer stages or sends of a version, where all ranks lie on one node
+    and replicas on `to`: "its node", or another. None where that is not told beforehand: of many
+    ranks, and where the layout does not fit the model."""
+    layout, dtype = config.trainer.parallel, getattr(torch, config.model.dtype)
+    if layout.num_ranks > MAX_PLANNED_RANKS:
+        return None
+    try:
+        ranks = holdings_of_ranks(
+            shape.config, head="logits", dtype=config.model.dtype, layout=layout
+        )
+    except ValueError:
+        return None
+    sources = tuple(Holder(str(rank), ITS_NODE, tuple(held)) for rank, held in enumerate(ranks))
+    whole = {one.name: one for held in ranks for one in held}
+    wanted = (
+        replace(
+            one,
+            box=Box.whole(one.shape),
+            dtype=dtype if one.dtype.is_floating_point else one.dtype,
+        )
+        for one in whole.values()
+    )
+    put = plan(sources, (Holder("replicas", to, tuple(wanted)),)).put
+    return [put.get((source.rank, to), 0) for source in sources]
 
 
 def estimate_rank(
@@ -210,15 +251,7 @@ def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_sta
     """The most that a run has on disk at a time: checkpoints that are kept and one that is being
     written, of all trained models; exports of the main one, whose shape this is; and records."""
     state_bytes = _state_bytes(shape, config.model, config.trainer)
-    of_all = state_bytes + sum(
-        _state_bytes(
-            model_shape(model.config.model.path or config.model.path, model.head),
-            model.config.model,
-            model.config.trainer,
-        )
-        for model in flow.models.values()
-        if isinstance(model.config, TrainedRoleConfig)
-    )
+    of_all = checkpoint_bytes(config, flow, shape)
     itemsize: int = getattr(torch, config.model.dtype).itemsize
     export_bytes = shape.num_parameters * itemsize + shape.buffer_bytes
     if config.model.lora:  # once more by themselves
@@ -231,6 +264,40 @@ def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_sta
         + num_exports * export_bytes
         + warm_start * state_bytes
     )
+
+
+def checkpoint_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape) -> int:
+    """Of the states of all models that are trained; `shape` is the main one's."""
+    return _state_bytes(shape, config.model, config.trainer) + sum(
+        _state_bytes(role_shape(config, model), model.config.model, model.config.trainer)
+        for model in flow.models.values()
+        if isinstance(model.config, TrainedRoleConfig)
+    )
+
+
+def role_shape(config: RunConfig, model: Model) -> ModelShape:
+    """Of a model beside the main one, whose weights it takes where it has no path."""
+    assert model.config is not None
+    path = model.config.model.path
+    setting = f"{model.name}.model.path" if path else "model.path"
+    return model_shape(path or config.model.path, model.head, setting=setting)
+
+
+def worker_bytes(config: RunConfig, model: Model) -> int:
+    """The weights of each worker of a frozen model."""
+    assert model.config is not None
+    itemsize: int = getattr(torch, model.config.model.dtype).itemsize
+    shape = role_shape(config, model)
+    return shape.num_parameters * itemsize + shape.buffer_bytes
+
+
+def role_snapshot_bytes(config: RunConfig, model: Model) -> int:
+    """Of each rank of a model that is trained beside the main one, in the host's memory."""
+    role = model.config
+    assert isinstance(role, TrainedRoleConfig)
+    state_bytes = _state_bytes(role_shape(config, model), role.model, role.trainer)
+    num = max(1, num_snapshots(config, role.trainer))
+    return num * state_bytes // _num_shards(role.trainer)
 
 
 def _state_bytes(shape: ModelShape, model: ModelConfig, trainer: TrainerConfig) -> int:

@@ -3,7 +3,8 @@
     hf/
         config.json, model.safetensors, ...   as Hugging Face loads it
         manifest.json                         size and checksum of each of these files
-        exported.json                         written last: of which step it is, and its checksum
+        exported.json                         written last: of which step of which run it is (its
+                                              run_id), the manifest's checksum, and its own
 
 In: the directory, when the export is done. Out: its step, or what is wrong with it.
 """
@@ -13,37 +14,55 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 from rlsys.disk import write_whole, writing
+from rlsys.growing_file import ordinary
 from rlsys.json_text import parse_json
 from rlsys.manifest import faults_of, write_manifest
 
 EXPORTED_FILE = "exported.json"
 
 
-def seal_export(directory: Path, step: int) -> None:
-    """Say that the model after `step` is there, whole. Raises OSError with the cause and the
-    fix."""
+def seal_export(directory: Path, step: int, *, run_id: str) -> None:
+    """Say that the model after `step` of the run is there, whole. Raises OSError with the cause and
+    the fix."""
     with writing(directory):
-        write_manifest(directory)
-        write_whole(directory / EXPORTED_FILE, json.dumps(_seal(step)) + "\n")
+        seal = _seal(step, run_id, write_manifest(directory))
+        write_whole(directory / EXPORTED_FILE, json.dumps(seal) + "\n")
 
 
 def exported_step(directory: Path) -> int | None:
-    """The step whose model is there; None where nothing was ever exported, or not to its end."""
+    """The step whose model is there, of whichever run; None where nothing was ever exported, or not
+    to its end."""
+    seal = _read_seal(directory)
+    return None if seal is None else seal["step"]
+
+
+def export_faults(directory: Path, *, run_id: str) -> list[str]:
+    """What is wrong with its files, by name, as those of the run `run_id`. Reads them all: a second
+    per GB or two."""
+    seal = _read_seal(directory)
+    if seal is None:
+        return [f"{EXPORTED_FILE} is missing or damaged"]
+    if seal["run_id"] != run_id:
+        return [
+            f"{EXPORTED_FILE} has run_id={json.dumps(seal['run_id'])} where this run's is "
+            f"{json.dumps(run_id)}: it is another run's"
+        ]
+    return faults_of(directory, crc32=seal["manifest"])
+
+
+def _read_seal(directory: Path) -> dict[str, Any] | None:
     try:
-        seal = parse_json((directory / EXPORTED_FILE).read_bytes())
-        return seal["step"] if type(seal["step"]) is int and seal == _seal(seal["step"]) else None
+        seal = parse_json(ordinary(directory / EXPORTED_FILE).read_bytes())
+        again = _seal(seal["step"], seal["run_id"], seal["manifest"])
+        is_one = type(seal["step"]) is int and seal == again
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return seal if is_one else None
 
 
-def export_faults(directory: Path) -> list[str]:
-    """What is wrong with its files, by name. Reads them all: a second per GB or two."""
-    if exported_step(directory) is None:
-        return [f"{EXPORTED_FILE} is missing or damaged"]
-    return faults_of(directory)
-
-
-def _seal(step: int) -> dict[str, int]:
-    return {"step": step, "crc32": zlib.crc32(str(step).encode())}
+def _seal(step: int, run_id: str, manifest: str) -> dict[str, Any]:
+    told = {"step": step, "run_id": run_id, "manifest": manifest}
+    return {**told, "crc32": zlib.crc32(json.dumps(told).encode())}

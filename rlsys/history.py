@@ -25,7 +25,14 @@ from rlsys.exported import EXPORTED_FILE, export_faults, exported_step
 from rlsys.growing_file import Tally
 from rlsys.json_text import parse_json
 from rlsys.observe.step_log import read_lines
-from rlsys.run_directory import RunFiles, lost_checkpoints, read_config
+from rlsys.run_directory import (
+    RunFiles,
+    checkpointed_fault,
+    foreign_rollouts,
+    lost_checkpoints,
+    read_config,
+    read_run_id,
+)
 from rlsys.scoreboard import damages_of, losses_of
 
 Line = dict[str, Any]
@@ -113,16 +120,19 @@ def some(faults: Sequence[str]) -> str:
 def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
     """What an audit looks at, and what of it could not be read.
 
-    Raises ValueError where there is no run's config.json to go by.
+    Raises ValueError where there is no run's config.json to go by, or it has no run_id.
     """
     files = RunFiles(path)
     settings = _Settings.read(files.config)
+    run_id = files.run_id
     faults: list[str] = []
     former = [_Settings.read(other) for other in sorted(path.glob("config-*.json"))]
     for other in former:
         for name in ("prompts_per_step", "group_size", "seed", "asynchrony"):
             if other.value(name) != settings.value(name):
                 faults.append(f"{other.path.name} has another {name} than {files.config.name}")
+        if read_run_id(other.path) != run_id:
+            faults.append(f"{other.path.name} has another run_id than {files.config.name}")
     states: dict[int, State] = {}
     checkpoints = find_checkpoints(files.checkpoints)
     for checkpoint in checkpoints:
@@ -141,11 +151,13 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
             faults.append(fault)
     faults += damages_of(files) or losses_of(files)
     exported = exported_step(files.hf)
+    if fault := checkpointed_fault(files):
+        faults.append(fault)
     if not checkpoints and exported is None and (lost := lost_checkpoints(files)):
         faults.append(lost)
     if exported is None and (files.hf / EXPORTED_FILE).exists():
         faults.append(f"{files.hf / EXPORTED_FILE} is damaged, which says of which step hf/ is")
-    damages = [] if exported is None else export_faults(files.hf)
+    damages = [] if exported is None else export_faults(files.hf, run_id=run_id)
     faults += [f"hf/, the model of step {exported}, is damaged: {f}" for f in damages]
     # A run that failed while it started has written none of them.
     has_begun = bool(states) or any(_holds_something(record) for record in files.records)
@@ -171,6 +183,8 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         checkpoints=sorted(states),
         exported=exported == settings.number("num_steps") and not damages,
     )
+    if fault := foreign_rollouts(files, (line.get("run_id") for line in evidence.rollouts)):
+        faults.append(fault)
     return evidence, faults
 
 

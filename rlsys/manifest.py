@@ -62,6 +62,11 @@ def read_manifest(directory: Path) -> dict[str, Entry]:
     return files
 
 
+def manifest_checksum(directory: Path) -> str:
+    """What `write_manifest` returned. Raises ValueError for one that is missing or damaged."""
+    return _checksum(read_manifest(directory))
+
+
 def faults_of(directory: Path, *, crc32: str | None = None) -> list[str]:
     """What is wrong with the files of a directory, all of which are read; others beside them
     (.DS_Store) do no harm. `crc32`: what `write_manifest` returned, where that is known."""

@@ -33,7 +33,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -131,7 +131,15 @@ class RunFiles:
     def has_finished(self, num_steps: int) -> bool:
         """Whether the model of that step was exported, and lies there whole; if so, all of it has
         been read."""
-        return exported_step(self.hf) == num_steps and not export_faults(self.hf)
+        return exported_step(self.hf) == num_steps and not export_faults(
+            self.hf, run_id=self.run_id
+        )
+
+    @property
+    def run_id(self) -> str:
+        """Of this run and its copies, whatever their names: it keeps it over all resumes. Raises
+        ValueError where config.json has none, with the fix."""
+        return read_run_id(self.config)
 
     def __repr__(self) -> str:
         return f"RunFiles({str(self.path)!r})"
@@ -244,11 +252,6 @@ class RunDirectory(RunFiles):
             raise
         return run
 
-    @property
-    def run_id(self) -> str:
-        """Of this run and its copies, whatever their names: it keeps it over all resumes."""
-        return str(parse_json(self.config.read_bytes())["run_id"])
-
     def close(self) -> None:
         """Let another process have it. Idempotent."""
         self._lock.close()
@@ -279,9 +282,8 @@ class RunDirectory(RunFiles):
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """config.json, in one rename; a former one stays beside it, numbered."""
-        run_id = secrets.token_hex(8)
+        run_id = self.run_id if self.config.exists() else secrets.token_hex(8)
         if self.config.exists():
-            run_id = parse_json(self.config.read_bytes()).get("run_id", run_id)
             number = 1 + len(list(self.path.glob("config-*.json")))
             shutil.copyfile(self.config, self.path / f"config-{number}.json")
         resolved = {
@@ -355,10 +357,17 @@ def _check_left_by_a_start(files: RunFiles, may_discard_steps: bool) -> None:
 def _check_resumable(
     files: RunFiles, config: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError for a run without a checkpoint that is not finished, or of another
-    experiment."""
+    """Raise ValueError for a run without a checkpoint that is not finished, of another experiment,
+    or whose config.json has another run_id than its rollouts."""
+    if fault := checkpointed_fault(files):
+        raise ValueError(f"{fault}: move it away.")
     if not files.has_checkpoint and not files.has_finished(config["num_steps"]):
         raise ValueError(f"name={files.path.name!r}: {nothing_to_resume(files)}")
+    if fault := foreign_rollouts(files, _first_run_id(files.rollouts)):
+        raise ValueError(
+            f"{fault}. Set run_id back, or restore the other of the two from a copy, so that a run "
+            "knows its own rollouts."
+        )
     before = {**defaults, **_leaves(read_config(files.config))}
     changes = [
         f"{field} ({old} before, {new} now)"
@@ -389,6 +398,19 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{_former(path)}, or start a new run under another --name."
         ) from error
     return config
+
+
+def read_run_id(path: Path) -> str:
+    """That of a config.json. Raises ValueError where it is missing or damaged."""
+    read_config(path)
+    run_id = parse_json(path.read_bytes()).get("run_id")
+    if not isinstance(run_id, str) or not run_id:
+        raise ValueError(
+            f"{path} has run_id={json.dumps(run_id)} where the text belongs that each run draws "
+            "when it begins, and keeps: it was edited, or written by another version of rlsys. Set "
+            f"it to that in the lines of rollouts.jsonl, or restore the file{_former(path)}."
+        )
+    return run_id
 
 
 def _former(config: Path) -> str:
@@ -481,6 +503,39 @@ def _bytes_below(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
+def foreign_rollouts(files: RunFiles, run_ids: Iterable[object]) -> str | None:
+    """Why lines of rollouts.jsonl with these ids are not all of the run that config.json names, if
+    they are not. Raises ValueError as `RunFiles.run_id`."""
+    own = files.run_id
+    for other in run_ids:
+        if other != own:
+            return (
+                f"{files.config} has run_id={json.dumps(own)} where {files.rollouts} has lines of "
+                f"run_id={json.dumps(other)}: one of them was edited, or is another run's"
+            )
+    return None
+
+
+def _first_run_id(rollouts: Path) -> list[object]:
+    """The id in the first line, where there is one to read. A checkpoint knows those that follow by
+    their bytes."""
+    try:
+        with rollouts.open(encoding="utf-8") as file:
+            first = file.readline()
+        return [json.loads(first).get("run_id")] if first else []
+    except (OSError, ValueError, AttributeError):  # told where the files of records are looked at
+        return []
+
+
+def checkpointed_fault(files: RunFiles) -> str | None:
+    """Why .checkpointed could not be written anew."""
+    try:
+        ordinary(files.checkpointed)
+    except ValueError as error:
+        return f"{error}, which the next checkpoint is to replace"
+    return None
+
+
 def lost_checkpoints(files: RunFiles) -> str | None:
     """Of a run without a checkpoint: what is to be done if there was one."""
     if not files.checkpointed.is_file():
@@ -501,7 +556,7 @@ def nothing_to_resume(files: RunFiles) -> str:
             f"{files.path} holds no checkpoint to resume from; delete it and start again without "
             "--resume (checkpoint_every sets how often one is written)."
         )
-    if faults := export_faults(files.hf):
+    if faults := export_faults(files.hf, run_id=files.run_id):
         return (
             f"{files.path} has ended at step {step}, but its model is damaged ({faults[0]}) and "
             f"its checkpoints are gone, from which it could be exported again. Restore {files.hf} "

@@ -1,8 +1,10 @@
 """What the evaluations of a run came to, on disk, and whether it still is.
 
     evaluations.jsonl    a line for each, by their steps
-    .evaluated           what stands there (Tally), or all but the line that is being added
-    best/                the best model, with evaluation.json, its line, and manifest.json
+    .evaluated           what stands there (Tally), or all but the line that is being added; and of
+                         best/ the manifest's checksum, also of the one that is to take its place
+    best/                the best model, with manifest.json and evaluation.json: its line, and the
+                         run's id
 
 In: what was found out about an exported model. Out: these, or what is wrong with them.
 """
@@ -12,15 +14,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlsys import metrics
 from rlsys.checkpoint import swapped_in
 from rlsys.disk import write_whole, writing
 from rlsys.growing_file import Tally, ordinary
 from rlsys.json_text import parse_json
-from rlsys.manifest import faults_of, write_manifest
+from rlsys.manifest import MANIFEST_FILE, faults_of, manifest_checksum, write_manifest
 from rlsys.observe.step_log import StepLog, read_lines
 from rlsys.run_directory import RunFiles
 
@@ -38,20 +41,22 @@ class Scoreboard:
 
     def __init__(self, files: RunFiles, *, after_step: int) -> None:
         self._files = files
-        _write_tally(files, Tally())  # what is cut next is not missed
+        self._run_id = files.run_id
+        self._best = [manifest_checksum(files.best)] if files.best.exists() else []
+        self._write_standing(Tally())  # what is cut next is not missed
         self._log = StepLog(files.evaluations, after_step=after_step)
         self._steps = {int(line[metrics.STEP]) for line in read_lines(files.evaluations)}
-        _write_tally(files, self._log.tally)
+        self._write_standing(self._log.tally)
 
     def has(self, step: int) -> bool:
         return step in self._steps
 
     def go_back(self, step: int) -> None:
         """Training went back to `step`."""
-        _write_tally(self._files, Tally())
+        self._write_standing(Tally())
         self._log.go_back(step)
         self._steps = {one for one in self._steps if one <= step}
-        _write_tally(self._files, self._log.tally)
+        self._write_standing(self._log.tally)
 
     def add(self, step: int, found: Mapping[str, float], exported: Path) -> dict[str, float]:
         """Record what was found; `exported` is kept as best/ or removed. Returns the line."""
@@ -60,25 +65,38 @@ class Scoreboard:
         line[metrics.EVAL_IS_BEST] = int(best is None or goodness(line) > goodness(best))
         if line[metrics.EVAL_IS_BEST]:
             with writing(exported):
-                (exported / EVALUATION_FILE).write_text(json.dumps(line, indent=1) + "\n")
-                write_manifest(exported)
+                told = {**line, "run_id": self._run_id}
+                (exported / EVALUATION_FILE).write_text(json.dumps(told, indent=1) + "\n")
+                seal = write_manifest(exported)
+            self._best.append(seal)
+            self._write_standing(self._log.tally)
             swapped_in(exported, self._files.best)
+            self._best = [seal]
         else:
             shutil.rmtree(exported, ignore_errors=True)
         if step not in self._steps:
             self._log.append(line)
             self._steps.add(step)
-            _write_tally(self._files, self._log.tally)
+        self._write_standing(self._log.tally)
         return line
 
     def close(self) -> None:
         self._log.close()
 
+    def _write_standing(self, tally: Tally) -> None:
+        """Raises OSError with the cause and the fix."""
+        with writing(self._files.evaluated):
+            if self._files.evaluations.exists():
+                with self._files.evaluations.open("rb") as file:
+                    os.fsync(file.fileno())  # a crash of the machine must not leave less than told
+            told = {**tally.to_dict(), "best": self._best}
+            write_whole(self._files.evaluated, json.dumps(told) + "\n")
 
-def best_of(files: RunFiles) -> dict[str, float] | None:
-    """What the evaluation of best/ came to; None where there is none."""
+
+def best_of(files: RunFiles) -> dict[str, Any] | None:
+    """What the evaluation of best/ came to, and the run's id; None where there is none."""
     try:
-        best: dict[str, float] = parse_json((files.best / EVALUATION_FILE).read_bytes())
+        best: dict[str, Any] = parse_json((files.best / EVALUATION_FILE).read_bytes())
     except FileNotFoundError:
         return None
     return best
@@ -97,29 +115,53 @@ def read_evaluations(path: Path) -> list[dict[str, float]]:
     return list(read_lines(path)) if path.exists() else []
 
 
-def _write_tally(files: RunFiles, tally: Tally) -> None:
-    """Raises OSError with the cause and the fix."""
-    with writing(files.evaluated):
-        if files.evaluations.exists():
-            with files.evaluations.open("rb") as file:
-                os.fsync(file.fileno())  # a crash of the machine must not leave less than it says
-        write_whole(files.evaluated, json.dumps(tally.to_dict()) + "\n")
-
-
 def damages_of(files: RunFiles) -> list[str]:
     """What was changed of evaluations.jsonl and best/, which is all read; what is gone of them is
-    no damage."""
-    damages, stood = [], Tally()
+    no damage. Raises ValueError as `RunFiles.run_id`."""
+    damages, stood, seals = [], Tally(), None
     if files.evaluated.exists():
         try:
-            stood = Tally.from_dict(parse_json(ordinary(files.evaluated).read_bytes()))
-        except (OSError, ValueError, TypeError) as error:
-            damages.append(f"{files.evaluated} cannot be read: {error}")
+            told = parse_json(ordinary(files.evaluated).read_bytes())
+            seals = [str(seal) for seal in told.pop("best")]
+            stood = Tally.from_dict(told)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            damages.append(
+                f"{files.evaluated} cannot be read ({type(error).__name__}: {error}): it was "
+                "edited, or written by another version of rlsys"
+            )
     if files.evaluations.exists() and (fault := _fault(files.evaluations, stood)):
         damages.append(f"{files.evaluations} {fault}")
     if files.best.exists():
-        damages += [f"{files.best} is damaged: {fault}" for fault in faults_of(files.best)]
+        if faults := faults_of(files.best):
+            damages += [f"{files.best} is damaged: {fault}" for fault in faults]
+        elif fault := _foreign(files, seals):
+            damages.append(f"{files.best} {fault}")
     return damages
+
+
+def _foreign(files: RunFiles, seals: Sequence[str] | None) -> str | None:
+    """Why best/, whole as it is, is not what the run wrote there. `seals`: checksums that its
+    manifest may have, where they are known."""
+    own = files.run_id
+    try:
+        best = best_of(files) or {}
+        told = best.pop("run_id", None)
+        is_evaluation = _is_evaluation(best)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"has an {EVALUATION_FILE} that cannot be read ({type(error).__name__}: {error})"
+    if told != own:
+        return (
+            f"has run_id={json.dumps(told)} in its {EVALUATION_FILE} where this run's is "
+            f"{json.dumps(own)}: it is another run's, or of another version of rlsys"
+        )
+    if not is_evaluation:
+        return f"has no evaluation in its {EVALUATION_FILE}: it was edited"
+    if seals is not None and manifest_checksum(files.best) not in seals:
+        return (
+            f"is not the model that was kept there, of which {files.evaluated.name} has the "
+            f"checksum: its files were exchanged or edited, {MANIFEST_FILE} too"
+        )
+    return None
 
 
 def losses_of(files: RunFiles) -> list[str]:
@@ -148,10 +190,14 @@ def _fault(evaluations: Path, stood: Tally) -> str | None:
         return fault
     try:
         for number, line in enumerate(read_lines(evaluations), start=1):
-            measured = metrics.EVAL_LOSS in line or any(map(metrics.is_mean_at, line))
-            numbers = all(type(value) in (int, float) for value in line.values())
-            if not (measured and numbers and metrics.EVAL_IS_BEST in line):
+            if not _is_evaluation(line):
                 return f"has no evaluation in line {number}: it was edited"
     except (OSError, ValueError) as error:
         return f"cannot be read: {error}"
     return None
+
+
+def _is_evaluation(line: Mapping[str, Any]) -> bool:
+    measured = metrics.EVAL_LOSS in line or any(map(metrics.is_mean_at, line))
+    numbers = all(type(value) in (int, float) for value in line.values())
+    return measured and numbers and {metrics.STEP, metrics.EVAL_IS_BEST} <= line.keys()

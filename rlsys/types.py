@@ -8,7 +8,7 @@ Everything here is plain data on the CPU (numpy, not torch), cheap to send betwe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -193,29 +193,31 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorEntry:
-    """Where one tensor lies in a published weight file."""
+class WeightShare:
+    """What one rank of a trainer has staged of a version of its model: in memory of its node, which
+    tells what lies where (rlsys.layout.transport.staging)."""
 
-    dtype: str  # torch's name without the module, such as "float32"
-    shape: tuple[int, ...]
-    offset: int  # bytes
+    version: int
+    rank: int
+    node: str
+    path: str
+    num_bytes: int
+    checksum: int
+    """Of the digests of its bytes and the table of what they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightManifest:
-    """One published version of a model's weights: a file in shared memory and its index.
+    """One published version of a model's weights.
 
-    `entries` has every parameter and persistent buffer by Hugging Face name; tied ones appear once.
-    `checksum` covers the file's bytes; a reader compares it before it uses the weights.
+    The shares have every element of every parameter and persistent buffer, by Hugging Face name;
+    tied ones appear once. On each node of the trainer each element that a rank there holds appears
+    once. None at all, for replicas that run no model.
     """
 
     version: int
-    path: str
-    num_bytes: int
-    entries: Mapping[str, TensorEntry] = field(repr=False)
-    checksum: int
+    shares: tuple[WeightShare, ...] = ()
 
-    @classmethod
-    def of_nothing(cls, version: int) -> WeightManifest:
-        """For replicas that run no model: the version alone."""
-        return cls(version=version, path="", num_bytes=0, entries={}, checksum=0)
+    @property
+    def num_bytes(self) -> int:
+        return sum(share.num_bytes for share in self.shares)

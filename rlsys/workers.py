@@ -233,6 +233,10 @@ class Learner(Protocol):
 
     async def publish(self) -> WeightManifest: ...
 
+    async def watch(self) -> None:
+        """Raises LearnerDied when a rank dies, also where nobody waits for its answer; waits until
+        then."""
+
     async def hold(self) -> None:
         """Keep a copy of the state as it is now in memory, for a checkpoint that is written while
         training goes on; one at a time."""

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ GROUPS_PER_STEP = 2
 GROUP_SIZE = 2
 NUM_PROMPTS = 3  # of an epoch: few, so that epochs come round
 SEED = 7
+RUN_ID = "00c0ffee00c0ffee"
 
 
 class MadeUpRun:
@@ -123,6 +124,7 @@ class MadeUpRun:
             "rewards": {"r": 1.0},
             "advantage": 0.5,
             "finish_reason": "stop",
+            "run_id": RUN_ID,
         }
 
     def crash(self) -> None:
@@ -180,11 +182,17 @@ def config_of(evidence: Evidence) -> dict[str, Any]:
     }
 
 
+def files_of_a_run(path: Path, config: Mapping[str, Any] | None = None) -> RunFiles:
+    """With the config.json of one that has begun."""
+    files = RunFiles(path)
+    files.config.write_text(json.dumps({"config": config or {}, "run_id": RUN_ID}))
+    return files
+
+
 def write_run(evidence: Evidence, path: Path) -> RunFiles:
     """The files of a run directory that hold the evidence, checkpoints included."""
-    files = RunFiles(path)
     path.mkdir()
-    files.config.write_text(json.dumps({"config": config_of(evidence)}))
+    files = files_of_a_run(path, config_of(evidence))
     for file, lines in (
         (files.ledger, evidence.events),
         (files.metrics, evidence.metrics),
@@ -199,7 +207,7 @@ def write_run(evidence: Evidence, path: Path) -> RunFiles:
     if evidence.exported:
         files.hf.mkdir()
         (files.hf / "model.safetensors").write_text("weights")
-        seal_export(files.hf, evidence.num_steps)
+        seal_export(files.hf, evidence.num_steps, run_id=RUN_ID)
     asyncio.run(_write_checkpoints(evidence, files))
     return files
 

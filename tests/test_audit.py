@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 
 from rlsys import metrics
 from rlsys.audit import Evidence, audit
+from rlsys.exported import seal_export
 from rlsys.history import read_evidence
-from tests.histories import made_up_run, text, with_external_groups, write_run
+from tests.histories import RUN_ID, made_up_run, text, with_external_groups, write_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -541,6 +542,47 @@ def test_a_step_of_the_model_that_was_changed_is_found(tmp_path: Path) -> None:
     assert not files.has_finished(12)
 
 
+def test_the_model_of_another_run_is_found(tmp_path: Path) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    seal_export(files.hf, 12, run_id="other")
+    evidence, (fault,) = read_evidence(files.path)
+    assert fault == (
+        'hf/, the model of step 12, is damaged: exported.json has run_id="other" where this run\'s '
+        f'is "{RUN_ID}": it is another run\'s'
+    )
+    assert not files.has_finished(12)
+    assert not audit(evidence).finished
+
+
+@pytest.mark.parametrize("run_id", [None, "", 7])
+def test_a_run_without_an_id_is_refused(tmp_path: Path, run_id: Any) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    edit(files.config, lambda entry: entry.update(run_id=run_id))
+    words = f"config.json has run_id={json.dumps(run_id)} where the text belongs"
+    with pytest.raises(ValueError, match=words):
+        read_evidence(files.path)
+    edit(files.config, lambda entry: entry.pop("run_id"))
+    with pytest.raises(ValueError, match=r"has run_id=null .* to that in the lines of rollouts"):
+        read_evidence(files.path)
+
+
+def test_an_id_that_is_not_that_of_all_rollouts_is_found(tmp_path: Path) -> None:
+    """Also of lines that no checkpoint knows."""
+    files = write_run(made_up_run(2), tmp_path / "run")
+    shutil.rmtree(files.checkpoints / "step_000012")
+    first, *rest = files.rollouts.read_text().splitlines(keepends=True)
+    rest[-1] = rest[-1].replace(RUN_ID, "other")
+    files.rollouts.write_text("".join([first, *rest]))
+    shutil.copyfile(files.config, files.path / "config-1.json")
+    (fault,) = read_evidence(files.path)[1]
+    assert f'has run_id="{RUN_ID}" where' in fault
+    assert 'has lines of run_id="other": one of them was edited, or is another run\'s' in fault
+    edit(files.config, lambda entry: entry.update(run_id="other"))
+    faults = read_evidence(files.path)[1]
+    assert "config-1.json has another run_id than config.json" in faults
+    assert any(f'has lines of run_id="{RUN_ID}"' in fault for fault in faults)
+
+
 def test_weights_that_other_models_began_with_are_looked_at(tmp_path: Path) -> None:
     files = write_run(made_up_run(2), tmp_path / "run")
     taught = files.checkpoints / ".beginning"
@@ -598,6 +640,16 @@ def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
         shutil.rmtree(directory)
     (fault,) = read_evidence(files.path)[1]
     assert "holds no checkpoint, although step_000004 was finished" in fault
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_stands_where_a_file_is_to_be_replaced_is_found(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    make(files.checkpointed)
+    (fault,) = read_evidence(files.path)[1]
+    assert ".checkpointed is no ordinary file, which the next checkpoint is to replace" in fault
 
 
 def test_a_line_that_nests_too_deeply_is_a_fault(tmp_path: Path) -> None:

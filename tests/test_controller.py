@@ -529,6 +529,32 @@ def test_replicas_that_cannot_start_end_the_run_with_the_last_reason() -> None:
     assert len(w.observer.deaths) == 5
 
 
+def test_a_learner_that_dies_while_nobody_asks_it_gives_its_weights_to_whoever_joins() -> None:
+    """It waits for rollouts, the only replica for its weights, which are gone with it."""
+    w = world()
+    w.replicas[0].dies_after = 20
+    gone: list[WeightManifest] = []
+
+    def comes_late(replica: SimulatedReplica) -> None:
+        take = replica.update_weights
+
+        async def update(manifest: WeightManifest, *, delayed: bool) -> float:
+            if not w.learner.deaths:
+                w.learner.die()
+                gone.append(manifest)
+            if any(manifest is one for one in gone):
+                raise WeightsGone("its learner has died")
+            return await take(manifest, delayed=delayed)
+
+        replica.update_weights = update  # type: ignore[method-assign]
+
+    w.fleet.prepare = comes_late
+    run_in_virtual_time(w.run())
+    assert gone
+    assert w.observer.steps[-1].step == w.config.num_steps
+    assert len(w.observer.restarts) == 1
+
+
 def test_a_group_that_replicas_die_of_is_dropped() -> None:
     """Its rollouts never end, and the replica dies whenever it has been at them for a while."""
     w = world(num_replicas=1, num_steps=2, asynchrony=AsyncConfig(max_staleness=0))

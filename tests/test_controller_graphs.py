@@ -34,6 +34,7 @@ from rlsys.simulation.workers import (
 )
 from rlsys.types import Completion, Prompt
 from rlsys.user_functions import FunctionFailed
+from rlsys.workers import Rows, Written
 from tests.test_controller import World, center, config, no_loss, world
 
 
@@ -208,6 +209,21 @@ def test_a_refused_group_is_replaced() -> None:
     assert len(w.observer.refused) == 16
     assert all(group["num_tokens"] == [3, 3] for group in w.observer.refused)
     assert all(len(group["reward"]) == 2 for group in w.observer.refused)
+
+
+def test_a_function_over_tokens_is_sent_their_versions_besides() -> None:
+    """Of which it is given a mask: what carries INJECTED the policy did not sample."""
+    sent: list[set[str]] = []
+
+    class Noting(SimulatedLearner):
+        async def compute(self, stage: str, rows: Rows) -> Written:
+            sent.append(set(rows.cells))
+            return await super().compute(stage, rows)
+
+    w = with_four_models(world(num_replicas=1), random.Random(0))
+    w.learner = Noting()
+    run_in_virtual_time(w.run())
+    assert sent == [{"reference_logprobs", "values", "policy_versions"}] * w.config.num_steps
 
 
 def over_groups(flow: Dataflow, function: Any, reward: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
@@ -11,8 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 import rlsys
+from recipes import arithmetic, ppo
 from recipes.grpo import GRPOConfig, grpo
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.algorithms.values import value_loss
@@ -20,30 +23,37 @@ from rlsys.config import (
     AsyncConfig,
     ClusterConfig,
     DataConfig,
+    FrozenModelConfig,
     ModelConfig,
+    RoleConfig,
     RunConfig,
     SamplingConfig,
     TrainedRoleConfig,
     TrainerConfig,
 )
 from rlsys.dataflow.stages import Head
-from rlsys.engines.training.pass_memory import LiveBytes
+from rlsys.engines.training.pass_memory import LiveBytes, holdings_of_ranks
 from rlsys.engines.training.supervised import supervised_row
 from rlsys.estimate import (
+    ITS_NODE,
     ModelShape,
     RankMemory,
+    checkpoint_bytes,
     disk_bytes,
-    estimate_memory,
     estimate_rank,
     model_shape,
     num_snapshots,
+    planned_links,
     row_bytes,
     store_bytes,
 )
-from rlsys.tiny_models import build_tiny_model
+from rlsys.mesh import Layout
+from rlsys.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.layouts import build_model
+from scripts.draw_layouts import held
 from scripts.ranks import on_ranks
+from tests.engines.scalar_models import scalar_model
 from tests.engines.training_harness import make_engine, tiny_model
 
 # Prompt; token ids, log-probabilities and versions; padding of the block.
@@ -90,7 +100,8 @@ def test_a_checkpoint_has_the_bytes_that_are_asked_for(
     model = tiny_model(tmp_path / "model")
     trainer = TrainerConfig(optimizer_state=moments)
     config = GRPOConfig(model=ModelConfig(path=str(model)), trainer=trainer)
-    asked = estimate_memory(config, model_shape(str(model))).checkpoint_bytes
+    flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])
+    asked = checkpoint_bytes(config, flow, model_shape(str(model)))
     state = make_engine(model, optimizer_state=moments)._local_state()
     held = sum(tensor.nbytes for name, tensor in state.items() if name != "rng")
     num_steps = 4 * sum(name.startswith("step.") for name in state)  # AdamW's own count
@@ -114,6 +125,31 @@ def test_the_disk_holds_what_is_kept_and_what_is_being_written() -> None:
     adapted = replace(config, model=replace(config.model, lora="r8:q_proj"))
     state, export = 12 * 8 * 10**6, export + 4 * 8 * 10**6
     assert disk_bytes(adapted, flow, shape, warm_start=True) == 2**26 + 5 * state + 2 * export
+
+
+def test_roles_are_in_every_line_that_they_take_part_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint holds the critic's state beside the policy's; its ranks keep three snapshots of
+    it, and a reference and a judge lie in the memory of their workers."""
+    judge = RoleConfig(
+        model=FrozenModelConfig(path=str(scalar_model(tmp_path / "judge", "qwen3", vocab_size=15)))
+    )
+    build_tokenizer(arithmetic.CHARACTERS).save_pretrained(tmp_path / "judge")
+    cfg = ppo.Config(reward_model=judge, runs_dir=str(tmp_path), checkpoint_every=1)
+    arithmetic.run(ppo.judged(cfg), ppo.ppo, dry_run=True)
+    told = capsys.readouterr().out
+
+    def mib(line: str) -> float:
+        return float(re.search(rf"^# +{line} +([0-9.]+) MiB", told, re.MULTILINE)[1])  # type: ignore[index]
+
+    policy = model_shape(str(arithmetic.MODEL.build(tmp_path / "policy", seed=0)))
+    critic = model_shape(str(tmp_path / "judge"), "value")
+    trained = (policy.num_parameters + critic.num_parameters) * 12 / 2**20
+    assert mib("checkpoint") == pytest.approx(trained, abs=0.06)
+    assert mib("snapshots") == pytest.approx(3 * critic.num_parameters * 12 / 2**20, abs=0.06)
+    assert mib("reward_model") == pytest.approx(critic.num_parameters * 4 / 2**20, abs=0.06)
+    assert mib("reference") == pytest.approx(policy.num_parameters * 4 / 2**20, abs=0.06)
 
 
 @pytest.mark.parametrize(
@@ -241,3 +277,29 @@ def test_what_cannot_be_told_is_not_counted(tmp_path: Path, apart: Executor) -> 
     assert rank.passes == 0
     assert rank.untold.startswith("a pass of Qwen3MoeForCausalLM cannot be told beforehand")
     assert rank.total == int(1.12 * 16 * model_shape(str(tmp_path)).num_parameters)
+
+
+@pytest.mark.parametrize("layout", ["dp2tp2", "pp2"])
+def test_what_ranks_will_have_is_what_they_have(
+    layout: str, tmp_path: Path, apart: Executor
+) -> None:
+    path = build_tiny_model(tmp_path, num_layers=2)
+    parsed, config = Layout.parse(layout), AutoConfig.from_pretrained(path)
+    planned = apart.submit(
+        holdings_of_ranks, config, head="logits", dtype="float32", layout=parsed
+    ).result()
+    assert planned == on_ranks(parsed.num_ranks, held, parsed, path)
+
+
+def test_each_byte_of_a_version_is_put_once_and_ranks_share_the_work(
+    tmp_path: Path, apart: Executor
+) -> None:
+    path = build_tiny_model(tmp_path)
+    config = config_of(path, "dp2tp2", dtype="bfloat16")
+    shape = model_shape(str(path))
+    for to in (ITS_NODE, "another"):
+        put = apart.submit(planned_links, config, shape, to=to).result()
+        assert put is not None
+        assert sum(put) == 2 * shape.num_parameters
+        assert max(put) < 1.1 * min(put)
+    assert planned_links(config_of(path, "dp32tp2"), shape, to=ITS_NODE) is None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from pathlib import Path
 
 import pytest
 
 from rlsys.exported import export_faults, exported_step, seal_export
+from rlsys.manifest import write_manifest
 
 
 @pytest.fixture
@@ -20,10 +22,10 @@ def hf(tmp_path: Path) -> Path:
 
 def test_only_what_was_sealed_counts(hf: Path) -> None:
     assert exported_step(hf) is None
-    assert export_faults(hf) == ["exported.json is missing or damaged"]
-    seal_export(hf, 12)
+    assert export_faults(hf, run_id="own") == ["exported.json is missing or damaged"]
+    seal_export(hf, 12, run_id="own")
     assert exported_step(hf) == 12
-    assert export_faults(hf) == []
+    assert export_faults(hf, run_id="own") == []
 
 
 @pytest.mark.parametrize(
@@ -35,11 +37,32 @@ def test_only_what_was_sealed_counts(hf: Path) -> None:
     ],
 )
 def test_damage_is_found_by_name(hf: Path, content: bytes | None, fault: str) -> None:
-    seal_export(hf, 12)
+    seal_export(hf, 12, run_id="own")
     (hf / "model.safetensors").unlink()
     if content is not None:
         (hf / "model.safetensors").write_bytes(content)
-    assert export_faults(hf) == [fault]
+    assert export_faults(hf, run_id="own") == [fault]
+
+
+def test_the_model_of_another_run_is_none_of_this_one(hf: Path) -> None:
+    seal_export(hf, 12, run_id="other")
+    assert export_faults(hf, run_id="other") == []
+    another = 'exported.json has run_id="other" where this run\'s is "own": it is another run\'s'
+    assert export_faults(hf, run_id="own") == [another]
+    sealed = (hf / "exported.json").read_text()
+    (hf / "exported.json").write_text(sealed.replace("other", "own"))
+    assert export_faults(hf, run_id="own") == ["exported.json is missing or damaged"]
+    seal = '{"step": 12, "crc32": ' + str(zlib.crc32(b"12")) + "}"
+    (hf / "exported.json").write_text(seal)  # of before it had a run
+    assert export_faults(hf, run_id="own") == ["exported.json is missing or damaged"]
+
+
+def test_other_files_with_their_manifest_are_found(hf: Path) -> None:
+    seal_export(hf, 12, run_id="own")
+    (hf / "model.safetensors").write_bytes(b"another")
+    write_manifest(hf)
+    fault = "manifest.json is of other files than were written there"
+    assert export_faults(hf, run_id="own") == [fault]
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "exported.json"])
@@ -55,16 +78,16 @@ def test_a_seal_that_does_not_end_leaves_none(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=r"cannot write .*: the disk is full; free some"):
-        seal_export(hf, 12)
+        seal_export(hf, 12, run_id="own")
     assert exported_step(hf) is None
     assert not (hf / name).exists()
     monkeypatch.setattr(os, "fsync", real)
-    seal_export(hf, 12)
-    assert export_faults(hf) == []
+    seal_export(hf, 12, run_id="own")
+    assert export_faults(hf, run_id="own") == []
     assert not list(hf.glob("*.tmp"))
 
 
 def test_what_people_add_does_no_harm(hf: Path) -> None:
-    seal_export(hf, 12)
+    seal_export(hf, 12, run_id="own")
     (hf / "README.md").write_text("a model card")
-    assert export_faults(hf) == []
+    assert export_faults(hf, run_id="own") == []

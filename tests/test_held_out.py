@@ -20,6 +20,7 @@ from rlsys.held_out import (
 from rlsys.model_evaluation import Evaluation
 from rlsys.run_directory import RunFiles
 from rlsys.scoreboard import Scoreboard, best_of, read_evaluations
+from tests.histories import files_of_a_run
 
 
 def found(mean: float) -> Evaluation:
@@ -54,7 +55,7 @@ def weights(directory: Path) -> str:
 
 
 def test_the_best_model_is_kept_and_every_other_one_goes(tmp_path: Path) -> None:
-    files = RunFiles(tmp_path)
+    files = files_of_a_run(tmp_path)
     board = Scoreboard(files, after_step=0)
     is_best = [
         evaluate(files, board, step, mean)["eval/is_best"]
@@ -72,7 +73,7 @@ def test_the_best_model_is_kept_and_every_other_one_goes(tmp_path: Path) -> None
 def test_a_history_that_is_given_up_is_evaluated_again_and_the_best_model_stays(
     tmp_path: Path,
 ) -> None:
-    files = RunFiles(tmp_path)
+    files = files_of_a_run(tmp_path)
     board = Scoreboard(files, after_step=0)
     for step, mean in ((0, 0.2), (10, 0.6), (20, 0.9)):
         evaluate(files, board, step, mean)
@@ -136,7 +137,7 @@ def test_an_evaluation_that_tells_nothing_is_refused(settings: dict, says: str) 
 
 
 def test_without_rewards_the_best_model_is_that_of_the_lowest_loss(tmp_path: Path) -> None:
-    files = RunFiles(tmp_path)
+    files = files_of_a_run(tmp_path)
     board = Scoreboard(files, after_step=0)
     is_best = [
         board.add(step, {"eval/loss": loss}, exported(files, step))["eval/is_best"]

@@ -406,7 +406,6 @@ def test_a_swarms_node_with_a_damaged_log_is_refused_before_a_byte_is_written(
     order = {"seed": cfg.seed, "num_prompts": NUM_PROBLEMS}
     files = write_run(replace(run, prompt_order=order), tmp_path / "node")
     shutil.rmtree(files.hf)
-    files.config.unlink()
     with RunDirectory(files.path) as directory:
         directory.write_config(to_dict(cfg))
 
@@ -959,9 +958,7 @@ def test_a_reward_model_without_weights_of_its_own_is_refused(tmp_path: Path) ->
 
     config = PPOConfig(runs_dir=str(tmp_path), prompts_per_step=4)
     with pytest.raises(ValueError, match=r"reward_model.model.path is empty.*score head"):
-        rlsys.launch(
-            config, ppo(config, [right], rows=ROWS), own_model=OwnModel(name="own"), dry_run=True
-        )
+        rlsys.launch(config, ppo(config, [right], rows=ROWS), own_model=OwnModel(name="own"))
 
 
 def test_an_interpreter_that_strips_docstrings_is_refused(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rlsys
-from recipes import arithmetic, ppo, reward_model
+from recipes import arithmetic, distill, ppo, reward_model
 from recipes.dpo import DPOConfig, dpo
 from rlsys import DataConfig, FrozenModelConfig, HeldOutConfig, ModelConfig, RoleConfig
 from rlsys.tiny_models import OwnModel, build_tokenizer
@@ -48,8 +48,11 @@ def test_a_reward_model_without_a_head_is_told_by_its_field(tmp_path: Path) -> N
 def test_a_head_of_several_outputs_is_told_by_its_field(tmp_path: Path) -> None:
     path = saved(tmp_path / "three", num_labels=3)
     refused = re.escape("reward_model.model.path=")
-    with pytest.raises(ValueError, match=rf"{refused}.* has a head of 3 outputs"):
-        dry_ppo(tmp_path, path)
+    told = r" has a head of 3 outputs .*, where one is wanted; give a model with num_labels=1"
+    with pytest.raises(ValueError, match=rf"{refused}.*{told}\.\n") as found:
+        dry_ppo(tmp_path, path)  # the critic, which begins as it, may begin without a head
+    assert "critic.model.path=" in str(found.value)
+    assert "num_labels=1, or a causal language model, whose head begins" in str(found.value)
     cfg = reward_model.Config(model=ModelConfig(path=str(path)), runs_dir=str(tmp_path))
     with pytest.raises(ValueError, match=r"^model\.path=.* has a head of 3 outputs"):
         reward_model.train(cfg, dry_run=True)
@@ -60,6 +63,28 @@ def test_a_path_of_two_roles_is_told_once_by_the_one_that_was_set(tmp_path: Path
     with pytest.raises(ValueError, match=r"^reward_model\.model\.path=\S+/gone' is no dir") as told:
         dry_ppo(tmp_path, tmp_path / "gone")
     assert "critic" not in str(told.value)
+
+
+def test_what_is_trained_first_is_not_asked_of_a_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = ppo.Config(runs_dir=str(tmp_path))
+    arithmetic.run(cfg, ppo.ppo, dry_run=True)
+    out = capsys.readouterr().out
+    assert "warning: reward_model.model.path is empty, and the policy's weights" in out
+    assert "infer score" in out
+    with pytest.raises(
+        ValueError, match=r"^reward_model\.model\.path is empty, .*model\.py makes\.$"
+    ):
+        arithmetic.run(cfg, ppo.ppo)
+
+
+def test_no_more_likeliest_tokens_are_asked_for_than_there_are(tmp_path: Path) -> None:
+    cfg = distill.Config(top_k=100, runs_dir=str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"'teacher', top_k=100\) asks for more than the 15 tokens"
+    ):
+        arithmetic.run(cfg, distill.distill, dry_run=True)
 
 
 def test_a_reward_model_that_fits_is_taken(

@@ -16,7 +16,14 @@ import pytest
 
 from rlsys.checkpoint import Checkpoints
 from rlsys.exported import seal_export
-from rlsys.run_directory import RunDirectory, check_room, differences, git_revision, versions
+from rlsys.run_directory import (
+    RunDirectory,
+    check_open,
+    check_room,
+    differences,
+    git_revision,
+    versions,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,14 +67,49 @@ def test_a_run_keeps_its_id_over_resumes_and_under_other_names(tmp_path: Path) -
         assert run.run_id != first
 
 
-def test_a_run_of_before_there_were_ids_gets_one(tmp_path: Path) -> None:
+def set_run_id(path: Path, run_id: Any) -> None:
+    entry = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**entry, "run_id": run_id}))
+
+
+@pytest.mark.parametrize("run_id", [None, "", 7])
+def test_a_run_whose_id_is_gone_is_refused(tmp_path: Path, run_id: Any) -> None:
+    """With another it would take its own rollouts for those of somebody else."""
     path = create_with_checkpoint(tmp_path)
-    former = json.loads((path / "config.json").read_text())
-    del former["run_id"]
-    (path / "config.json").write_text(json.dumps(former))
-    with RunDirectory.resume(tmp_path, "demo", CONFIG) as run:
-        run.write_config(CONFIG)
-        assert run.run_id
+    set_run_id(path, run_id)
+    told = rf"config.json has run_id={json.dumps(run_id)} where the text belongs .*Set it to that"
+    for resume in (True, "auto"):
+        with pytest.raises(ValueError, match=told):
+            RunDirectory.open(tmp_path, "demo", CONFIG, resume=resume)
+    with pytest.raises(ValueError, match=told):
+        check_open(tmp_path, "demo", CONFIG, resume=True)
+
+
+def test_a_run_with_the_id_of_another_is_refused_by_its_rollouts(tmp_path: Path) -> None:
+    path = create_with_checkpoint(tmp_path)
+    own = json.loads((path / "config.json").read_text())["run_id"]
+    (path / "rollouts.jsonl").write_text(json.dumps({"step": 1, "run_id": own}) + "\n")
+    RunDirectory.resume(tmp_path, "demo", CONFIG).close()
+    set_run_id(path, "other")
+    told = rf'has run_id="other" where \S+rollouts.jsonl has lines of run_id="{own}": .* Set run_id'
+    for _ in range(2):  # the refusal lets go of the lock
+        with pytest.raises(ValueError, match=told):
+            RunDirectory.resume(tmp_path, "demo", CONFIG)
+    set_run_id(path, own)
+    (path / "rollouts.jsonl").write_text('{"step": 1}\n')  # as versions before wrote them
+    with pytest.raises(ValueError, match="has lines of run_id=null"):
+        RunDirectory.resume(tmp_path, "demo", CONFIG)
+
+
+def test_a_directory_in_the_place_of_a_file_is_told_before_a_checkpoint_meets_it(
+    tmp_path: Path,
+) -> None:
+    path = create_with_checkpoint(tmp_path)
+    (path / ".checkpointed").mkdir()
+    with pytest.raises(ValueError, match=r"\.checkpointed is no ordinary file, .*: move it away"):
+        RunDirectory.resume(tmp_path, "demo", CONFIG)
+    (path / ".checkpointed").rmdir()
+    RunDirectory.resume(tmp_path, "demo", CONFIG).close()
 
 
 def test_a_new_directory_holds_what_made_it(tmp_path: Path) -> None:
@@ -181,7 +223,7 @@ def finished(runs_dir: Path) -> RunDirectory:
     run.metrics.write_text('{"step": 1}\n' * CONFIG["num_steps"])
     run.hf.mkdir()
     (run.hf / "model.safetensors").write_text("weights")
-    seal_export(run.hf, CONFIG["num_steps"])
+    seal_export(run.hf, CONFIG["num_steps"], run_id=run.run_id)
     run.close()
     return run
 
@@ -218,6 +260,18 @@ def test_a_damaged_export_is_no_end(tmp_path: Path, weights: str) -> None:
     run = finished(tmp_path)
     (run.hf / "model.safetensors").write_text(weights)
     assert not run.has_finished(100)
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_the_model_of_another_run_is_no_end(tmp_path: Path, resume: Any) -> None:
+    run = finished(tmp_path)
+    seal_export(run.hf, 100, run_id="other")
+    assert not run.has_finished(100)
+    told = (
+        r"its model is damaged \(exported.json has run_id=\"other\" .*another run's\) and its check"
+    )
+    with pytest.raises(ValueError, match=told):
+        RunDirectory.open(tmp_path, "demo", CONFIG, resume=resume)
 
 
 def test_auto_discards_no_step_that_was_in_a_checkpoint(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlsys.held_out import export_path
 from rlsys.history import read_evidence
+from rlsys.manifest import faults_of, write_manifest
 from rlsys.resuming import read_history
 from rlsys.run_directory import RunFiles
 from rlsys.scoreboard import Scoreboard, damages_of, losses_of
@@ -95,6 +97,97 @@ def test_damage_is_refused_and_audited_and_its_fix_works(
     read_history(files, groups_per_step=GROUPS_PER_STEP, num_steps=20)
     Scoreboard(files, after_step=12).close()
     assert damages_of(files) == []
+
+
+def of_another_run(files: RunFiles) -> None:
+    """Whose model is better, after the same steps."""
+    other = write_run(made_up_run(3), files.path.parent / "other")
+    other.config.write_text(json.dumps({"config": {}, "run_id": "other"}))
+    board = Scoreboard(other, after_step=0)
+    evaluate(other, board, 8, 0.9)
+    board.close()
+    shutil.rmtree(files.best)
+    shutil.copytree(other.best, files.best)
+
+
+def of_no_run(files: RunFiles) -> None:
+    """As it was written before it had a run."""
+    told = json.loads((files.best / "evaluation.json").read_text())
+    del told["run_id"]
+    (files.best / "evaluation.json").write_text(json.dumps(told))
+    write_manifest(files.best)
+
+
+def with_other_weights(files: RunFiles) -> None:
+    (files.best / "model.safetensors").write_text("of no step")
+    write_manifest(files.best)
+
+
+def told_differently(files: RunFiles, **fields: Any) -> None:
+    told = json.loads((files.best / "evaluation.json").read_text())
+    (files.best / "evaluation.json").write_text(json.dumps({**told, **fields}))
+    write_manifest(files.best)
+
+
+def better(files: RunFiles) -> None:
+    told_differently(files, **{"eval/mean@4": 0.9})
+
+
+def beyond_the_run(files: RunFiles) -> None:
+    told_differently(files, step=99)
+
+
+def with_no_number(files: RunFiles) -> None:
+    told_differently(files, **{"eval/mean@4": "0.75"})
+
+
+def with_no_json(files: RunFiles) -> None:
+    (files.best / "evaluation.json").write_text("{")
+    write_manifest(files.best)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "words"),
+    [
+        (of_another_run, 'best has run_id="other" in its evaluation.json where this run\'s is'),
+        (of_no_run, "best has run_id=null in its evaluation.json where this run's is"),
+        (with_other_weights, "best is not the model that was kept there, of which .evaluated"),
+        (better, "best is not the model that was kept there"),
+        (beyond_the_run, "best is not the model that was kept there"),
+        (with_no_number, "best has no evaluation in its evaluation.json"),
+        (with_no_json, "best has an evaluation.json that cannot be read"),
+    ],
+)
+def test_a_whole_model_that_was_not_kept_there_is_refused(
+    files: RunFiles, exchange: Callable[[RunFiles], None], words: str
+) -> None:
+    exchange(files)
+    assert faults_of(files.best) == []
+    (fault,) = read_evidence(files.path)[1]
+    assert words in fault
+    with pytest.raises(ValueError, match="without one, move it away: the run goes on") as refused:
+        read_history(files, groups_per_step=GROUPS_PER_STEP, num_steps=20)
+    assert fault in str(refused.value)
+
+
+def test_the_model_of_another_run_is_known_by_its_id_alone(files: RunFiles) -> None:
+    of_another_run(files)
+    files.evaluated.unlink()
+    (fault,) = damages_of(files)
+    assert "it is another run's" in fault
+
+
+def test_an_earlier_best_model_is_not_put_back(files: RunFiles) -> None:
+    """A copy of it, of the same run."""
+    shutil.copytree(files.best, files.path.parent / "earlier")
+    board = Scoreboard(files, after_step=12)
+    evaluate(files, board, 16, 0.9)
+    board.close()
+    assert damages_of(files) == losses_of(files) == []
+    shutil.rmtree(files.best)
+    shutil.copytree(files.path.parent / "earlier", files.best)
+    (fault,) = damages_of(files)
+    assert "best is not the model that was kept there" in fault
 
 
 @pytest.mark.parametrize(

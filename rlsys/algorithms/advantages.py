@@ -14,11 +14,11 @@ all rewards are equal every advantage is exactly 0, whatever the rounding of the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from rlsys.algorithms.groups import needs_group
+from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import log_ratio
 
 
@@ -73,7 +73,7 @@ def remax_advantage(rewards: torch.Tensor, greedy_rewards: torch.Tensor) -> torc
     return rewards - greedy_rewards
 
 
-@dataclass(frozen=True)
+@parameters
 class pass_at_k_advantage:
     """The mean advantage of a rollout over all sets of k that it is in, where a set is worth 1 if
     any rollout of it is right: pass@k training, 2508.10751. [G] -> [G].

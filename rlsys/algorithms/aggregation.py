@@ -11,7 +11,8 @@ Both sums run over the global batch, so the result does not depend on micro-batc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from rlsys.algorithms.parameters import parameters
 
 # (group_size, group_num_tokens, row_num_tokens) -> (weight of a token, part of the denominator)
 Aggregation = Callable[[int, int, int], tuple[float, float]]
@@ -42,7 +43,7 @@ def sequence_sum(
     return 1.0, 1.0
 
 
-@dataclass(frozen=True)
+@parameters
 class token_sum:
     """Sum over all tokens of a step, whose number of rollouts is `num_rollouts`.
 
@@ -64,7 +65,7 @@ class token_sum:
         return 1.0, 1.0 / self.num_rollouts
 
 
-@dataclass(frozen=True)
+@parameters
 class constant_length:
     """Mean over rollouts of the token sum over a constant: Dr. GRPO, 2503.20783.
 

@@ -18,7 +18,7 @@ A composed loss asks for what its parts ask for (`needs` and the others of input
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -29,12 +29,14 @@ from rlsys.algorithms.inputs import LossFn, LossInputs, TokenLoss, needs_of, use
 from rlsys.algorithms.kl import Estimator, check_estimator, estimate, k1, k3
 from rlsys.algorithms.losses import cispo, clipped_surrogate
 from rlsys.algorithms.masks import second_moment, token_covariance
+from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import bounded_exp, check_coefficient, floored, log_ratio
 from rlsys.algorithms.sequences import mean_over_rollout
 from rlsys.algorithms.wrapping import Wrapper, denominator_of, union
+from rlsys.user_functions import name_of
 
 
-@dataclass(frozen=True)
+@parameters
 class corrected(Wrapper):
     """`loss` with each token weighted by `correction`; metrics of both.
 
@@ -95,7 +97,7 @@ def decoupled_clipped_surrogate(
     return corrected(clipped, tis(max_weight))
 
 
-@dataclass(frozen=True)
+@parameters
 class interpolate_proximal(Wrapper):
     """`loss` with log π_prox = α log μ + (1 − α) sg(log π_θ), α = 1/staleness, or 0 without any.
 
@@ -116,7 +118,7 @@ class interpolate_proximal(Wrapper):
         return self.loss(replace(inputs, proximal_logprobs=torch.lerp(now, then, alpha)))
 
 
-@dataclass(frozen=True)
+@parameters
 class entropy_bonus(Wrapper):
     """`loss` − coefficient · H(π_θ), with the exact entropy of the trainer's distribution."""
 
@@ -132,7 +134,7 @@ class entropy_bonus(Wrapper):
         return loss - self.coefficient * inputs.entropy, metrics
 
 
-@dataclass(frozen=True)
+@parameters
 class with_kl(Wrapper):
     """`loss` + coefficient · KL(π_θ ‖ π_ref), estimated per token: "k1", "k2", "k3" or
     "unbiased_k3" of kl.py. GRPO (2402.03300, equation 4) takes k3, with 0.04.
@@ -171,7 +173,7 @@ def m2po(max_second_moment: float = 0.04) -> corrected:
     return corrected(cispo(math.inf), second_moment(max_second_moment))
 
 
-@dataclass(frozen=True)
+@parameters
 class kl_cov(Wrapper):
     """`loss` + coefficient · KL(π_prox ‖ π_θ) on the tokens that lower the entropy most: KL-Cov,
     2505.22617.
@@ -202,7 +204,7 @@ class kl_cov(Wrapper):
         }
 
 
-@dataclass(frozen=True)
+@parameters
 class distill(Wrapper):
     """`loss` with A = log π_teacher − log π_θ, detached: on-policy distillation, Lu (2025), which
     lowers the reverse KL divergence to the teacher.
@@ -214,6 +216,14 @@ class distill(Wrapper):
     extra: ClassVar[tuple[str, ...]] = ("teacher_logprobs",)
     uses_advantages: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        if not uses_advantages(self.loss):
+            raise ValueError(
+                f"distill({name_of(self.loss)}) would distil nothing: the loss reads no "
+                "advantages, which the teacher is compared by; use one that does, such as "
+                "distill(cispo(5.0)), or top_k_distill()."
+            )
+
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         advantages = distillation_advantage(
             inputs.trainer_logprobs, inputs.column("teacher_logprobs")
@@ -222,7 +232,7 @@ class distill(Wrapper):
         return loss, metrics | {"kl/teacher": -advantages}
 
 
-@dataclass(frozen=True)
+@parameters
 class observed(Wrapper):
     """`loss` as it is, with metrics of how far π_prox is from the policy μ that sampled.
 

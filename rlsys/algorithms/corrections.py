@@ -9,12 +9,12 @@ with weight 0 drops out of the gradient and stays in the denominator of the aggr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 
 from rlsys.algorithms.inputs import LossInputs, TokenLoss
+from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import bounded_exp, check_bounds, check_cap, log_ratio, ratio
 from rlsys.algorithms.sequences import mean_over_rollout, sum_over_rollout
 
@@ -28,7 +28,7 @@ class Correction(Protocol):
         """Weights and metrics of the tokens."""
 
 
-@dataclass(frozen=True)
+@parameters
 class tis:
     """min(w, cap) of each token: truncated importance sampling. cap is 2 (small models) to 8."""
 
@@ -44,7 +44,7 @@ class tis:
         return w.clamp(max=self.cap), _truncation_metrics(w, self.cap)
 
 
-@dataclass(frozen=True)
+@parameters
 class sequence_tis:
     """min(w, cap) with one w for a whole rollout: the product over its tokens, or their geometric
     mean, which does not shrink or grow with the length."""
@@ -62,7 +62,7 @@ class sequence_tis:
         return w.clamp(max=self.cap), _truncation_metrics(w, self.cap)
 
 
-@dataclass(frozen=True)
+@parameters
 class icepop:
     """w inside [low, high], 0 outside: IcePop, 2510.18855. The paper: 0.5 and 5."""
 
@@ -79,7 +79,7 @@ class icepop:
         return _inside(w, self.low, self.high)
 
 
-@dataclass(frozen=True)
+@parameters
 class sequence_icepop:
     """w inside [low, high], 0 outside, with one w for a whole rollout: IcePop's mask on the
     sequence's weight, as `sequence_tis` is tis on it."""
@@ -97,7 +97,7 @@ class sequence_icepop:
         return _inside(_of_rollouts(inputs, self.geometric_mean), self.low, self.high)
 
 
-@dataclass(frozen=True)
+@parameters
 class batch_weights:
     """The weights of column `importance_weights`, such as `batch_normalised_weights` makes over a
     whole batch (token_advantages.py): truncated, with mean 1."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
+from rlsys.algorithms.parameters import parameters
 from rlsys.user_functions import FunctionFailed, called, misfit, name_of
 
 GroupAdvantage = Callable[..., torch.Tensor | None]
@@ -116,7 +116,7 @@ def shown(values: torch.Tensor) -> str:
     return reprlib.repr(values.tolist())
 
 
-@dataclass(frozen=True)
+@parameters
 class dynamic_sampling:
     """`advantage`, and None for a group whose rewards are all equal: DAPO, 2503.14476, section 3.2.
 

@@ -7,10 +7,11 @@ number, which the caller keeps (and checkpoints).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+from rlsys.algorithms.parameters import parameters
 
 
-@dataclass(frozen=True)
+@parameters
 class fixed_kl:
     """Always `initial`."""
 
@@ -23,7 +24,7 @@ class fixed_kl:
         return self.initial
 
 
-@dataclass(frozen=True)
+@parameters
 class adaptive_kl:
     """β ← β·(1 + gain · clip(KL/target − 1, −0.2, 0.2)): 1909.08593, section 2.2.
 

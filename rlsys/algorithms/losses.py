@@ -24,19 +24,20 @@ like the function it is named after, so it can be printed, compared and sent to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import ClassVar, Literal, get_args
 
 import torch
 
 from rlsys.algorithms.inputs import LossInputs, TokenLoss
+from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import bounded_exp, check_cap, floored, log_ratio, ratio
 from rlsys.algorithms.sequences import mean_over_rollout
 
 Denominator = Literal["sampler", "proximal"]
 
 
-@dataclass(frozen=True)
+@parameters
 class reinforce:
     """−A · log π_θ: Williams (1992)."""
 
@@ -46,7 +47,7 @@ class reinforce:
         return -inputs.advantages * floored(inputs.trainer_logprobs), {}
 
 
-@dataclass(frozen=True)
+@parameters
 class cross_entropy:
     """−log π_θ: supervised learning, of completions that a dataset holds."""
 
@@ -57,7 +58,7 @@ class cross_entropy:
         return -floored(inputs.trainer_logprobs), {}
 
 
-@dataclass(frozen=True)
+@parameters
 class top_k_distill:
     """KL(π_θ ‖ π_teacher) at each sampled token, over the teacher's K likeliest tokens and all
     others as one: GKD, 2306.13649, with its reverse divergence at λ = 1.
@@ -88,7 +89,7 @@ class top_k_distill:
         return divergence, {"kl/teacher": divergence.detach()}
 
 
-@dataclass(frozen=True)
+@parameters
 class clipped_surrogate:
     """−min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A): PPO, 1707.06347, equation 7; r is ρ or u.
 
@@ -116,7 +117,7 @@ class clipped_surrogate:
         return _clipped(r, inputs.advantages, self.clip_low, self.clip_high, self.dual_clip)
 
 
-@dataclass(frozen=True)
+@parameters
 class gspo:
     """−min(s·A, clip(s)·A), s = exp(mean_t log r) of the whole rollout, r is ρ or u: GSPO,
     2507.18071, equations 5 and 7.
@@ -138,7 +139,7 @@ class gspo:
         return _clipped(s, inputs.advantages, self.clip_low, self.clip_high, None)
 
 
-@dataclass(frozen=True)
+@parameters
 class gmpo:
     """−s·A, s = exp(mean_t of log r, clipped where it moved too far): GMPO, 2507.20673;
     r is ρ or u.
@@ -169,7 +170,7 @@ class gmpo:
         return -s * inputs.advantages, metrics
 
 
-@dataclass(frozen=True)
+@parameters
 class cispo:
     """−sg(clip(ρ, min_ratio, max_ratio)) · A · log π_θ: MiniMax-M1, 2506.13585, equation 4; used by
     ScaleRL.
@@ -194,7 +195,7 @@ class cispo:
         return _truncated_importance(inputs, self.max_ratio, self.min_ratio)
 
 
-@dataclass(frozen=True)
+@parameters
 class aipo:
     """Gradient min(ρ, max_ratio) · A · ∇log π_θ: LlamaRL, 2505.24034.
 
@@ -212,7 +213,7 @@ class aipo:
         return _truncated_importance(inputs, self.max_ratio)
 
 
-@dataclass(frozen=True)
+@parameters
 class sapo_soft:
     """−(4/τ) · σ(τ(r − 1)) · A: Soft Adaptive Policy Optimization, 2511.20347; r is ρ or u.
 
@@ -228,7 +229,7 @@ class sapo_soft:
     def __post_init__(self) -> None:
         _check_denominator(self.denominator)
         for name in ("temperature_positive", "temperature_negative"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} is no temperature; use about 1.")
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
@@ -241,7 +242,7 @@ class sapo_soft:
         return -(4 / tau) * gate * inputs.advantages, metrics
 
 
-@dataclass(frozen=True)
+@parameters
 class dppo_mask:
     """−sg(min(ρ, max_ratio)) · A · log π_θ, without the tokens whose probability has moved too far
     in the advantage's direction.

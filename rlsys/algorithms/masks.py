@@ -10,13 +10,13 @@ threshold stands here instead, and the docstring says so.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
 
 from rlsys.algorithms.inputs import LossInputs, TokenLoss
 from rlsys.algorithms.kl import k3
+from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import MAX_LOG_RATIO, floored, log_ratio
 from rlsys.algorithms.sequences import max_over_rollout, mean_over_rollout, sum_over_rollout
 
@@ -24,7 +24,7 @@ By = Literal["ratio", "k1", "k2", "k3"]
 Over = Literal["token", "mean", "sum", "every"]
 
 
-@dataclass(frozen=True)
+@parameters
 class opsm:
     """0 for every token of a rollout with A < 0 and mean_t log(μ/π_θ) > threshold, else 1.
 
@@ -41,7 +41,7 @@ class opsm:
         return _without(far & (inputs.advantages < 0), "correction/opsm_masked_frac", gap)
 
 
-@dataclass(frozen=True)
+@parameters
 class reject:
     """0 where a measure of w = π_prox/μ leaves [low, high]: rejection sampling, Liu, Li et al.
     (2025), "When speed kills stability".
@@ -92,7 +92,7 @@ class reject:
         return _without(outside, "correction/rejected_frac", gap)
 
 
-@dataclass(frozen=True)
+@parameters
 class second_moment:
     """0 for the tokens of largest (log ρ)², as many of each rollout as must go until the others'
     mean is at most `max_mean`: M2PO, 2510.01161, with 0.04.
@@ -128,7 +128,7 @@ class second_moment:
         return _without(outside, "correction/second_moment_masked_frac", gap)
 
 
-@dataclass(frozen=True)
+@parameters
 class high_entropy:
     """0 for tokens where the policy's entropy is below `min_entropy`, in nats: 2506.01939.
 
@@ -145,7 +145,7 @@ class high_entropy:
         return _without(certain, "correction/low_entropy_frac", inputs.sampler_logprobs)
 
 
-@dataclass(frozen=True)
+@parameters
 class clip_cov:
     """0 for tokens whose covariance lies in [low, high]: Clip-Cov, 2505.22617.
 

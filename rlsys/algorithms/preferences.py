@@ -17,7 +17,6 @@ h = (log π(c) − log π_ref(c)) − (log π(r) − log π_ref(r)); β > 0.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -25,6 +24,7 @@ from torch.nn.functional import logsigmoid
 
 from rlsys.algorithms.inputs import LossInputs, MeanOver, ScoreInputs, TokenLoss
 from rlsys.algorithms.pairs import Pairs, find_pairs
+from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import floored, log_ratio
 
 MAX_MEAN_LOGPROB = -1e-6  # ORPO's odds are infinite at 0
@@ -39,7 +39,7 @@ class PairLoss:
     needs: ClassVar[tuple[str, ...]] = ("preference", "reference_logprobs")
 
 
-@dataclass(frozen=True)
+@parameters
 class dpo(PairLoss):
     """−(1 − ε) log σ(βh) − ε log σ(−βh): DPO, 2305.18290, equation 7, at ε = 0.
 
@@ -70,7 +70,7 @@ class dpo(PairLoss):
         return _result(pairs, losses, self.beta * margin)
 
 
-@dataclass(frozen=True)
+@parameters
 class ipo(PairLoss):
     """(h − 1/(2β))²: IPO, 2310.12036, equation 17, whose τ is β.
 
@@ -87,7 +87,7 @@ class ipo(PairLoss):
         return _result(pairs, (margin - 1 / (2 * self.beta)).square(), self.beta * margin)
 
 
-@dataclass(frozen=True)
+@parameters
 class slic(PairLoss):
     """max(0, 1 − βh): the hinge of SLiC (2305.10425), normalised by the reference as in RSO,
     2309.06657."""
@@ -102,7 +102,7 @@ class slic(PairLoss):
         return _result(pairs, (1 - self.beta * margin).clamp(min=0), self.beta * margin)
 
 
-@dataclass(frozen=True)
+@parameters
 class simpo(PairLoss):
     """−log σ(β · (mean_t log π(c) − mean_t log π(r)) − γ): SimPO, 2405.14734, equation 6.
 
@@ -123,7 +123,7 @@ class simpo(PairLoss):
         return _result(pairs, -logsigmoid(margin - self.gamma), margin)
 
 
-@dataclass(frozen=True)
+@parameters
 class orpo(PairLoss):
     """−mean_t log π(c) − weight · log σ(log odds(c) − log odds(r)), odds = p/(1 − p) with
     p = exp(mean_t log π): ORPO, 2403.07691.
@@ -144,7 +144,7 @@ class orpo(PairLoss):
         return _result(pairs, -chosen - self.weight * logsigmoid(margin), margin)
 
 
-@dataclass(frozen=True)
+@parameters
 class bradley_terry:
     """−log σ(s(c) − s(r)): a reward model's loss; 2203.02155, equation 1, with two completions.
 

@@ -53,8 +53,9 @@ def check_coefficient(coefficient: float) -> None:
 
 
 def check_bounds(name: str, low: float, high: float) -> None:
-    """Raise ValueError for bounds of a ratio that keep nothing."""
-    if not 0 <= low < high:
+    """Raise ValueError for bounds of a ratio outside of which lies what the policies agree on."""
+    if not 0 <= low <= 1 <= high or low == high:
         raise ValueError(
-            f"{name}({low}, {high}) keeps no token; use 0 <= low < high, such as 0.5 and 5."
+            f"{name}({low}, {high}) drops tokens on which the policies agree; use bounds around 1, "
+            "such as 0.5 and 5."
         )

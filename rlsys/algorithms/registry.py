@@ -235,6 +235,14 @@ def check_kind(caller: str, given: object, what: str, kinds: Sequence[Kind]) -> 
             check_kind(name, getattr(given, field), field, [kind])
 
 
+def works_along_rollouts(given: object) -> bool:
+    """Whether it is one of these functions over tokens that must know whose they are."""
+    while isinstance(given, functools.partial):
+        given = given.func
+    entry = _entry_of(given)
+    return entry is not None and "row_offsets" in inspect.signature(entry.target).parameters
+
+
 def tables() -> str:
     """Markdown: a table per kind, in the order of the registry."""
     lines = []

@@ -6,15 +6,15 @@ global batch `derived_metrics` (metrics.py) has the explained variance.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from rlsys.algorithms.inputs import TokenLoss, ValueInputs
+from rlsys.algorithms.parameters import parameters
 
 
-@dataclass(frozen=True)
+@parameters
 class value_loss:
     """½(V − R)²: the squared-error loss of PPO, 1707.06347, equation 9, halved."""
 
@@ -25,7 +25,7 @@ class value_loss:
         return (inputs.values - returns).square() / 2, value_metrics(inputs.values, returns)
 
 
-@dataclass(frozen=True)
+@parameters
 class clipped_value_loss:
     """½ max((V − R)², (clip(V, V_old ± clip) − R)²): the value loss of PPO's authors' code.
 

@@ -36,6 +36,7 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.passes import Budget, plan_passes
 from rlsys.dataflow.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
 from rlsys.dataflow.stages import (
+    VERSIONS_COLUMN,
     ControlStage,
     GenerateStage,
     InferStage,
@@ -139,6 +140,9 @@ class TrainingSide:
         """Consumes groups with advantages, in the order of asynchrony.order. Waits for the next
         group of the step; a group's last reward unblocks it."""
         async with asyncio.TaskGroup() as tasks:
+            # Else a death would stay unnoticed while nothing is asked of it, and with it are gone
+            # the weights that a replica may be waiting for.
+            watching = [tasks.create_task(one.watch()) for one in self._learners.values()]
             finishing: asyncio.Task[None] | None = None
             await self._do_what_is_due()  # also where the learner died before it was done
             while self._num_handed_out < self._state.config.num_steps:
@@ -156,6 +160,10 @@ class TrainingSide:
                 finishing = tasks.create_task(self._finish_step(group_ids, stepped, published))
                 if any(one.is_due(self._num_handed_out) for one in self._between):
                     await finishing  # what is done there belongs to one step
+            if finishing is not None:
+                await finishing
+            for watch in watching:
+                watch.cancel()
 
     async def _hand_out(self, tasks: asyncio.TaskGroup) -> None:
         """Send the learner the parts of one step, as its groups come."""
@@ -203,7 +211,7 @@ class TrainingSide:
             made = self.coefficients.run(stage, rows, step=self._num_handed_out)
             self._rows.add(groups, made)
         elif stage.has_tokens:
-            rows = self._rows.rows(groups, reads)
+            rows = self._rows.rows(groups, dict.fromkeys((*reads, VERSIONS_COLUMN)))
             self._rows.add(groups, await self._learners.main.compute(stage.name, rows))
         else:
             self._rows.add(groups, _computed(stage, self._rows.rows(groups, reads)))
@@ -259,7 +267,7 @@ class TrainingSide:
         """The weights after `step` optimizer steps, for those that sample with them."""
         if self._samples:
             return await self._learners.main.publish()
-        return WeightManifest.of_nothing(step)
+        return WeightManifest(version=step)
 
     def _forget(self, group_id: int) -> None:
         """Let a group's rows go."""
@@ -390,7 +398,7 @@ def _computed(stage: PerBatchStage, rows: Rows) -> Written:
         [torch.tensor(rows.scalars[column.name], dtype=torch.float32) for column in stage.reads],
         stage=stage.name,
         group_ids=rows.group_ids,
-        row_lengths=None,
+        loss_masks=None,
         writes=[column.name for column in stage.writes],
         per_token=False,
     )

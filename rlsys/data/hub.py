@@ -75,7 +75,7 @@ def check_model_path(path: str, *, setting: str = "model.path") -> None:
     )
     require(
         is_cached or not constants.is_offline_mode(),
-        f"{setting}={path!r} holds no causal language model: it is no directory (looked in "
+        f"{setting}={path!r} holds no model: it is no directory (looked in "
         f"{Path.cwd()}), it is not in the hub's cache, and the hub cannot be reached "
         f"({constants.ENDPOINT}, {OFFLINE}); give a directory, or mend the network.",
     )

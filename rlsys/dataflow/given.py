@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlsys.config import require
-from rlsys.dataflow.stages import Column, Head
+from rlsys.dataflow.stages import ROW_COLUMNS, Column, Head
 from rlsys.fields import checked
 from rlsys.user_functions import misfit, name_of
 
@@ -21,13 +22,57 @@ LOSSES: dict[Head, tuple[Kind, str]] = {
 }
 
 
-def check_columns(stage: str, columns: Sequence[Any]) -> None:
-    for column in columns:
+def check_is(stage: str, what: str, given: Any, kind: Any, fix: str) -> None:
+    """`kind`: the class, or classes, of what a stage can use."""
+    require(
+        isinstance(given, kind),
+        f"flow.{stage} is given {reprlib.repr(given)} for its {what}; give {fix}.",
+    )
+
+
+def check_columns(stage: str, *lists: Sequence[Any]) -> None:
+    for columns in lists:
         require(
-            isinstance(column, Column),
-            f"flow.{stage} is given {column!r} for a column; give what another stage returns "
-            "(flow.generate, flow.dataset and flow.per_batch return a tuple of columns).",
+            isinstance(columns, list | tuple),
+            f"flow.{stage} is given {columns!r} for a list of columns; give one, such as [reward].",
         )
+        for column in columns:
+            require(
+                isinstance(column, Column),
+                f"flow.{stage} is given {column!r} for a column; give what another stage returns "
+                "(flow.generate, flow.dataset and flow.per_batch return a tuple of columns).",
+            )
+
+
+def check_names(told: str, names: Any, *example: str) -> None:
+    """`told`: what was called, up to where the names stand."""
+    require(
+        isinstance(names, list | tuple)
+        and all(isinstance(name, str) and name for name in names)
+        and len(set(names)) == len(names),
+        f"flow.{told}{names!r}) is no list of different names; give one such as {[*example]}.",
+    )
+
+
+def check_rollouts(stage: str, rollouts: Sequence[Any]) -> None:
+    check_columns(stage, rollouts)
+    lacks = [name for name in ROW_COLUMNS if name not in {column.name for column in rollouts}]
+    require(
+        not lacks,
+        f"flow.{stage} is given {[column.name for column in rollouts]} for rollouts, without "
+        f"{lacks}; give all that flow.generate or flow.dataset returns.",
+    )
+
+
+def check_read(loss: Callable[..., Any], columns: Sequence[Column], reads: set[str]) -> None:
+    """`reads`: what the loss says that it does."""
+    unread = [column.name for column in columns if column.name not in reads]
+    require(
+        not unread,
+        f"flow.train: {name_of(loss)} does not read the columns {unread}, so that they would "
+        "change nothing; leave them out, name them in watch=[...] for the metrics alone, or give "
+        "a loss that reads them (of your own, with an attribute `needs`).",
+    )
 
 
 def check_function(stage: str, what: str, given: Any, *kinds: Kind) -> None:
@@ -45,6 +90,18 @@ def check_function(stage: str, what: str, given: Any, *kinds: Kind) -> None:
     from rlsys.algorithms.registry import check_kind
 
     check_kind(f"flow.{stage}", given, what, kinds)
+
+
+def check_tokens(function: Callable[..., Any], columns: Sequence[Column]) -> None:
+    """Of functions that come with rlsys."""
+    from rlsys.algorithms.registry import works_along_rollouts
+
+    require(
+        not works_along_rollouts(function) or any(column.per == "token" for column in columns),
+        f"flow.per_batch({name_of(function)}) goes from token to token, and the columns "
+        f"{[column.name for column in columns]} have a value per row; give it those of tokens, "
+        "such as the values that flow.infer writes.",
+    )
 
 
 def check_loss(loss: Callable[..., Any], head: Head) -> None:

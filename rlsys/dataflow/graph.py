@@ -21,13 +21,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from rlsys.config import require
+from rlsys.config import TrainedRoleConfig, require
 from rlsys.dataflow.given import (
     check_aggregation,
     check_columns,
     check_function,
     check_group_size,
+    check_is,
     check_loss,
+    check_names,
+    check_read,
+    check_rollouts,
+    check_tokens,
 )
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.schema import StageSpec
@@ -63,6 +68,7 @@ from rlsys.dataflow.stages import (
     TrainStage,
 )
 from rlsys.dataflow.store import StreamStore
+from rlsys.fields import checked
 from rlsys.rewards.reward import as_rewards
 from rlsys.user_functions import name_of
 
@@ -70,6 +76,8 @@ if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes se
     from rlsys.algorithms.aggregation import Aggregation
 
 S = TypeVar("S", bound=Stage)
+
+A_SOURCE = "Prompts(config=cfg.data), with rows=... for rows of your own"
 
 
 class Dataflow:
@@ -87,6 +95,16 @@ class Dataflow:
         """A model that stages run. One of them, the main model, has no configuration of its own;
         it is trained, sampled where anything is, and exported at the end."""
         require(
+            isinstance(name, str) and bool(name),
+            f"flow.model is given {name!r} for its name; give a text, such as 'reference'.",
+        )
+        told = f"model({name!r})"
+        fix = (
+            "a RoleConfig, with the path in its model, or a TrainedRoleConfig if a stage trains it"
+        )
+        check_is(told, "configuration", config, Role | None, fix)
+        checked(head, Head, f"flow.{told}: head")
+        require(
             name not in self.models,
             f"model {name!r} stands twice in the dataflow; give the second another name.",
         )
@@ -102,6 +120,8 @@ class Dataflow:
 
     def generate(self, model: Model, prompts: Prompts, *, group_size: int) -> tuple[Column, ...]:
         """Sample `group_size` completions of each prompt with `model`."""
+        self._check_model("generate", model)
+        check_is("generate", "prompts", prompts, Prompts, A_SOURCE)
         require(
             model.is_main and model.head == "logits",
             f"flow.generate samples with {model.name!r} (head {model.head!r}); replicas run the "
@@ -133,6 +153,7 @@ class Dataflow:
         The columns returned are those of `generate` but for the sampler's log-probabilities, which
         nobody knows, so that no loss with a ratio takes them."""
         self._check_first_source()
+        check_is("dataset", "prompts", prompts, Prompts, A_SOURCE)
         check_group_size("dataset", group_size)
         require(
             prompts.shared is None,
@@ -162,6 +183,9 @@ class Dataflow:
         each of them, for losses that read such a column (rlsys.algorithms.top_k_distill): 2 top_k
         + 1 values a token, the ids, then their log-probabilities, then that of all other tokens
         together. Of frozen models only."""
+        self._check_model("infer", model)
+        check_rollouts("infer", rollouts)
+        checked(top_k, int, "flow.infer: top_k")
         require(top_k >= 0, f"flow.infer: top_k={top_k} is negative; use 0 for none.")
         require(
             not top_k or (model.head == "logits" and not model.may_train),
@@ -221,11 +245,7 @@ class Dataflow:
         )
         functions = as_rewards(rewards)
         names = [one.name for one in functions]
-        require(
-            not isinstance(parts, str) and len(set(parts)) == len(parts),
-            f"flow.score(parts={parts!r}) is no list of different names; give one such as "
-            f"{names[:1]}.",
-        )
+        check_names("score(parts=", parts, names[0])
         for part in parts:
             require(
                 part.partition("/")[0] in names,
@@ -275,18 +295,26 @@ class Dataflow:
         as it writes: `(advantages,) = flow.per_batch(...)`."""
         check_function("per_batch", "function", function, "batch_advantage", "token_advantage")
         check_columns("per_batch", columns)
+        check_names("per_batch(writes=", writes, "advantages")
+        require(len(writes) > 0, "flow.per_batch(writes=()) writes nothing; name a column.")
+        checked(per, Per, f"flow.per_batch({name_of(function)}): per")
+        require(
+            all(column.name != PROMPT_COLUMN for column in columns),
+            f"flow.per_batch({name_of(function)}) reads {PROMPT_COLUMN!r}, whose tokens are others "
+            "than those of the completions, which a function over a step is given; leave it out.",
+        )
+        check_tokens(function, columns)
+        stage = PerBatchStage(
+            name=" and ".join(writes),
+            reads=columns,
+            writes=tuple(Column(name, per) for name in writes),
+            function=function,
+        )
         from rlsys.algorithms.batches import check_batch_function
 
-        check_batch_function(function, len(columns))
+        check_batch_function(function, len(columns), has_tokens=stage.has_tokens)
         self._check_group_size(function)
-        return self._add_all(
-            PerBatchStage(
-                name=" and ".join(writes),
-                reads=columns,
-                writes=tuple(Column(name, per) for name in writes),
-                function=function,
-            )
-        )
+        return self._add_all(stage)
 
     def control(
         self, controller: Controller, column: Column, *, writes: str = "kl_coefficient"
@@ -299,7 +327,7 @@ class Dataflow:
             f"flow.control is given {controller!r}, which has no initial and next; give a "
             "controller such as rlsys.algorithms.adaptive_kl(0.2, target=6.0).",
         )
-        check_columns("control", (column,))
+        check_columns("control", [column])
         require(
             column.per == "row",
             f"flow.control reads {column.name!r}, which has a value per token; make one per row of "
@@ -322,11 +350,9 @@ class Dataflow:
     ) -> None:
         """Gradient steps of `model`: per-token `loss` over the rollouts and `columns`, summed up by
         `aggregation`. `watch`: columns that only the metrics show."""
-        require(
-            isinstance(model, Model),
-            f"flow.train is given {model!r} for its model; give what flow.model returns.",
-        )
-        check_columns("train", (*rollouts, *columns, *watch))
+        self._check_model("train", model)
+        check_rollouts("train", rollouts)
+        check_columns("train", columns, watch)
         check_loss(loss, model.head)
         check_aggregation(aggregation)
         require(
@@ -368,6 +394,7 @@ class Dataflow:
             f"flow.train({model.name!r}): {name_of(loss)} needs the columns {lacks}, and is given "
             f"{sorted(has)}; add the stages that write them, and name them here.",
         )
+        check_read(loss, columns, {*needs, PROXIMAL_COLUMN} if model.head == "logits" else {*needs})
         name = "train" if model.is_main else f"train {model.name}"
         self._add(
             TrainStage(
@@ -421,7 +448,7 @@ class Dataflow:
 
     def check(self) -> None:
         """Raise ValueError for what only the whole graph shows: a column that nobody reads, a stage
-        that cannot wait for the step, no rows, a main model that nobody trains."""
+        that cannot wait for the step, no rows, a model that nobody runs, or trains as it says."""
         self.stage(SourceStage)
         self.trained(self.main.name)
         readers = {column.name for stage in self.stages for column in stage.reads}
@@ -458,6 +485,7 @@ class Dataflow:
                     f"that other runs share; let flow.infer write {PROXIMAL_COLUMN!r} and read "
                     "that.",
                 )
+        self._check_models_used()
 
     def check_groups(self, group_size: int) -> None:
         """Raise ValueError unless groups are as large as the configuration has them."""
@@ -619,6 +647,29 @@ class Dataflow:
 
         check_group_size(function, self.source.group_size)
 
+    def _check_model(self, stage: str, model: Any) -> None:
+        check_is(stage, "model", model, Model, "what flow.model returns")
+        require(
+            self.models.get(model.name) is model,
+            f"flow.{stage} is given the model {model.name!r} of another dataflow; give one that "
+            "this one's flow.model has made.",
+        )
+
+    def _check_models_used(self) -> None:
+        trained = {stage.model.name for stage in self.all(TrainStage)}
+        run = trained | {stage.model.name for stage in self.all(InferStage)}
+        for name, model in self.models.items():
+            require(
+                model.is_main or name in run,
+                f"model {name!r} is run by no stage, and would be started for nothing; leave it "
+                "out, or give it to flow.infer.",
+            )
+            require(
+                not isinstance(model.config, TrainedRoleConfig) or name in trained,
+                f"model {name!r} has a TrainedRoleConfig, and no stage trains it; add a "
+                "flow.train, or give flow.model a RoleConfig.",
+            )
+
     def _check_first_source(self) -> None:
         found = self.all(SourceStage)
         require(
@@ -649,11 +700,24 @@ class Dataflow:
                 f"stage {stage.name!r} reads column {column.name!r}, which no earlier stage "
                 f"writes (written so far: {sorted(writers)}); add the stage that writes it first.",
             )
+        written = _names(stage.writes)
         for column in stage.writes:
             require(
-                column.name not in writers,
+                isinstance(column.name, str) and bool(column.name),
+                f"stage {stage.name!r} writes a column called {column.name!r}, which is no name; "
+                "give one, such as 'values'.",
+            )
+            require(
+                column.name not in _names(FACTS),
+                f"stage {stage.name!r} writes column {column.name!r}, which every row has without "
+                "a stage; give its column another name.",
+            )
+            other = stage.name if written.count(column.name) > 1 else writers.get(column.name)
+            require(
+                other is None,
                 f"stage {stage.name!r} writes column {column.name!r}, as stage "
-                f"{writers.get(column.name)!r} does; a column has one writer, rename one.",
+                f"{other!r} does; a column has one writer: rename one, with "
+                "writes= (of flow.per_group: name=).",
             )
         self.stages.append(stage)
         return stage.writes

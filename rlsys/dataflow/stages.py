@@ -32,7 +32,9 @@ Head = Literal["logits", "value", "score"]
 # What sampling writes, in bytes a token.
 PROXIMAL_COLUMN = "proximal_logprobs"  # by the policy at the beginning of the step
 PROMPT_COLUMN, SAMPLER_COLUMN = "prompt_token_ids", "sampler_logprobs"
-ROLLOUT_COLUMNS = (PROMPT_COLUMN, "token_ids", SAMPLER_COLUMN, "policy_versions")
+VERSIONS_COLUMN = "policy_versions"
+ROW_COLUMNS = (PROMPT_COLUMN, "token_ids", VERSIONS_COLUMN)  # with which a model can do anything
+ROLLOUT_COLUMNS = (PROMPT_COLUMN, "token_ids", SAMPLER_COLUMN, VERSIONS_COLUMN)
 # Beside them, of prompt and completion, where the experts of tokens are recorded.
 EXPERTS_COLUMN = "routed_experts"
 BYTES_PER_VALUE = 4

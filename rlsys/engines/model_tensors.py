@@ -7,6 +7,7 @@ that load. A buffer belongs to the model as its parameters do: DeepSeek-V3 choos
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,3 +21,37 @@ def model_tensors(model: Any) -> dict[str, torch.Tensor]:
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = {name: tensor for name, tensor in model.named_buffers() if name in persistent}
     return dict(model.named_parameters()) | buffers
+
+
+def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters and buffers of the model at `path`, from its configuration alone.
+
+    Raises ValueError where `path` holds no causal language model.
+    """
+    return {name: tuple(one.shape) for name, one in model_tensors(_hollow_model(path)).items()}
+
+
+def as_saved(path: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The `model_tensors` of the model at `path` by the names, and in the pieces, that its
+    checkpoint has: many have experts one by one. Views and copies, made by transformers.
+
+    Raises ValueError where `path` holds no causal language model.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(_hollow_model(path), dict(tensors)))
+
+
+def _hollow_model(path: str) -> Any:
+    """Without numbers, on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"model.path={path!r} holds no causal language model ({error}); give a Hugging Face "
+            "model directory or hub name."
+        ) from error

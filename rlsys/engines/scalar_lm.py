@@ -91,8 +91,9 @@ def check_scalar_head(
     has_head = name.endswith(HAS_HEAD)
     if has_head and config.num_labels != 1:
         raise ValueError(
-            f"{setting}={str(path)!r} has a head of {config.num_labels} outputs ({name}), which "
-            "is no score; give a reward model with num_labels=1."
+            f"{setting}={str(path)!r} has a head of {config.num_labels} outputs ({name}), where "
+            "one is wanted; give a model with num_labels=1"
+            + (", or a causal language model, whose head begins with zeros." if fresh_head else ".")
         )
     if name.endswith("Classification") and not has_head:
         raise ValueError(

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,51 @@ class Copy:
     def arranged(self, part: torch.Tensor) -> torch.Tensor:
         """The part of the source that `source_box` says, as the target has it."""
         return part.permute(self.order).reshape(self.target_box.shape)
+
+
+def joined(copies: Iterable[Copy]) -> list[Copy]:
+    """The same parts, those that continue one another in one copy: loaders copy the experts of a
+    layer one by one, and gate and up apart. No two of `copies` have any part of a target in common.
+    """
+    found = list(copies)
+    for dim in reversed(range(max((len(one.order) for one in found), default=0))):
+        rows: dict[object, list[Copy]] = defaultdict(list)
+        for one in found:
+            row = rows[_row(one, dim)]
+            if row and (both := _continued(row[-1], one, dim)) is not None:
+                row[-1] = both
+            else:
+                row.append(one)
+        found = [one for row in rows.values() for one in row]
+    return found
+
+
+def _row(one: Copy, dim: int) -> object:
+    """What copies have in common that can continue one another along `dim` of the target."""
+    has_dim = dim < len(one.target_box.bounds)
+    if not has_dim or tuple(one.source_box.shape[d] for d in one.order) != one.target_box.shape:
+        return object()  # nothing: dimensions of one element stand elsewhere
+    source, target = list(one.source_box.bounds), list(one.target_box.bounds)
+    del source[one.order[dim]], target[dim]
+    return one.source, one.target, one.order, tuple(source), tuple(target)
+
+
+def _continued(first: Copy, then: Copy, dim: int) -> Copy | None:
+    """Both, of one row, as one copy; None where the second does not begin at the first one's end
+    in both tensors."""
+    source_dim = first.order[dim]
+    source = _stretched(first.source_box, then.source_box, source_dim)
+    target = _stretched(first.target_box, then.target_box, dim)
+    if source is None or target is None:
+        return None
+    return replace(first, source_box=source, target_box=target)
+
+
+def _stretched(box: Box, then: Box, dim: int) -> Box | None:
+    (start, end), (begin, stop) = box.bounds[dim], then.bounds[dim]
+    if end != begin:
+        return None
+    return Box((*box.bounds[:dim], (start, stop), *box.bounds[dim + 1 :]))
 
 
 class CopyRecorder(TorchDispatchMode):
@@ -206,7 +252,7 @@ def _order(walked: Sequence[int], base: torch.Tensor) -> tuple[int, ...]:
     """All dimensions, those of one element where they disturb least."""
     if list(walked) == sorted(walked):
         return tuple(range(base.dim()))
-    return (*walked, *(d for d in range(base.dim()) if d not in walked))
+    return (*(d for d in range(base.dim()) if d not in walked), *walked)
 
 
 def _dimension(stride: int, base: torch.Tensor) -> tuple[int, int]:

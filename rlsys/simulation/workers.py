@@ -305,11 +305,13 @@ class SimulatedLearner:
     async def publish(self) -> WeightManifest:
         async def work() -> WeightManifest:
             async with self._carrying_out():
-                return WeightManifest(
-                    version=self.version, path="", num_bytes=0, entries={}, checksum=0
-                )
+                return WeightManifest(version=self.version)
 
         return await self._answer(work())
+
+    async def watch(self) -> None:
+        await self._died.wait()
+        raise LearnerDied("trainer-0 died")
 
     async def hold(self) -> None:
         async def work() -> None:

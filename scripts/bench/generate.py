@@ -16,17 +16,16 @@ import json
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rlsys.config import RolloutConfig
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm_engine import VLLMEngine
-from rlsys.layout.transport.shm import write_weights
+from rlsys.engines.model_tensors import model_tensors
+from rlsys.layout.transport.weights import stage_whole
 from rlsys.types import GenerationRequest, SamplingParams
 
 NUM_SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 128, 8, 64
@@ -92,18 +91,18 @@ async def update_pause_ms(engine: GenerationEngine, model_dir: str) -> float:
     model = load_causal_lm(model_dir, dtype="float32")
     pauses = []
     engine.submit(requests([1000] * NUM_RUNNING_AT_UPDATE))
-    with tempfile.TemporaryDirectory() as directory:
-        for version in range(1, NUM_UPDATES + 1):
-            path = Path(directory) / str(version)
-            manifest = write_weights(version, model.named_parameters(), path)
-            generated = engine.stats().num_generated_tokens
-            while engine.stats().num_generated_tokens == generated:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            start = time.perf_counter()
-            await engine.pause()
-            await engine.load(manifest)
-            await engine.resume()
-            pauses.append(1000 * (time.perf_counter() - start))
+    for version in range(1, NUM_UPDATES + 1):
+        stage, manifest = stage_whole(version, model_tensors(model))
+        generated = engine.stats().num_generated_tokens
+        while engine.stats().num_generated_tokens == generated:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await engine.prepare(manifest)
+        start = time.perf_counter()
+        await engine.pause()
+        await engine.load()
+        await engine.resume()
+        pauses.append(1000 * (time.perf_counter() - start))
+        stage.close()
     await engine.abort([str(i) for i in range(NUM_RUNNING_AT_UPDATE)])
     return statistics.median(pauses)
 

@@ -29,8 +29,8 @@ from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.layout.holdings import whole
-from rlsys.layout.transport.shm import open_weights
+from rlsys.layout.holdings import Box, whole
+from rlsys.layout.transport.weights import Weights
 from rlsys.mesh import Layout
 from rlsys.tiny_models import build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
@@ -213,8 +213,13 @@ def trained(path: Path, layout: Layout, rank: int) -> Step:
         one.grad.copy_(copies[name])
     result = engine.optimizer_step()
     manifest = engine.publish()
-    weights = {} if manifest is None else open_weights(manifest)
-    return Step(result.metrics["loss"], gradient, {n: t.clone() for n, t in weights.items()})
+    tensors = {}
+    if manifest is not None:
+        with Weights(manifest) as weights:
+            for name, shape in weights.shapes.items():
+                tensors[name] = weights.read(name, Box.whole(shape)).clone()
+    engine._ranks.max(0)  # no rank ends, with its share, while the first one reads
+    return Step(result.metrics["loss"], gradient, tensors)
 
 
 def errors(found: Step, expected: Step) -> dict[str, float]:

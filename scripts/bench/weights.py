@@ -1,16 +1,26 @@
-"""Planning how weights get from a trainer's layout to that of generation engines, and staging them.
+"""How weights get from a trainer's layout to that of generation engines: planned, staged, taken.
 
     python scripts/bench/weights.py [LAYOUT ...] [--layers 91] [--nodes 125] [--tp 8]
-                                    [--share-mb 500]
+                                    [--model-mb 500] [--only PART ...]
 
-A trainer of each LAYOUT and engines of `--tp` ranks on `--nodes` nodes of their own, eight ranks on
-a node; the model has 11 tensors in each layer, with the widths of Qwen3-32B. Nothing is computed
-but the plan. Then one rank's share of `--share-mb` MB is staged in shared memory, and verified.
+plan    a trainer of each LAYOUT and engines of `--tp` ranks on `--nodes` nodes of their own, eight
+        ranks on a node; the model has 11 tensors in each layer, with the widths of Qwen3-32B
+share   one rank's share of `--model-mb` MB, staged in shared memory and verified
+torch   a trainer's process to a torch engine of the same node, a model of `--model-mb` MB in
+        float32, requests running
+vllm    the same to vLLM, with that model and with one of 0.8M parameters
+peer    a trainer of dp1, then dp2tp2, and two readers on the same node, against gathering a state
+        dict on rank 0 and writing it to a file, or broadcasting it over gloo
+changes that model in bfloat16 to another node, over 20 optimizer steps at a learning rate of 1e-6
 
-Prints one line of JSON last: seconds (of one core) of the slowest plan, seconds until a node of
-engines knows all its imports and one of its ranks all its reads, the bytes of all plans together
-beside what any plan has to move; GB/s (medians) of staging, with digests, of verifying, and of the
-C library's copy of as much.
+Prints one line of JSON last. `plan_s`, `part_s`: seconds (of one core) of the slowest plan, and
+until a node of engines knows its part; `bytes_moved` of all plans beside the least that any has to
+move. GB/s (medians) of staging with digests, of verifying, and of one thread's memcpy. `gb_per_s`:
+from the trainer's call to the engine's first token under new weights. `vllm_update_ms`,
+`vllm_pause_ms` of the small model, `pause_500mb_ms` of the large one beside memcpy of as much.
+`wait_ratio_*`: the trainer's wait over that for a gathered file; `gather_broadcast_ratio`: of the
+time until two readers have what they need; `peak_extra_mb`: of a trainer that publishes;
+`delta_ratio`: bytes sent of changes over those of whole versions.
 """
 
 from __future__ import annotations
@@ -18,13 +28,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
+
+# Before this folder, in which a script is called as the recipes are.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
@@ -34,7 +49,9 @@ from rlsys.layout.link_bytes import minimal_bytes
 from rlsys.layout.plan import plan
 from rlsys.layout.transport.staging import Share, Stage
 from rlsys.mesh import Layout
+from scripts.bench import updates
 
+PARTS = ("plan", "share", "torch", "vllm", "peer", "changes")
 LAYOUTS = ("dp125tp8", "dp5x25tp8", "dp16tp8pp8")
 RANKS_PER_NODE = 8
 
@@ -232,24 +249,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=91)
     parser.add_argument("--nodes", type=int, default=125, help="with engines")
     parser.add_argument("--tp", type=int, default=8, help="ranks of an engine")
-    parser.add_argument("--share-mb", type=float, default=500.0, help="of one rank, staged")
+    parser.add_argument("--model-mb", type=float, default=500.0)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
     arguments = parser.parse_args()
-    told = []
-    for layout in map(Layout.parse, arguments.layouts):
-        told.append(measure(layout, arguments.nodes, arguments.tp, arguments.layers))
-        print(f"{layout}: {told[-1]}", flush=True)
-    print(
-        json.dumps(
-            {
-                **{name: max(one[name] for one in told) for name in ("plan_s", "part_s")},
-                **{
-                    name: sum(one[name] for one in told)
-                    for name in ("bytes_moved", "bytes_minimal")
-                },
-                **measure_share(int(arguments.share_mb * 1e6)),
-            }
-        )
-    )
+    told: dict[str, Any] = {}
+    if "plan" in arguments.only:
+        plans = []
+        for layout in map(Layout.parse, arguments.layouts):
+            plans.append(measure(layout, arguments.nodes, arguments.tp, arguments.layers))
+            print(f"{layout}: {plans[-1]}", flush=True)
+        told |= {name: max(one[name] for one in plans) for name in ("plan_s", "part_s")}
+        told |= {name: sum(one[name] for one in plans) for name in ("bytes_moved", "bytes_minimal")}
+    num_bytes = int(arguments.model_mb * 1e6)
+    if "share" in arguments.only:
+        told |= measure_share(num_bytes)
+    told |= updates.measure(num_bytes, arguments.only)
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from actors.evaluating import MAX_DEATHS, Evaluator, Found
 from rlsys.config import HeldOutConfig, RunConfig
 from rlsys.held_out import export_path
 from rlsys.model_evaluation import Evaluation
-from rlsys.run_directory import RunFiles
 from rlsys.scoreboard import Scoreboard
+from tests.histories import files_of_a_run
 from tests.test_held_out import exported, found
 
 PATIENCE_S = 300.0
@@ -45,7 +45,7 @@ class FakeWorker:
 
 class World:
     def __init__(self, path: Path, answer: Answer, *, first_step: int = 0) -> None:
-        self.files = RunFiles(path)
+        self.files = files_of_a_run(path)
         self.board = Scoreboard(self.files, after_step=first_step)
         self.release = asyncio.Event()
         self.release.set()

@@ -83,7 +83,9 @@ class ScriptedEngine:
     async def pause(self) -> None:
         await asyncio.sleep(LIMIT_S)  # hangs, and the call with it
 
-    async def load(self, manifest: WeightManifest) -> None: ...
+    async def prepare(self, manifest: WeightManifest) -> None: ...
+
+    async def load(self) -> None: ...
 
     async def resume(self) -> None: ...
 
@@ -97,12 +99,9 @@ class ScriptedEngine:
 
 
 class Learner:
-    """Weights are never read: the engine hangs before."""
+    """Versions have no weights: the engine hangs before it takes one."""
 
-    node_id = "elsewhere"
-
-    def weights_content(self, manifest: WeightManifest) -> Any:
-        return np.zeros(1, np.uint8)
+    reader_nodes: Any = None
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +254,7 @@ def test_a_replica_that_stops_fails_or_hangs_has_a_successor_in_its_place(cluste
 
             hanging = await hire(team)
             collecting = asyncio.create_task(collect_until_death(hanging))
-            manifest = WeightManifest(version=1, path="", num_bytes=1, entries={}, checksum=0)
+            manifest = WeightManifest(version=1)
             with pytest.raises(ReplicaDied, match=r"rollout-0\.2 .* did not answer within 5 s"):
                 await hanging.update_weights(manifest, delayed=False)
             assert "update_weights did not answer" in await collecting

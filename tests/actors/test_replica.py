@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +11,12 @@ import pytest
 from actors.calls import InputLost, Worker, WorkerDied, WorkerError
 from actors.rollout import RayReplica
 from rlsys.engines.generation.protocol import EngineError
+from rlsys.layout.transport.staging import DamagedWeightsError
 from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.types import WeightManifest
+from rlsys.types import WeightManifest, WeightShare
 from rlsys.workers import ReplicaDied, RowsLost, WeightsGone
 
-MANIFEST = WeightManifest(version=7, path="", num_bytes=0, entries={}, checksum=0)
+MANIFEST = WeightManifest(version=7)
 
 
 class FakeWorker(Worker):
@@ -40,7 +41,18 @@ class FakeWorker(Worker):
 
 
 class Learner:
-    node_id = "here"
+    """Sends from one rank elsewhere; `asked` are the versions that its readers still had."""
+
+    def __init__(self) -> None:
+        self.asked: list[int | None] = []
+        self.num_sent_again = 0
+
+    def parcels(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
+        self.asked.append(base)
+        return ["parcel"]
+
+    def send_again(self, manifest: WeightManifest) -> None:
+        self.num_sent_again += 1
 
 
 def replica(answer: Callable[[str], Any]) -> RayReplica:
@@ -85,6 +97,50 @@ def test_weights_that_have_changed_on_their_way_end_a_replica() -> None:
     with pytest.raises(ReplicaDied, match="died during update_weights: the checksum differs"):
         update(dying)
     assert dying.worker.is_dead
+
+
+def damaged(*times: bool) -> tuple[RayReplica, Any]:
+    """A replica whose updates find damage, or not, one after the other; and its learner."""
+    outcomes = iter(times)
+
+    def answer(method: str) -> Any:
+        return DamagedWeightsError("is damaged in 1 of its 9 buckets") if next(outcomes) else 0.25
+
+    living = replica(answer)
+    return living, living._learner
+
+
+def take(of: RayReplica, version: int) -> float:
+    share = WeightShare(version=version, rank=0, node="a", path="", num_bytes=1, checksum=0)
+    manifest = WeightManifest(version=version, shares=(share,))
+    return run_in_virtual_time(of.update_weights(manifest, delayed=False))
+
+
+def test_damaged_weights_are_sent_once_more_and_whole() -> None:
+    living, learner = damaged(False, True, False, False)
+    for version in (1, 2, 3):
+        assert take(living, version) == 0.25
+    assert learner.num_sent_again == 1
+    assert learner.asked == [None, 1, None, 2]
+
+
+def test_weights_that_are_damaged_twice_end_a_replica() -> None:
+    dying, learner = damaged(True, True)
+    with pytest.raises(ReplicaDied, match="died during update_weights: is damaged in 1 of its 9"):
+        take(dying, 1)
+    assert learner.num_sent_again == 1
+    assert dying.worker.is_dead
+
+
+def test_after_a_version_that_is_gone_the_next_one_comes_whole() -> None:
+    outcomes: Iterator[Any] = iter([0.25, FileNotFoundError("gone"), 0.25])
+    living = replica(lambda method: next(outcomes))
+    take(living, 1)
+    with pytest.raises(WeightsGone):
+        take(living, 2)
+    take(living, 3)
+    learner: Any = living._learner
+    assert learner.asked == [None, 1, None]
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("gone"), InputLost("trainer-0 died")])

@@ -75,12 +75,15 @@ def returning(values: Any) -> Any:
     return mine
 
 
+ONE = torch.tensor([True])
+
+
 def over_group(function: Any) -> Any:
     return run_group_function(function, [MIXED], stage="centred")
 
 
 def over_batch(function: Any, **options: Any) -> Any:
-    arguments: dict[str, Any] = {"row_lengths": None, "writes": ["a"], "per_token": False}
+    arguments: dict[str, Any] = {"loss_masks": None, "writes": ["a"], "per_token": False}
     return run_batch_function(
         function, [MIXED], stage="centred", group_ids=[4, 4], **{**arguments, **options}
     )
@@ -103,7 +106,7 @@ def test_a_value_that_is_no_number_is_told_with_stage_and_function(run: Any, num
 
 
 def test_a_tokens_value_may_be_the_logarithm_of_zero() -> None:
-    per_token: dict[str, Any] = {"row_lengths": [1, 1], "per_token": True}
+    per_token: dict[str, Any] = {"loss_masks": [ONE, ONE], "per_token": True}
     assert over_batch(returning(torch.tensor([0.0, -math.inf])), **per_token)
     with pytest.raises(FunctionFailed, match=r"in column 'a', for 1 of 2 tokens"):
         over_batch(returning(torch.tensor([0.0, math.nan])), **per_token)

@@ -146,7 +146,7 @@ def test_what_reads_a_column_says_so() -> None:
         (lambda: reject("k1", high=1.0, over="turn"), "over='turn' is unknown"),  # type: ignore[arg-type]
         (lambda: reject("ratio", 1.5, 2.0), r"drops tokens on which the .* bounds around 1"),
         (lambda: reject("k3", 0.5, 1.0), r"drops tokens on which the .* bounds around 0"),
-        (lambda: sequence_icepop(5.0, 0.5), r"sequence_icepop\(5\.0, 0\.5\) keeps no token"),
+        (lambda: sequence_icepop(5.0, 0.5), r"sequence_icepop\(5\.0, 0\.5\) drops tokens"),
         (lambda: second_moment(0.0), r"max_mean=0\.0"),
         (lambda: clip_cov(5.0, 1.0), r"clip_cov\(5\.0, 1\.0\) drops nothing"),
     ],

@@ -17,8 +17,10 @@ from rlsys.algorithms import (
     clipped_surrogate,
     constant_length,
     corrected,
+    cross_entropy,
     distill,
     dynamic_sampling,
+    gae,
     grpo_advantage,
     m2po,
     opsm,
@@ -306,9 +308,22 @@ def test_a_function_over_a_step_takes_the_columns_that_it_is_given() -> None:
     def by_another_name(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return rewards
 
-    with pytest.raises(ValueError, match="only parameters that are called group_index and row_off"):
+    with pytest.raises(ValueError, match="called group_index are given besides, and row_off"):
         flow.per_batch(by_another_name, reward)
     assert flow.per_batch(scale_rl_advantage, reward) == (Column("advantages"),)
+
+
+def test_what_is_told_of_tokens_is_told_where_there_are_any() -> None:
+    def mine(reward: torch.Tensor, row_offsets: torch.Tensor) -> torch.Tensor:
+        return reward
+
+    flow = Dataflow()
+    rollouts = generated(flow)
+    reward = flow.score(rollouts, [lambda rollout: 1.0])
+    with pytest.raises(ValueError, match=r"'row_offsets'.* row_offsets and loss_mask with columns"):
+        flow.per_batch(mine, reward)
+    flow.per_batch(mine, reward, per="token")
+    flow.per_batch(mine, rollouts[2], writes=("sums",))
 
 
 def test_a_row_takes_the_bytes_of_its_columns() -> None:
@@ -494,3 +509,120 @@ def test_only_frozen_language_models_tell_their_likeliest_tokens() -> None:
     flow.train(policy, rollouts, advantages, loss=cispo(), aggregation=token_mean)
     with pytest.raises(ValueError, match="reads 'likeliest', which has 5 values a token"):
         flow.check()
+
+
+def judged(flow: Dataflow) -> tuple[Any, tuple[Column, ...], Column]:
+    """A frozen judge, the rollouts, and their reward."""
+    judge = flow.model("judge", RoleConfig(), head="score")
+    rollouts = generated(flow)
+    return judge, rollouts, flow.score(rollouts, [lambda rollout: 1.0])
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (lambda f, m, ro, r: f.model(""), "flow.model is given '' for its name"),
+    (lambda f, m, ro, r: f.model("ref", "/a/path"), r"'/a/path' for its conf.*give a RoleConfig"),
+    (lambda f, m, ro, r: f.model("x", RoleConfig(), head="scores"), "head='scores' does not fit"),
+    (lambda f, m, ro, r: f.generate("policy", PROMPTS, group_size=2), "give what flow.model ret"),
+    (lambda f, m, ro, r: f.generate(f.main, [{"prompt": "1"}], group_size=2), "give Prompts"),
+    (lambda f, m, ro, r: f.infer("judge", ro, writes="x"), "flow.infer is given 'judge' for its m"),
+    (lambda f, m, ro, r: f.infer(m, ro[0], writes="x"), "for a list of columns; give one"),
+    (lambda f, m, ro, r: f.infer(m, ro[:1], writes="x"), r"without \['token_ids', 'policy_vers"),
+    (lambda f, m, ro, r: f.infer(m, ro, writes=""), "a column called '', which is no name"),
+    (lambda f, m, ro, r: f.infer(m, ro, writes=3), "a column called 3, which is no name"),
+    (
+        lambda f, m, ro, r: f.infer(m, ro, writes="num_tokens"),
+        "which every row has without a stage",
+    ),
+    (lambda f, m, ro, r: f.infer(m, ro, writes="reward"), r"as stage 'score' does.*with writes="),
+    (lambda f, m, ro, r: f.infer(m, ro, writes="x", top_k="8"), "top_k='8' does not fit"),
+    (lambda f, m, ro, r: f.infer(m, ro, writes="x", top_k=1.5), "top_k=1.5 does not fit"),
+    (lambda f, m, ro, r: f.per_batch(center, r, writes="a"), r"writes='a'\) is no list of diff"),
+    (lambda f, m, ro, r: f.per_batch(center, r, writes=("a", "a")), "is no list of different na"),
+    (lambda f, m, ro, r: f.per_batch(center, r, writes=()), "writes nothing; name a column"),
+    (
+        lambda f, m, ro, r: f.per_batch(center, r, per="tokens"),
+        r"\(center\): per='tokens' does not",
+    ),
+    (lambda f, m, ro, r: f.per_batch(center, ro[0]), "'prompt_token_ids', whose tokens are others"),
+    (lambda f, m, ro, r: f.per_batch(gae, r, r, per="token"), r"\['reward', 'reward'\] have a va"),
+    (
+        lambda f, m, ro, r: f.train(ro, f.main, loss=1, aggregation=1),
+        "flow.train is given .* model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_a_stage_cannot_use_is_told_by_value_rule_and_fix(call: Any, message: str) -> None:
+    flow = Dataflow()
+    judge, rollouts, reward = judged(flow)
+    with pytest.raises(ValueError, match=message):
+        call(flow, judge, rollouts, reward)
+
+
+def test_parts_are_names_and_no_column_is_written_twice_by_one_stage() -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+
+    def reward(rollout: Any) -> float:
+        return 1.0
+
+    parts: Any = [reward]
+    with pytest.raises(ValueError, match="is no list of different names; give one such as"):
+        flow.score(rollouts, [reward], parts=parts)
+    with pytest.raises(ValueError, match="'score' writes column 'reward', as stage 'score' does"):
+        flow.score(rollouts, [reward], parts=["reward"])
+
+
+def trained(flow: Dataflow, rollouts: Any, reward: Column, *columns: Column, **named: Any) -> None:
+    options: dict[str, Any] = {"loss": cispo(), "aggregation": token_mean}
+    flow.train(flow.main, rollouts, flow.per_group(center, reward), *columns, **options | named)
+
+
+def test_a_column_that_the_loss_does_not_read_is_refused() -> None:
+    """A reference would be run, and hold nothing back."""
+    flow = Dataflow()
+    _, rollouts, reward = judged(flow)
+    reference = flow.model("reference", RoleConfig())
+    logprobs = flow.infer(reference, rollouts, writes="reference_logprobs")
+    with pytest.raises(ValueError, match=r"cispo\(.*\) does not read the columns \['reference_log"):
+        trained(flow, rollouts, reward, logprobs)
+    with pytest.raises(ValueError, match=r"cross_entropy\(\) does not read .*\['advantages'\]"):
+        flow.train(
+            flow.main, rollouts, Column("advantages"), loss=cross_entropy(), aggregation=token_mean
+        )
+    with pytest.raises(ValueError, match="for a list of columns; give one, such as"):
+        flow.train(
+            flow.main,
+            rollouts,
+            Column("advantages"),
+            loss=cispo(),
+            aggregation=token_mean,
+            watch=cast(Any, reward),
+        )
+
+
+def test_a_model_that_is_run_by_nobody_or_never_trained_is_refused() -> None:
+    flow = Dataflow()
+    _, rollouts, reward = judged(flow)
+    trained(flow, rollouts, reward)
+    with pytest.raises(ValueError, match="model 'judge' is run by no stage, and would be started"):
+        flow.check()
+
+    flow = Dataflow()
+    rollouts = generated(flow)
+    critic = flow.model("critic", TrainedRoleConfig(), head="value")
+    values = flow.infer(critic, rollouts, writes="values")
+    (advantages,) = flow.per_batch(center, values, per="token")
+    flow.train(flow.main, rollouts, advantages, loss=cispo(), aggregation=token_mean)
+    with pytest.raises(
+        ValueError, match="'critic' has a TrainedRoleConfig, and no stage trains it"
+    ):
+        flow.check()
+
+
+def test_a_model_of_another_graph_is_refused() -> None:
+    flow, other = Dataflow(), Dataflow()
+    rollouts = generated(flow)
+    with pytest.raises(ValueError, match="the model 'reference' of another dataflow"):
+        flow.infer(other.model("reference", RoleConfig()), rollouts, writes="x")

@@ -55,7 +55,7 @@ def test_a_wrong_option_ends_with_code_2(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model.path", "no/where"], "model.path='no/where' holds no causal language model"),
+        (["--model.path", "no/where"], "model.path='no/where' holds no model"),
         (["--prompts-per-step", "10000"], "has only 8192 prompts that can be used"),
         (["--data.max-prompt-tokens", "3"], "max_prompt_tokens"),
         (["--data.source", "mine.jsonl"], "data.source='mine.jsonl' would not be read"),

@@ -3,6 +3,7 @@ no port, no file is left, and none is open to anybody else."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -91,6 +92,24 @@ def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
         for pid in processes:
             os.kill(pid, number)
         assert_ended_with_its_summary(job, ray_dir)
+    finally:
+        job.end()
+
+
+def test_a_signal_to_all_processes_while_actors_are_made_ends_the_run(
+    tmp_path: Path, ray_dir: Path
+) -> None:
+    """The driver asks Ray's processes, which are dead by then, for what they will never answer."""
+    arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]
+    job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
+    try:
+        job.wait_for_output("Loading the model into the trainer")
+        for pid in job.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        assert job.wait() == 130, job.output
+        assert "Traceback" not in job.output
+        assert job.left_behind() == {}
     finally:
         job.end()
 

@@ -80,6 +80,7 @@ def test_models_are_evaluated_beside_training_and_the_best_one_is_kept(tmp_path:
     assert "held-out, after step 5: pass@1 " in job.output
     assert not list(files.evaluating.iterdir())
     best = json.loads((files.best / "evaluation.json").read_text())
+    assert best.pop("run_id") == files.run_id
     assert best in lines
     assert best["eval/mean@4"] == max(line["eval/mean@4"] for line in lines)
     config = from_dict(QuickstartConfig, read_config(files.config))

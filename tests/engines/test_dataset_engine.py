@@ -39,7 +39,7 @@ def test_each_request_is_answered_with_its_completion() -> None:
 
         await switch.drained()  # nothing runs, so nothing is waited for
         switch.submit([request("c", 7)])
-        await switch.switch(WeightManifest.of_nothing(3))
+        await switch.switch(WeightManifest(version=3))
         (third,) = await switch.collect()
         assert third.policy_versions.tolist() == [3]
         assert (engine.stats().policy_version, engine.stats().num_generated_tokens) == (3, 5)

@@ -68,8 +68,11 @@ class Sampler:
 
     async def pause(self) -> None: ...
 
-    async def load(self, manifest: WeightManifest) -> None:
-        self.version = manifest.version
+    async def prepare(self, manifest: WeightManifest) -> None:
+        self.next_version = manifest.version
+
+    async def load(self) -> None:
+        self.version = self.next_version
 
     async def resume(self) -> None: ...
 
@@ -118,7 +121,7 @@ def test_held_completions_do_not_wait_for_sampled_ones() -> None:
         sampler.end("c")
         assert names(await collecting) == ["c"]
 
-        await switch.switch(WeightManifest.of_nothing(4))
+        await switch.switch(WeightManifest(version=4))
         switch.submit([request("d", 7)])  # nothing to sample: the sampler is not asked
         sampler.end("a")
         both = await switch.collect()

@@ -14,9 +14,10 @@ from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.generation.backbone import Backbone
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.layout.transport.shm import open_weights
+from rlsys.layout.transport.weights import Weights
 from rlsys.types import TrainRow
 from tests.engines.buffered_models import BUFFERED, build_buffered
+from tests.engines.published import read_all
 from tests.engines.training_harness import accumulate, make_engine, make_rows, save
 
 FAMILIES = sorted(BUFFERED)
@@ -106,10 +107,11 @@ def test_a_torch_engine_that_took_new_weights_equals_a_freshly_loaded_one(
     trainer = trained(paths[0], dtype=dtype)
     manifest = trainer.publish()
     assert manifest is not None
-    assert buffers(open_weights(manifest))
+    assert buffers(read_all(manifest))
     trainer.export(tmp_path / "hf")
     model = load_causal_lm(paths[1], dtype=dtype)
-    Backbone(model).load(manifest)
+    with Weights(manifest) as weights:
+        Backbone(model).load(weights)
     fresh = model_tensors(load_causal_lm(tmp_path / "hf", dtype=dtype))
     for name, tensor in model_tensors(model).items():
         assert tensor.dtype is fresh[name].dtype, name

@@ -360,3 +360,29 @@ def test_no_pass_takes_weights_of_before(cases: Sequence[Any], tmp_path: Path) -
                 assert np.abs(one - other).max() < near, (layout, dtype)
         moved = [np.abs(one - other).max() for one, other in zip(before, plain, strict=True)]
         assert max(moved) > 0.5
+
+
+def fails(inputs: Any) -> Any:
+    raise RuntimeError("the loss fails")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_pass_that_fails_leaves_no_weights_of_before(dtype: str, tmp_path: Path) -> None:
+    build_model(tmp_path / "model", "qwen3")
+    other = make_engine(tmp_path / "model", dtype=dtype, learning_rate=0.1)
+    other.accumulate(MicroBatch(rows=ROWS))
+    other.optimizer_step()
+    save(other, tmp_path / "state")
+    expected = other.infer(ROWS)
+    unknown = replace(ROWS[0], token_ids=ROWS[0].token_ids + 10**6)
+    for fail in (
+        lambda engine: engine.infer([unknown]),
+        lambda engine: engine.accumulate(MicroBatch(rows=[unknown])),
+        lambda engine: engine.accumulate(MicroBatch(rows=ROWS)),
+    ):
+        engine = make_engine(tmp_path / "model", dtype=dtype, learning_rate=0.1, loss=fails)
+        with pytest.raises((RuntimeError, IndexError)):
+            fail(engine)
+        engine.load(tmp_path / "state")
+        for one, plain in zip(engine.infer(ROWS), expected, strict=True):
+            assert np.array_equal(one, plain)

@@ -19,9 +19,11 @@ from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.generation.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.layout.transport.shm import write_weights
+from rlsys.layout.transport.shared_memory import MemoryGone
+from rlsys.layout.transport.staging import DamagedWeightsError
 from rlsys.tiny_models import Family
 from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
+from tests.engines import published
 from tests.engines.torch_engine_harness import (
     FAMILIES,
     build_model,
@@ -73,9 +75,7 @@ def publish(path: Path, version: int, *, change: float) -> tuple[WeightManifest,
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(change * torch.randn(parameter.shape, generator=generator))
-    file = path / f"weights-{version}"
-    file.unlink(missing_ok=True)
-    return write_weights(version, model.named_parameters(), file), model
+    return published.publish(version, model.named_parameters()), model
 
 
 def logprobs_under(
@@ -112,8 +112,9 @@ def test_sampler_and_trainer_agree_on_a_gpu(family: Family, tmp_path: Path) -> N
 
     async def scenario() -> dict[str, Generation]:
         async with running_engine(path, device="cuda") as engine:
+            await engine.prepare(manifest)
             await engine.pause()
-            await engine.load(manifest)
+            await engine.load()
             await engine.resume()
             engine.submit(requests)
             return await collect(engine, len(requests))
@@ -170,11 +171,12 @@ def test_weights_change_in_flight(model_path: Path) -> None:
         async with running_engine(model_path) as engine:
             engine.submit([asked])
             await until_generated(engine, 5)
+            await engine.prepare(manifest)
             await engine.pause()
             generated = engine.stats().num_generated_tokens
             await asyncio.sleep(0.05)
             assert engine.stats().num_generated_tokens == generated
-            await engine.load(manifest)
+            await engine.load()
             await engine.resume()
             assert engine.stats().policy_version == 5
             one = (await collect(engine, 1))["r"]
@@ -199,28 +201,26 @@ def test_weights_change_in_flight(model_path: Path) -> None:
 def test_weights_that_do_not_fit_change_nothing(model_path: Path, tmp_path: Path) -> None:
     manifest, model = publish(model_path, 6, change=0.05)
     named = list(model.named_parameters())
-    missing = write_weights(7, named[:-1], tmp_path / "missing")
-    misshapen = write_weights(7, [*named[:-1], (named[-1][0], torch.ones(3))], tmp_path / "shape")
-    corrupt = write_weights(7, named, tmp_path / "corrupt")
-    with open(corrupt.path, "r+b") as file:
-        file.write(b"\1\2\3\4")
-    gone = write_weights(7, named, tmp_path / "gone")
-    Path(gone.path).unlink()
+    missing = published.publish(7, named[:-1])
+    misshapen = published.publish(7, [*named[:-1], (named[-1][0], torch.ones(3))])
+    corrupt = published.publish(7, named)
+    published.STAGES[-1]._bytes[-8] ^= 1
+    gone = published.publish(7, named)
+    published.STAGES[-1].close()
 
     async def scenario() -> None:
         async with running_engine(model_path) as engine:
+            await engine.prepare(manifest)
             with pytest.raises(ValueError, match="pause it"):
-                await engine.load(manifest)
-            await engine.pause()
-            for bad, kind in (
-                (missing, ValueError),
-                (misshapen, ValueError),
-                (corrupt, ValueError),
-                (gone, FileNotFoundError),
+                await engine.load()
+            for bad, kind, why in (
+                (missing, ValueError, "model.norm.weight is missing"),
+                (misshapen, ValueError, r"model.norm.weight has shape \(3,\), the model"),
+                (corrupt, DamagedWeightsError, "damaged in 1 of its"),
+                (gone, MemoryGone, "is gone"),
             ):
-                with pytest.raises(kind):
-                    await engine.load(bad)
-            await engine.resume()
+                with pytest.raises(kind, match=why):
+                    await engine.prepare(bad)
             asked = request("r", prompt(6), max_tokens=10)
             engine.submit([asked])
             one = (await collect(engine, 1))["r"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlsys.algorithms import cross_entropy, value_loss
 from rlsys.config import ModelConfig, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.dataflow.graph import Dataflow
 from rlsys.engines.inference import InferenceEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.estimate import estimate_memory, model_shape
+from rlsys.estimate import checkpoint_bytes, model_shape
 from rlsys.lora import Lora
 from rlsys.types import TrainRow
 from scripts.ranks import on_ranks
@@ -105,6 +107,14 @@ def test_others_get_the_base_with_its_adapters(
     assert torch.equal(published["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
 
 
+def test_an_export_names_layers_in_order(engine: FSDPEngine, tmp_path: Path) -> None:
+    """PEFT keeps a set of them, whose order is another in every process."""
+    engine.export(tmp_path / "hf")
+    told = json.loads((tmp_path / "hf" / "adapter" / "adapter_config.json").read_text())
+    assert len(told["target_modules"]) == 14  # of two blocks
+    assert told["target_modules"] == sorted(told["target_modules"])
+
+
 def test_an_adapter_begins_as_its_base(model_path: Path) -> None:
     """So a reference that takes the policy's weights is the base without adapter."""
     made = make_engine(model_path, lora=LORA)
@@ -167,7 +177,8 @@ def test_a_checkpoint_has_the_bytes_that_are_asked_for(
     shape = model_shape(str(model_path))
     # Of each of two layers: q (32 to 32), k and v (to 16), o; gate and up (to 48), down.
     assert sum(shape.linear_layers.values()) == 2 * (64 + 48 + 48 + 64 + 3 * 80)
-    asked = estimate_memory(RunConfig(model=ModelConfig(lora=LORA)), shape).checkpoint_bytes
+    config = RunConfig(model=ModelConfig(lora=LORA))
+    asked = checkpoint_bytes(config, Dataflow(), shape)
     assert asked == 12 * 4 * sum(shape.linear_layers.values())
     assert asked == sum(
         tensor.nbytes

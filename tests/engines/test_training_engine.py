@@ -29,10 +29,11 @@ from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.training.supervised import supervised_row
 from rlsys.layout.transport import available_memory
 from rlsys.layout.transport.shared_memory import MemoryGone
-from rlsys.layout.transport.shm import held, open_weights
+from rlsys.layout.transport.weights import Weights
 from rlsys.tiny_models import Family
-from rlsys.types import MicroBatch, TrainRow, WeightManifest
+from rlsys.types import MicroBatch, TrainRow
 from rlsys.user_functions import FunctionFailed
+from tests.engines.published import is_there, read_all
 from tests.engines.training_harness import (
     VOCABULARY,
     accumulate,
@@ -318,14 +319,15 @@ def test_published_weights_are_the_models_own(model_path: Path) -> None:
     assert manifest is not None
     assert manifest.version == 0
     parameters = dict(load_causal_lm(model_path, dtype="float32").named_parameters())
-    assert manifest.entries.keys() == parameters.keys()
-    assert "lm_head.weight" not in manifest.entries  # tied to the embedding
-    for name, tensor in open_weights(manifest).items():
+    published = read_all(manifest)
+    assert published.keys() == parameters.keys()
+    assert "lm_head.weight" not in published  # tied to the embedding
+    for name, tensor in published.items():
         assert torch.equal(tensor, parameters[name])
     engine.close()
 
 
-def test_the_newest_version_and_the_one_before_it_are_kept(model_path: Path) -> None:
+def test_the_newest_version_is_kept(model_path: Path) -> None:
     engine = make_engine(model_path)
     manifests = []
     for seed in range(4):
@@ -333,38 +335,25 @@ def test_the_newest_version_and_the_one_before_it_are_kept(model_path: Path) -> 
         accumulate(engine, [make_rows(2, seed=seed)])
         engine.optimizer_step()
     assert all(manifests)
-    assert [m.version for m in manifests if m and can_be_opened(m)] == [2, 3]
+    assert [m.version for m in manifests if m and is_there(m)] == [3]
     engine.close()
     engine.close()
-    assert not any(m and can_be_opened(m) for m in manifests)
+    assert not any(m and is_there(m) for m in manifests)
 
 
-def can_be_opened(manifest: WeightManifest) -> bool:
-    try:
-        open_weights(manifest)
-    except MemoryGone:
-        return False
-    return True
-
-
-def test_a_reader_keeps_what_it_holds_and_a_late_one_is_told(model_path: Path) -> None:
+def test_a_reader_keeps_what_it_has_opened_and_a_late_one_is_told(model_path: Path) -> None:
     engine = make_engine(model_path)
-    manifests = []
-    with contextlib.ExitStack() as reader:
-        for seed in range(3):
-            manifest = engine.publish()
-            assert manifest is not None
-            manifests.append(manifest)
-            if seed == 0:
-                own = reader.enter_context(held(manifest))
-                before = {name: t.clone() for name, t in open_weights(manifest).items()}
+    first = engine.publish()
+    assert first is not None
+    before = read_all(first)
+    with Weights(first) as own:
+        for seed in range(2):
             accumulate(engine, [make_rows(2, seed=seed)])
             engine.optimizer_step()
-        with pytest.raises(MemoryGone, match="rlsys-weights-v0 is gone"):
-            open_weights(manifests[0])
-        assert_same(dict(open_weights(own)), before, rtol=0, atol=0)
-    with pytest.raises(MemoryGone):
-        open_weights(own)
+            engine.publish()
+        with pytest.raises(MemoryGone, match="version 0 of the weights is gone"):
+            Weights(first)
+        assert_same(read_all(own.local), before, rtol=0, atol=0)
     engine.close()
 
 
@@ -372,7 +361,7 @@ def test_memory_that_the_versions_need_is_asked_for_at_the_start(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(available_memory, "available_bytes", lambda root: 2**28 + 1000)
-    with pytest.raises(OSError, match=r"2 versions of the weights needs .* are missing"):
+    with pytest.raises(OSError, match=r"a version of the weights needs .* are missing"):
         make_engine(model_path)
 
 

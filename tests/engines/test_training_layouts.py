@@ -18,6 +18,7 @@ from rlsys.algorithms.aggregation import prompt_mean, sequence_mean
 from rlsys.algorithms.composed import entropy_bonus
 from rlsys.algorithms.losses import gspo
 from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.layout.transport.staging import Stage
 from rlsys.tiny_models import Family
 from rlsys.types import Float32Array, StepResult, TrainRow
 from scripts.ranks import on_ranks
@@ -111,7 +112,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     return found
 
 
-def no_room(version: int) -> Any:
+def no_room(self: Stage, version: int, read: Any) -> Any:
     raise OSError(f"no room for version {version}")
 
 
@@ -126,12 +127,13 @@ def errors(engine: FSDPEngine, rank: int) -> list[str]:
         engine.optimizer_step()
     except FloatingPointError as error:
         found.append(str(error))
-    if engine._publisher is not None:
-        engine._publisher.create = no_room  # type: ignore[method-assign]
-    try:
-        engine.publish()
-    except (OSError, RuntimeError) as error:
-        found.append(f"{type(error).__name__}: {error}")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(Stage, "write", no_room)
+        try:
+            engine.publish()
+        except (OSError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
     return found
 
 

@@ -22,8 +22,10 @@ from rlsys.engines.generation.protocol import EngineError
 from rlsys.engines.generation.sampling import stream_key, uniforms
 from rlsys.engines.generation.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm_engine import VLLMEngine
+from rlsys.engines.model_tensors import model_tensors
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams, WeightManifest
+from tests.engines import published
 from tests.engines.vllm_harness import (
     TIMEOUT_S,
     collect_all,
@@ -69,9 +71,8 @@ def models(paths: list[Path]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def manifests(models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> list[WeightManifest]:
-    root = tmp_path_factory.mktemp("weights")
-    return [publish(model, version, root / str(version)) for version, model in enumerate(models)]
+def manifests(models: list[Any]) -> list[WeightManifest]:
+    return [publish(model, version) for version, model in enumerate(models)]
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +227,7 @@ def indifferent(
     with torch.no_grad():
         model.get_output_embeddings().weight.zero_()
     model.save_pretrained(path)
-    run(update(running, publish(model, 2, tmp_path / "weights")))
+    run(update(running, publish(model, 2)))
     return running, path
 
 
@@ -291,25 +292,20 @@ def test_both_engines_end_at_the_same_tokens(
         assert generation.token_ids.tolist() == tokens[: tokens.index(EOS) + 1]
 
 
-def without_one(manifest: WeightManifest) -> WeightManifest:
-    entries = dict(manifest.entries)
-    del entries["model.layers.1.self_attn.k_proj.weight"]
-    return dataclasses.replace(manifest, entries=entries)
+def without_one(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
 
 
-def with_a_longer_one(manifest: WeightManifest) -> WeightManifest:
-    name = "model.layers.1.self_attn.q_proj.weight"
-    longer = dataclasses.replace(manifest.entries[name], shape=(256, 128))
-    return dataclasses.replace(manifest, entries={**manifest.entries, name: longer})
+def with_a_longer_one(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(256, 128)
 
 
-def with_a_stranger(manifest: WeightManifest) -> WeightManifest:
-    entry = next(iter(manifest.entries.values()))
-    return dataclasses.replace(manifest, entries={**manifest.entries, "lm_head.weight": entry})
+def with_a_stranger(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = torch.zeros(3)
 
 
-def with_changed_bytes(manifest: WeightManifest) -> WeightManifest:
-    return dataclasses.replace(manifest, checksum=manifest.checksum ^ 1)
+def with_changed_bytes(tensors: dict[str, torch.Tensor]) -> None:
+    """Once they are published."""
 
 
 @pytest.mark.parametrize(
@@ -318,21 +314,24 @@ def with_changed_bytes(manifest: WeightManifest) -> WeightManifest:
         (without_one, "model.layers.1.self_attn.k_proj.weight is missing"),
         (with_a_longer_one, r"q_proj.weight has shape \(256, 128\), the model \(128, 128\)"),
         (with_a_stranger, "lm_head.weight is not one of the model's"),
-        (with_changed_bytes, "checksum"),
+        (with_changed_bytes, "is damaged in 1 of its"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
     engine: VLLMEngine,
-    manifests: list[WeightManifest],
+    models: list[Any],
     run: Run,
-    damage: Callable[[WeightManifest], WeightManifest],
+    damage: Callable[[dict[str, torch.Tensor]], None],
     message: str,
 ) -> None:
     before = run(greedy(engine, "before"))
-    run(engine.pause())
+    tensors = {name: tensor.detach() for name, tensor in model_tensors(models[1]).items()}
+    damage(tensors)
+    manifest = published.publish(1, tensors.items())
+    if damage is with_changed_bytes:
+        published.STAGES[-1]._bytes[-1] ^= 1
     with pytest.raises(ValueError, match=message):
-        run(engine.load(damage(manifests[1])))
-    run(engine.resume())
+        run(engine.prepare(manifest))
     for a, b in zip(before, run(greedy(engine, "after")), strict=True):
         assert np.array_equal(a.token_ids, b.token_ids)
         assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)

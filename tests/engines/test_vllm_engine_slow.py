@@ -46,6 +46,8 @@ pytestmark = [
 PROMPTS = [[5, 9, 200], list(range(3, 70)), [17]]
 REPOSITORY = Path(__file__).parents[2]
 
+EXPERTS = {"tied": False, "head_dim": 32, "num_experts_per_tok": 2}
+QWEN3_MOE = EXPERTS | {"model_type": "qwen3_moe", "num_experts": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama, untied": {"model_type": "llama", "tied": False},
     "qwen2, with biases": {"model_type": "qwen2", "tied": True},
@@ -53,7 +55,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma2": {"model_type": "gemma2", "tied": True, "head_dim": 32},
     "gemma3": {"model_type": "gemma3_text", "tied": True, "head_dim": 32, "sliding_window": 32},
     "phi3, fused on the hub": {"model_type": "phi3", "tied": False},
+    "qwen3_moe": QWEN3_MOE | {"moe_intermediate_size": 128},
+    "qwen3_moe, padded for kernels": QWEN3_MOE | {"moe_intermediate_size": 48},
+    "mixtral": EXPERTS | {"model_type": "mixtral", "num_local_experts": 8},
+    "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 8, "sliding_window": 32},
 }
+BUFFERED = ["gemma4_text", "glm4_moe"]
+
+
+def build(variant: str, directory: Path) -> list[Path]:
+    """Two models that differ in their weights."""
+    paths = [directory / str(seed) for seed in (0, 1)]
+    if variant in VARIANTS:
+        return [build_variant(path, i, **VARIANTS[variant]) for i, path in enumerate(paths)]
+    return [build_buffered(path, variant, seed=i) for i, path in enumerate(paths)]
 
 
 def greedy(name: str) -> list[GenerationRequest]:
@@ -61,26 +76,23 @@ def greedy(name: str) -> list[GenerationRequest]:
 
 
 async def updated_and_fresh(
-    paths: list[Path], file: Path, **options: Any
+    paths: list[Path], **options: Any
 ) -> tuple[list[Generation], list[Generation]]:
     """Greedy completions after an update from one model to the other, and after a fresh start."""
     async with running_engine(paths[0], **options) as engine:
         await generate(engine, greedy("old"))
-        await update(engine, publish(load(paths[1]), 1, file))
+        await update(engine, publish(load(paths[1]), 1))
         updated = await generate(engine, greedy("new"))
     async with running_engine(paths[1], **options) as engine:
         fresh = await generate(engine, greedy("new"))
     return updated, fresh
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "gemma4, with buffers"])
+@pytest.mark.parametrize("variant", [*VARIANTS, *BUFFERED])
 def test_an_update_equals_a_fresh_start_for(variant: str, tmp_path: Path) -> None:
-    if variant in VARIANTS:
-        paths = [build_variant(tmp_path / str(seed), seed, **VARIANTS[variant]) for seed in (0, 1)]
-    else:
-        paths = [build_buffered(tmp_path / str(seed), "gemma4_text", seed=seed) for seed in (0, 1)]
+    paths = build(variant, tmp_path)
     models = [load(path) for path in paths]
-    updated, fresh = asyncio.run(updated_and_fresh(paths, tmp_path / "weights"))
+    updated, fresh = asyncio.run(updated_and_fresh(paths))
     for prompt, a, b in zip(PROMPTS, updated, fresh, strict=True):
         assert np.array_equal(a.token_ids, b.token_ids)
         assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
@@ -88,11 +100,12 @@ def test_an_update_equals_a_fresh_start_for(variant: str, tmp_path: Path) -> Non
         np.testing.assert_allclose(a.sampler_logprobs, expected, atol=1e-3)
 
 
-def test_an_update_equals_a_fresh_start_for_two_tensor_parallel_ranks(tmp_path: Path) -> None:
-    paths = [build_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    updated, fresh = asyncio.run(
-        updated_and_fresh(paths, tmp_path / "weights", tensor_parallel=2, num_cpus=2)
-    )
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3_moe", "gpt_oss"])
+def test_an_update_equals_a_fresh_start_for_two_tensor_parallel_ranks(
+    variant: str, tmp_path: Path
+) -> None:
+    paths = build(variant, tmp_path)
+    updated, fresh = asyncio.run(updated_and_fresh(paths, tensor_parallel=2, num_cpus=2))
     for a, b in zip(updated, fresh, strict=True):
         assert np.array_equal(a.token_ids, b.token_ids)
         assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
@@ -158,7 +171,7 @@ def test_it_lives_in_an_asynchronous_ray_actor(tmp_path: Path) -> None:
 
     paths = [build_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     models = [load(path) for path in paths]
-    manifest = publish(models[1], 1, tmp_path / "weights")
+    manifest = publish(models[1], 1)
 
     class Engine:
         async def start(self, path: Path) -> list[int]:
@@ -202,12 +215,18 @@ def test_it_lives_in_an_asynchronous_ray_actor(tmp_path: Path) -> None:
         ray.shutdown()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_a_model_of_experts_is_refused_before_it_computes_with_old_weights(
-    family: str, tmp_path: Path
+def test_what_could_not_be_replaced_is_refused_before_it_computes_with_old_weights(
+    tmp_path: Path,
 ) -> None:
-    path = build_buffered(tmp_path, family)
-    with pytest.raises(ValueError, match="cannot be replaced in a running vLLM"):
+    path = build_variant(tmp_path, 0, **VARIANTS["gpt_oss"])
+    why = r"attention sinks in float32, which cannot be replaced in a running vLLM"
+    with pytest.raises(ValueError, match=why):
+        asyncio.run(make_engine(path, dtype="float16").start())
+
+
+def test_latent_attention_is_refused_on_the_cpu(tmp_path: Path) -> None:
+    path = build_buffered(tmp_path, "deepseek_v3")
+    with pytest.raises(ValueError, match="vLLM's CPU kernels rotate latent attention wrongly"):
         asyncio.run(make_engine(path).start())
 
 
@@ -237,7 +256,7 @@ def test_bfloat16_serves_float32_weights_rounded(tmp_path: Path) -> None:
         path = build_tiny_model(tmp_path / "0", seed=0)
         async with running_engine(path, dtype="bfloat16") as engine:
             model = load(build_tiny_model(tmp_path / "1", seed=1))
-            await update(engine, publish(model, 1, tmp_path / "weights"))
+            await update(engine, publish(model, 1))
             return await generate(engine, greedy("rounded"))
 
     generations = asyncio.run(sample())

@@ -18,7 +18,8 @@ from rlsys.types import (
     WeightManifest,
 )
 
-MANIFEST = WeightManifest(version=1, path="", num_bytes=0, entries={}, checksum=0)
+MANIFEST = WeightManifest(version=1)
+SWITCH = ["pause", "load", "resume"]
 
 
 class ScriptedEngine:
@@ -28,6 +29,7 @@ class ScriptedEngine:
         self.calls: list[str] = []
         self.ended: asyncio.Queue[list[str]] = asyncio.Queue()
         self.load_error: Exception | None = None
+        self.prepare_error: Exception | None = None
 
     async def start(self) -> None: ...
 
@@ -56,8 +58,13 @@ class ScriptedEngine:
     async def pause(self) -> None:
         self.calls.append("pause")
 
-    async def load(self, manifest: WeightManifest) -> None:
-        self.calls.append(f"load {manifest.version}")
+    async def prepare(self, manifest: WeightManifest) -> None:
+        self.calls.append(f"prepare {manifest.version}")
+        if self.prepare_error:
+            raise self.prepare_error
+
+    async def load(self) -> None:
+        self.calls.append("load")
         if self.load_error:
             raise self.load_error
 
@@ -92,7 +99,7 @@ def test_in_flight_loads_at_once() -> None:
         pause_s = await switch.switch(MANIFEST)
         assert 0 <= pause_s < 5
         switch.submit(requests("c"))
-        assert engine.calls == ["submit a b", "pause", "load 1", "resume", "submit c"]
+        assert engine.calls == ["submit a b", "prepare 1", *SWITCH, "submit c"]
 
     asyncio.run(scenario())
 
@@ -116,7 +123,7 @@ def test_delayed_waits_for_what_runs_and_holds_what_comes() -> None:
         await draining
         await switch.switch(MANIFEST)
         # The held batches stay whole and in order, and are not held a second time.
-        assert engine.calls[1:] == ["pause", "load 1", "resume", "submit c d", "submit e"]
+        assert engine.calls[1:] == ["prepare 1", *SWITCH, "submit c d", "submit e"]
         switch.submit(requests("f"))
         assert engine.calls[-1] == "submit f"
 
@@ -148,22 +155,24 @@ def test_delayed_loads_at_once_where_nothing_runs() -> None:
         switch = WeightSwitch(engine)
         await switch.drained()
         await switch.switch(MANIFEST)
-        assert engine.calls == ["pause", "load 1", "resume"]
+        assert engine.calls == ["prepare 1", *SWITCH]
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-def test_weights_that_do_not_fit_leave_generation_running(delayed: bool) -> None:
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_weights_that_do_not_fit_leave_generation_running(delayed: bool, is_prepared: bool) -> None:
     async def scenario() -> None:
         engine = ScriptedEngine()
-        engine.load_error = ValueError("the checksum differs")
+        error = ValueError("the checksum differs")
+        engine.prepare_error, engine.load_error = (None, error) if is_prepared else (error, None)
         switch = WeightSwitch(engine)
         if delayed:
             await switch.drained()
         with pytest.raises(ValueError, match="checksum"):
             await switch.switch(MANIFEST)
         switch.submit(requests("a"))
-        assert engine.calls == ["pause", "load 1", "resume", "submit a"]
+        assert engine.calls == ["prepare 1", *(SWITCH if is_prepared else []), "submit a"]
 
     asyncio.run(scenario())

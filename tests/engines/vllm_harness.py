@@ -15,7 +15,6 @@ import torch
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.vllm_engine import VLLMEngine
 from rlsys.engines.model_tensors import model_tensors
-from rlsys.layout.transport.shm import write_weights
 from rlsys.tiny_models import build_tokenizer
 from rlsys.types import (
     Float32Array,
@@ -24,6 +23,7 @@ from rlsys.types import (
     SamplingParams,
     WeightManifest,
 )
+from tests.engines import published
 
 TIMEOUT_S = 900.0  # for a machine that is busy with much else
 
@@ -46,9 +46,8 @@ async def running_engine(path: Path, **options: Any) -> AsyncIterator[VLLMEngine
         await engine.close()
 
 
-def publish(model: Any, version: int, path: Path) -> WeightManifest:
-    path.unlink(missing_ok=True)
-    return write_weights(version, model_tensors(model).items(), path)
+def publish(model: Any, version: int) -> WeightManifest:
+    return published.publish(version, model_tensors(model).items())
 
 
 def make_requests(
@@ -84,8 +83,9 @@ async def generate(engine: VLLMEngine, requests: Sequence[GenerationRequest]) ->
 
 
 async def update(engine: VLLMEngine, manifest: WeightManifest) -> None:
+    await engine.prepare(manifest)
     await engine.pause()
-    await engine.load(manifest)
+    await engine.load()
     await engine.resume()
 
 

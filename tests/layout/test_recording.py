@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.layout.holdings import Box
-from rlsys.layout.recording import Copy, CopyRecorder
+from rlsys.layout.recording import Copy, CopyRecorder, joined
 
 Tensors = Mapping[str, torch.Tensor]
 Load = Callable[[Tensors, Tensors], None]
@@ -31,14 +31,15 @@ def assert_tells(load: Load, sources: Tensors, targets: Tensors) -> list[Copy]:
     recorder = recorded(load, sources, targets)
     expected = {name: one.clone() for name, one in targets.items()}
     load(sources, expected)
-    found = {name: one.clone() for name, one in targets.items()}
-    for name, box in recorder.fills:
-        found[name][box.slices] = 0
-    for copy in recorder.copies:
-        part = sources[copy.source][copy.source_box.slices]
-        found[copy.target][copy.target_box.slices] = copy.arranged(part)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+    for copies in (recorder.copies, joined(recorder.copies)):
+        found = {name: one.clone() for name, one in targets.items()}
+        for name, box in recorder.fills:
+            found[name][box.slices] = 0
+        for copy in copies:
+            part = sources[copy.source][copy.source_box.slices]
+            found[copy.target][copy.target_box.slices] = copy.arranged(part)
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
     return recorder.copies
 
 
@@ -76,7 +77,34 @@ def test_experts_lie_in_one_tensor_or_in_several() -> None:
         "flat": torch.zeros(12, 5),
     }
     copies = assert_tells(load, sources, targets)
-    assert {copy.order for copy in copies if copy.target == "turned"} == {(2, 1, 0)}
+    assert {copy.order for copy in copies if copy.target == "turned"} == {(0, 2, 1)}
+    whole = Copy("together", Box.whole((3, 4, 5)), "turned", Box.whole((3, 5, 4)), order=(0, 2, 1))
+    assert [copy for copy in joined(copies) if copy.target == "turned"] == [whole]
+
+
+def test_gate_and_up_of_a_slice_of_each_expert_are_two_copies() -> None:
+    def load(sources: Tensors, targets: Tensors) -> None:
+        for expert in range(3):
+            for half, part in enumerate(sources["together"][expert].chunk(2)):
+                targets["w13"][expert, 2 * half : 2 * half + 2].copy_(part[2:4])
+
+    sources, targets = {"together": numbers(3, 8, 5)}, {"w13": torch.zeros(3, 4, 5)}
+    copies = assert_tells(load, sources, targets)
+    assert len(copies) == 6
+    assert [copy.target_box.bounds for copy in joined(copies)] == [
+        ((0, 3), (0, 2), (0, 5)),
+        ((0, 3), (2, 4), (0, 5)),
+    ]
+
+
+def test_what_goes_on_along_one_dimension_here_and_another_there_is_not_joined() -> None:
+    def load(sources: Tensors, targets: Tensors) -> None:
+        for column in range(2):
+            targets["w"][:, column].copy_(sources["w"].narrow(1, 3 * column, 3)[0])
+
+    copies = assert_tells(load, {"w": numbers(1, 6, 4)}, {"w": torch.zeros(3, 2, 4)})
+    assert joined(copies) == copies
+    assert len(copies) == 2
 
 
 def test_heads_that_hold_query_key_and_value_in_turn() -> None:

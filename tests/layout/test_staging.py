@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,8 @@ from rlsys.layout.holdings import Box
 from rlsys.layout.plan import ALIGNMENT, Segment
 from rlsys.layout.transport import staging
 from rlsys.layout.transport.shared_memory import MemoryGone
-from rlsys.layout.transport.staging import HEADER_BYTES, Share, Stage, Staged
+from rlsys.layout.transport.staging import DamagedWeightsError, Share, Stage
+from rlsys.types import WeightShare
 
 TENSORS = {
     "embedding": torch.arange(60, dtype=torch.float32).view(20, 3),
@@ -52,30 +55,29 @@ def stage() -> Iterator[Stage]:
     stage.close()
 
 
-def write(stage: Stage, version: int, scale: int = 1) -> Staged:
+def write(stage: Stage, version: int, scale: int = 1) -> WeightShare:
     return stage.write(version, lambda piece: TENSORS[piece.name] * scale)
 
 
 def assert_holds(share: Share, scale: int = 1) -> None:
     found = list(share.parts())
-    assert [piece for piece, _ in found] == PIECES
+    assert [replace(piece, buffer="rank") for piece, _ in found] == PIECES
     for piece, tensor in found:
         expected = (TENSORS[piece.name] * scale).to(piece.dtype)
         assert torch.equal(tensor, expected), piece
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 24, 2**20])
-def test_readers_see_what_was_written(
-    stage: Stage, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_see_what_was_written(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "BUCKET_BYTES", bucket_bytes)
+    stage = Stage(PIECES)
     staged = write(stage, 7)
     share = Share(staged)
     share.verify()
     assert_holds(share)
-    share.close()
     # 20 rows of 12 bytes, 5 numbers of 2, 3 rows of 8, a scalar of 4, 2 numbers of 8.
-    assert len(staged.digests) == {1: 20 + 5 + 3 + 1 + 2, 24: 14, 2**20: 1}[bucket_bytes]
+    assert len(share._digests) == {1: 20 + 5 + 3 + 1 + 2, 24: 14, 2**20: 1}[bucket_bytes]
+    share.close()
 
 
 def test_a_part_of_a_tensor_is_staged_in_the_precision_that_is_wanted() -> None:
@@ -140,13 +142,31 @@ def test_a_reader_that_has_died_keeps_nothing(stage: Stage) -> None:
     assert stage._memory is memory
 
 
-def test_damaged_bytes_are_refused(stage: Stage) -> None:
+@pytest.mark.parametrize("place", range(-8, 0))
+def test_damaged_numbers_are_refused(stage: Stage, place: int) -> None:
     staged = write(stage, 4)
-    stage._bytes[HEADER_BYTES + 5] ^= 1
+    stage._bytes[place] ^= 1
     share = Share(staged)
-    with pytest.raises(ValueError, match=r"version 4 .* is damaged: of its 1 buckets \[0\]"):
+    with pytest.raises(DamagedWeightsError, match=r"version 4 .* damaged in 1 of its 1 buckets"):
         share.verify()
     share.close()
+
+
+@pytest.mark.parametrize("place", [9, 17, 30, 100])
+def test_a_damaged_beginning_is_refused(stage: Stage, place: int) -> None:
+    staged = write(stage, 4)
+    stage._bytes[place] ^= 1
+    with pytest.raises(DamagedWeightsError, match="does not begin as it was written"):
+        Share(staged)
+    write(stage, 5)  # nothing keeps the memory
+
+
+def test_what_was_cut_off_is_refused(stage: Stage) -> None:
+    staged = write(stage, 4)
+    assert stage._memory is not None
+    os.ftruncate(stage._memory.descriptor, staged.num_bytes - 1)
+    with pytest.raises(DamagedWeightsError, match="it was cut off"):
+        Share(staged)
 
 
 def test_a_writer_that_is_gone_leaves_nothing_to_open(stage: Stage) -> None:

@@ -23,11 +23,11 @@ from rlsys.engines.causal_lm import Head, backbone
 from rlsys.engines.context import context_length
 from rlsys.engines.generation.fused_decoder import FusedDecoder, is_llama_like
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, room
-from rlsys.engines.generation.manifest_check import check_manifest
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.routing import Routing, RoutingRecorder, routing_of
-from rlsys.layout.transport.shm import open_weights
-from rlsys.types import ExpertArray, WeightManifest
+from rlsys.layout.transport.staging import copy_parts
+from rlsys.layout.transport.weights import Shapes, Weights
+from rlsys.types import ExpertArray
 
 Decode = Callable[[torch.Tensor, torch.Tensor, SlotCache], torch.Tensor]
 
@@ -83,18 +83,16 @@ class Backbone:
         experts: ExpertArray = self._recorder.take().cpu().numpy().astype(self.routing.dtype)
         return experts
 
-    def load(self, manifest: WeightManifest) -> None:
-        """Overwrite the weights in place.
+    @property
+    def shapes(self) -> Shapes:
+        return {name: tuple(one.shape) for name, one in model_tensors(self._model).items()}
 
-        Raises ValueError, and changes nothing, if names or shapes do not fit the model or the bytes
-        are not those that were published.
-        """
+    def load(self, weights: Weights) -> None:
+        """Overwrite the weights in place, by those that fit `shapes`."""
         tensors = model_tensors(self._model)
-        check_manifest(manifest, {name: tuple(t.shape) for name, t in tensors.items()})
-        with torch.no_grad():
-            for name, tensor in open_weights(manifest).items():
-                tensors[name].copy_(tensor)
-            if self._fused is not None:
+        copy_parts((tensors[name][box.slices], part) for name, box, part in weights.parts())
+        if self._fused is not None:
+            with torch.no_grad():
                 self._fused.refresh()
 
     def _measure(self) -> int:

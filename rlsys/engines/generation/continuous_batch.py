@@ -31,7 +31,8 @@ from rlsys.engines.generation.backbone import Backbone
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, SlotCache, room, round_up
 from rlsys.engines.generation.sampling import Cut, sample
 from rlsys.engines.generation.slots import Slots
-from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
+from rlsys.layout.transport.weights import Shapes, Weights
+from rlsys.types import FinishReason, Generation, GenerationRequest
 
 # Bounds the memory of a pass and the time until the next decode step; a longer prompt runs alone.
 PREFILL_TOKENS = 8192
@@ -139,14 +140,15 @@ class ContinuousBatch:
             Generation.of_nothing(request.request_id, FinishReason.ABORTED) for request in waiting
         ]
 
-    def load(self, manifest: WeightManifest) -> None:
-        """Overwrite the weights; the keys and values of running requests stay.
+    @property
+    def shapes(self) -> Shapes:
+        """Of the model's tensors, by Hugging Face name."""
+        return self._backbone.shapes
 
-        Raises ValueError, and changes nothing, if names or shapes do not fit the model or the bytes
-        are not those that were published.
-        """
-        self._backbone.load(manifest)
-        self.policy_version = manifest.version
+    def load(self, weights: Weights) -> None:
+        """Overwrite the weights by some that fit; the keys and values of running requests stay."""
+        self._backbone.load(weights)
+        self.policy_version = weights.version
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:

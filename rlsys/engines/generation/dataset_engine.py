@@ -20,7 +20,7 @@ class DatasetEngine:
     log-probability that their sampler gave them, which nobody here knows."""
 
     def __init__(self) -> None:
-        self._version = 0
+        self._version = self._next_version = 0
         self._num_tokens = 0
         self._ended: list[Generation] = []
         self._has_ended = Signal()
@@ -44,8 +44,11 @@ class DatasetEngine:
 
     async def pause(self) -> None: ...
 
-    async def load(self, manifest: WeightManifest) -> None:
-        self._version = manifest.version
+    async def prepare(self, manifest: WeightManifest) -> None:
+        self._next_version = manifest.version
+
+    async def load(self) -> None:
+        self._version = self._next_version
 
     async def resume(self) -> None: ...
 

@@ -94,8 +94,11 @@ class InterruptingEngine:
     async def pause(self) -> None:
         await self._engine.pause()
 
-    async def load(self, manifest: WeightManifest) -> None:
-        await self._engine.load(manifest)
+    async def prepare(self, manifest: WeightManifest) -> None:
+        await self._engine.prepare(manifest)
+
+    async def load(self) -> None:
+        await self._engine.load()
 
     async def resume(self) -> None:
         await self._engine.resume()

@@ -56,9 +56,13 @@ class MixedEngine:
     async def pause(self) -> None:
         await self._sampling.pause()
 
-    async def load(self, manifest: WeightManifest) -> None:
-        await self._sampling.load(manifest)
-        await self._held.load(manifest)
+    async def prepare(self, manifest: WeightManifest) -> None:
+        await self._sampling.prepare(manifest)
+        await self._held.prepare(manifest)
+
+    async def load(self) -> None:
+        await self._sampling.load()
+        await self._held.load()
 
     async def resume(self) -> None:
         await self._sampling.resume()

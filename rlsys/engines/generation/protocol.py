@@ -56,12 +56,18 @@ class GenerationEngine(Protocol):
     async def pause(self) -> None:
         """Returns when no forward pass runs. Requests keep their KV cache and their place."""
 
-    async def load(self, manifest: WeightManifest) -> None:
-        """Replace the weights while paused. Tokens sampled from now on carry the new version.
+    async def prepare(self, manifest: WeightManifest) -> None:
+        """All of an update that can be done beside generation: open the version, check and verify
+        it, bring it into the form that the engine computes with. `load` must follow, or another
+        `prepare`, which takes its place.
 
-        Raises ValueError if names or shapes do not fit the model, or the checksum differs; then the
-        old weights stay in place.
+        Raises MemoryGone if the version is gone, DamagedWeightsError if it is not what was staged,
+        ValueError if names or shapes do not fit the model.
         """
+
+    async def load(self) -> None:
+        """Switch to the version that is prepared, while paused. Tokens sampled from now on carry
+        it."""
 
     async def resume(self) -> None: ...
 

@@ -28,6 +28,7 @@ from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.generation.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.protocol import EngineError, EngineStats
 from rlsys.engines.generation.stopping import end_of_sequence_ids, text_decoder
+from rlsys.layout.transport.weights import Weights, open_verified
 from rlsys.types import Generation, GenerationRequest, WeightManifest
 
 # The thread leaves after the pass at hand: seconds for the largest prompts.
@@ -75,6 +76,7 @@ class TorchEngine:
 
         # The event loop's own.
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._prepared: Weights | None = None
         self._calls: set[asyncio.Future[Any]] = set()
         self._open_requests: set[str] = set()
         self._ended: list[Generation] = []
@@ -129,15 +131,28 @@ class TorchEngine:
     async def pause(self) -> None:
         await self._call(lambda: self._set_paused(True))
 
-    async def load(self, manifest: WeightManifest) -> None:
+    async def prepare(self, manifest: WeightManifest) -> None:
+        self._drop_prepared()
+        shapes = self._require_batch().shapes
+        self._prepared = await asyncio.to_thread(open_verified, manifest, shapes)
+
+    async def load(self) -> None:
         batch = self._require_batch()
+        weights = self._prepared
+        assert weights is not None, "prepare comes first"
 
         def load() -> None:
             if not self._paused:
                 raise ValueError("weights can only be loaded while the engine is paused; pause it.")
-            batch.load(manifest)
+            batch.load(weights)
 
         await self._call(load)
+        self._drop_prepared()
+
+    def _drop_prepared(self) -> None:
+        if self._prepared is not None:
+            self._prepared.close()
+            self._prepared = None
 
     async def resume(self) -> None:
         await self._call(lambda: self._set_paused(False))

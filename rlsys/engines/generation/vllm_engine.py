@@ -4,7 +4,7 @@
     submit ──► a task per request ──► AsyncLLM ──► engine core ──► a worker per tensor-parallel rank
     collect ◄── finished generations ◄──┘              ▲             ▲
     pause, resume ─────────────────────────────────────┘             │
-    load ──► manifest ───────────────────────────────────────────────┘ maps the file of weights
+    prepare, load ───────────────────────────────────────────────────┘ takes staged weights
 
 Versions are exact: vLLM's core marks the tokens of each step with the version that was set while it
 was paused. Running requests keep their KV cache over an update. The prefix cache is keyed by
@@ -26,6 +26,7 @@ vLLM's own processes alone import.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import tempfile
@@ -33,7 +34,6 @@ from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rlsys.config import RolloutConfig
-from rlsys.engines.generation.manifest_check import Shapes, check_manifest, tensor_shapes
 from rlsys.engines.generation.protocol import EngineError, EngineStats
 from rlsys.engines.generation.stopping import DecodeText, end_of_sequence_ids, text_decoder
 from rlsys.engines.generation.vllm_leftovers import Watchman, unlink_shared_files
@@ -45,8 +45,13 @@ from rlsys.engines.generation.vllm_requests import (
     vllm_params,
     vllm_prompt,
 )
-from rlsys.layout.transport.shm import open_weights
+from rlsys.engines.model_tensors import tensor_shapes
+from rlsys.layout.transport.weights import Shapes, open_verified
 from rlsys.types import Generation, GenerationRequest, SamplingParams, WeightManifest
+
+# Between two questions whether workers have prepared new weights: a call to each that has no other
+# way to tell. It is part of an update, which pauses nothing.
+POLL_S = 0.002
 
 PROCESSES_ENDED = "its processes have ended; its messages above may have the cause"
 
@@ -76,7 +81,7 @@ class VLLMEngine:
         self._stop_token_ids: tuple[int, ...] = ()
         self._decode_text: DecodeText | None = None  # made when a request needs it
         self._llm: Any = None  # vLLM's AsyncLLM, between start and close
-        self._version = 0
+        self._version = self._prepared = 0
         self._tasks: dict[str, asyncio.Task[Generation]] = {}  # unfinished, by request id
         self._aborted: set[str] = set()  # among these
         self._finished: list[Generation] = []
@@ -155,13 +160,25 @@ class VLLMEngine:
         core = self._llm.engine_core
         await self._call(core.pause_scheduler_async(mode="keep", clear_cache=False))
 
-    async def load(self, manifest: WeightManifest) -> None:
+    async def prepare(self, manifest: WeightManifest) -> None:
         self._check_alive()
-        check_manifest(manifest, self._shapes)
-        await asyncio.to_thread(open_weights, manifest)  # compares the checksum
-        await self._call(self._llm.collective_rpc("rlsys_write", args=(pickle.dumps(manifest),)))
-        await self._call(self._llm.update_weight_version(str(manifest.version)))
-        self._version = manifest.version
+        weights = await asyncio.to_thread(open_verified, manifest, self._shapes)
+        with contextlib.closing(weights):  # the workers keep it open from now on
+            await self._rpc("rlsys_prepare", pickle.dumps(weights.local))
+        while not all(await self._rpc("rlsys_is_prepared")):  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        self._prepared = manifest.version
+
+    async def load(self) -> None:
+        self._check_alive()
+        await self._rpc("rlsys_load")
+        await self._call(self._llm.update_weight_version(str(self._prepared)))
+        self._version = self._prepared
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Each worker's answer."""
+        answers: list[Any] = await self._call(self._llm.collective_rpc(method, args=args))
+        return answers
 
     async def resume(self) -> None:
         self._check_alive()
@@ -205,7 +222,7 @@ class VLLMEngine:
         self._llm.output_handler.add_done_callback(lambda _: self._fail(PROCESSES_ENDED))
         await self._call(self._llm.get_supported_tasks())  # cached: no request waits for it later
         await self._call(self._llm.update_weight_version(str(self._version)))
-        refusals = await self._call(self._llm.collective_rpc("rlsys_prepare", args=(self._shapes,)))
+        refusals = await self._rpc("rlsys_start", self._shapes)
         if any(refusals):
             raise ValueError(f"model.path={self._path!r}: {next(filter(None, refusals))}")
         trial = GenerationRequest(

@@ -1,17 +1,19 @@
 """New weights for a model that vLLM has already laid out for its kernels.
 
-    Hugging Face names and shapes ──► WeightUpdater(model, shapes)   once: what goes where?
-    Hugging Face tensors          ──► WeightUpdater.write(tensors)   each update
+    Hugging Face names and shapes ──► WeightUpdater(model, shapes, …)         once: what goes where?
+    Weights                       ──► WeightUpdater.prepare(weights) ──► switch()      each update
 
-vLLM's own weight loaders say what goes where: they fuse q, k and v, pad the vocabulary, cut the
-slice of a tensor-parallel rank. They run once, over tensors that hold nothing, and each copy that
-they make is recorded as a box of a Hugging Face tensor and one of a parameter of vLLM. Updates copy
-these boxes.
+vLLM's own weight loaders say what goes where: they fuse q, k and v, put experts together, pad the
+vocabulary, cut the slice of a tensor-parallel rank. They run once, over tensors that hold nothing
+and stand as in a checkpoint, and each copy that they make is recorded as a box of a tensor of the
+Hugging Face model and one of a parameter of vLLM. Updates copy these boxes.
 
-On GPUs they go into the parameters that the kernels read. On the CPU vLLM has packed the linear
-weights and left empty parameters behind, so each such layer gets a shadow with full parameters,
-vLLM packs that as it did at the start, and the layer takes over what the shadow has. Nothing of the
-model changes before all shadows are ready.
+Where kernels read the weights as they were loaded, which is most of them on GPUs, boxes go straight
+into the parameters. Where vLLM has packed them (all linear layers and experts on the CPU, experts
+of some kernels on GPUs), the layer gets a shadow with full parameters, vLLM packs that as it did at
+the start, and the layer takes over what the shadow has. On the CPU all shadows are made beside
+generation, and nothing of the model changes before they are ready. On GPUs, where CUDA graphs hold
+the addresses, they are made in the pause one after the other, and copied over the layer's own.
 
 Imports vllm: only vLLM's own processes import this module.
 """
@@ -20,12 +22,17 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.attention import MLAAttention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -36,95 +43,173 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.layout.holdings import Box
 from rlsys.layout.link_bytes import without
-from rlsys.layout.recording import CopyRecorder
+from rlsys.layout.recording import Copy, CopyRecorder, joined
+from rlsys.layout.transport.weights import Weights
 
 TABLES = ("_parameters", "_buffers", "_modules")  # of a module
 
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+# Kernels of experts that read them as they were loaded, and those whose packing cannot be redone.
+AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+NOT_AGAIN = (
+    UnquantizedMoeBackend.MOONEP,
+    UnquantizedMoeBackend.TPU,
+    UnquantizedMoeBackend.OOT,
+)
+
+# Attributes of layers that hold what vLLM has once computed of weights that it still has.
+DERIVED = ("_bf16x3_weight", "_combined_gate_weight")
+
+AsSaved = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
 
 class WeightUpdater:
-    """Replaces all weights of `model`, a vLLM model of one tensor-parallel rank.
+    """Replaces all weights of `model`, a vLLM model of one tensor-parallel rank in `dtype`.
 
-    `shapes` are the `model_tensors` of the same Hugging Face model. Raises ValueError for a model
-    with layers whose packed form is unknown here (quantized ones, experts), where vLLM computes a
-    weight instead of copying it, and if any element of a vLLM parameter gets no value.
+    `shapes` are the `model_tensors` of the same Hugging Face model; `as_saved` gives them the names
+    and forms that a checkpoint has, which vLLM's loaders know. Raises ValueError for a model with
+    layers whose packed form is unknown here (quantized ones), where vLLM computes a weight instead
+    of copying it, and if any element of a vLLM parameter gets no value.
     """
 
-    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        as_saved: AsSaved,
+    ) -> None:
         self._model = model
-        self._layers: list[Any] = [
-            layer for name, layer in model.named_modules() if _is_plain(name, layer)
-        ]
+        self._dtype = dtype
         self._on_cpu = next(model.parameters()).device.type == "cpu"
+        self._packed: dict[str, Any] = {
+            name: layer for name, layer in model.named_modules() if _is_packed(name, layer)
+        }
+        self._attention = [layer for layer in model.modules() if is_deferred_attention_layer(layer)]
+        if self._on_cpu and any(isinstance(layer, MLAAttention) for layer in self._attention):
+            # Its rotary kernel gives wrong numbers for a part of each query that has a stride.
+            raise ValueError(self._refusal("vLLM's CPU kernels rotate latent attention wrongly"))
         # What the loaders write: the model's own, and as large as they know it, without numbers.
         self._own: dict[str, torch.Tensor] = {}
         self._hollow: dict[str, torch.Tensor] = {}
-        recorder = self._record(shapes)
-        self._copies = recorder.copies
+        self._names: dict[str, str] = {}  # of tied ones the first
+        recorder = self._record(shapes, as_saved)
+        self._copies: dict[str, list[Copy]] = defaultdict(list)  # by target
+        for one in joined(recorder.copies):
+            self._copies[one.target].append(one)
         self._padded = {name for name, _ in recorder.fills}
         self._check_coverage(recorder)
 
     @torch.no_grad()
-    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace every weight; the names and shapes must be those given to the constructor. On
-        GPUs, where CUDA graphs hold the addresses, weights are overwritten in place."""
+    def prepare(self, weights: Weights) -> Callable[[], None]:
+        """Everything that can be done while the model runs, on any thread; what is returned
+        replaces every weight, and must not be called before the model stands still.
+
+        `weights` fit the shapes given to the constructor, and stay open until then. On GPUs, where
+        CUDA graphs hold the addresses, weights are overwritten in place.
+        """
         if not self._on_cpu:
-            self._put(tensors, self._own)
-            return
-        written = {one.target for one in self._copies}
-        new = {name: self._room(name) for name in self._own if name in written}
-        self._put(tensors, new)
-        shadows = [(layer, self._shadow(layer, new)) for layer in self._layers]
-        for name, tensor in new.items():
-            self._own[name].data = tensor
-        for layer, shadow in shadows:
-            for name, parameter in layer.named_parameters(recurse=False):
-                parameter.data = getattr(shadow, name).data
-            layer.__dict__.update((k, v) for k, v in shadow.__dict__.items() if k not in TABLES)
+            return lambda: self._overwrite(weights)
+        new = self._read(weights, self._copies)
+        shadows = [(layer, self._shadow(name, new)) for name, layer in self._packed.items()]
 
-    def _put(
-        self, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
-    ) -> None:
-        for one in self._copies:
-            part = one.arranged(tensors[one.source][one.source_box.slices])
-            targets[one.target][one.target_box.slices].copy_(part)
+        def switch() -> None:
+            for name, tensor in new.items():
+                self._own[name].data = tensor
+            for layer, shadow in shadows:
+                for name, parameter in layer.named_parameters(recurse=False):
+                    parameter.data = getattr(shadow, name).data
+                layer.__dict__.update((k, v) for k, v in shadow.__dict__.items() if k not in TABLES)
+            self._finish()
 
-    def _room(self, name: str) -> torch.Tensor:
-        make = torch.zeros if name in self._padded else torch.empty
-        return make(self._hollow[name].shape, dtype=self._own[name].dtype)
+        return switch
 
-    def _shadow(self, layer: Any, new: Mapping[str, torch.Tensor]) -> Any:
+    @torch.no_grad()
+    def _overwrite(self, weights: Weights) -> None:
+        """One layer's shadow at a time: GPUs have no room for more."""
+        packed = {name for layer in self._packed for name in self._names_in(layer).values()}
+        for name in self._copies.keys() - packed:
+            self._put(weights, name, self._own[name])
+        for layer in self._packed:
+            self._overwrite_packed(layer, weights)
+        self._finish()
+
+    def _overwrite_packed(self, layer: str, weights: Weights) -> None:
+        names = self._names_in(layer)
+        shadow = self._shadow(layer, self._read(weights, names.values()))
+        for own_name, name in names.items():
+            self._own[name].copy_(getattr(shadow, own_name))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """What vLLM computes of several weights: products of latent attention, copies of sinks."""
+        for layer in self._attention:
+            layer.process_weights_after_loading(self._dtype)
+
+    def _read(self, weights: Weights, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """As the loaders write them, in memory of their own."""
+        new = {}
+        for name in names:
+            make = torch.zeros if name in self._padded else torch.empty
+            hollow, own = self._hollow[name], self._own[name]
+            new[name] = make(hollow.shape, dtype=hollow.dtype, device=own.device)
+            self._put(weights, name, new[name])
+        return new
+
+    def _put(self, weights: Weights, name: str, target: torch.Tensor) -> None:
+        for one in self._copies[name]:
+            part = one.arranged(weights.read(one.source, one.source_box))
+            target[one.target_box.slices].copy_(part)
+
+    def _names_in(self, prefix: str) -> dict[str, str]:
+        """The parameters of a packed layer, by their names in it."""
+        own = self._packed[prefix].named_parameters(recurse=False)
+        return {name: self._names[_joined(prefix, name)] for name, _ in own}
+
+    def _shadow(self, prefix: str, new: Mapping[str, torch.Tensor]) -> Any:
         """A layer with new weights, packed."""
+        layer = self._packed[prefix]
         shadow = copy.copy(layer)
         shadow.__dict__.update({table: dict(getattr(layer, table)) for table in TABLES})
-        names = {id(tensor): name for name, tensor in self._own.items()}
-        for name, parameter in layer.named_parameters(recurse=False):
-            made = nn.Parameter(new[names[id(parameter)]], requires_grad=False)
+        for own_name, name in self._names_in(prefix).items():
+            parameter = layer._parameters[own_name]
+            made = nn.Parameter(new[name], requires_grad=False)
             made.__class__, made.__dict__ = parameter.__class__, dict(parameter.__dict__)
-            shadow._parameters[name] = made
+            shadow._parameters[own_name] = made
         layer.quant_method.process_weights_after_loading(shadow)
+        if isinstance(layer.quant_method, UnquantizedFusedMoEMethod):
+            # With a kernel there, vLLM leaves out what the kernel itself does to new weights.
+            experts = layer.quant_method.moe_kernel.fused_experts
+            experts.process_weights_after_loading(shadow)
         return shadow
 
     @torch.no_grad()
-    def _record(self, shapes: Mapping[str, tuple[int, ...]]) -> CopyRecorder:
+    def _record(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        as_saved: AsSaved,
+    ) -> CopyRecorder:
         """Run the loaders over a hollow model; fills in what they write."""
         sources = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        by_id: dict[int, torch.Tensor] = {}  # tied ones stay tied
+        first: dict[int, str] = {}  # tied ones stay tied
         with ExitStack() as undo:
             for name, module, table, own_name in _places(self._model):
                 tensor = table[own_name]
-                if id(tensor) not in by_id:
-                    by_id[id(tensor)] = self._hollow[name] = _hollow(module, own_name, tensor)
+                if id(tensor) not in first:
+                    first[id(tensor)] = name
+                    self._hollow[name] = _hollow(module, own_name, tensor)
                     self._own[name] = tensor
+                self._names[name] = first[id(tensor)]
                 undo.callback(table.__setitem__, own_name, tensor)
-                table[own_name] = by_id[id(tensor)]
+                table[own_name] = self._hollow[self._names[name]]
             recorder = CopyRecorder(sources, self._hollow)
             try:
                 with recorder:
-                    self._model.load_weights(iter(sources.items()))
-            except ValueError as error:
-                raise ValueError(
-                    self._refusal(f"vLLM's loader is not understood: {error}")
-                ) from error
+                    self._model.load_weights(iter(as_saved(sources).items()))
+            except (AttributeError, KeyError, ValueError) as error:
+                why = f"vLLM's loader is not understood: {error}"
+                raise ValueError(self._refusal(why)) from error
         return recorder
 
     def _check_coverage(self, recorder: CopyRecorder) -> None:
@@ -150,33 +235,60 @@ class WeightUpdater:
 
 def _places(model: Any) -> list[tuple[str, Any, dict[str, Any], str]]:
     """Of parameters and persistent buffers: full name, module, the table there, and its own name
-    in it. Tied ones stand several times."""
+    in it. Tied ones stand several times; what vLLM has computed of others is left out."""
     of_model = {id(tensor) for tensor in model_tensors(model).values()}
     return [
-        (f"{prefix}.{name}" if prefix else name, module, table, name)
+        (_joined(prefix, name), module, table, name)
         for prefix, module in model.named_modules()
         for table in (module._parameters, module._buffers)
         for name, tensor in table.items()
         if id(tensor) in of_model
+        and not (is_deferred_attention_layer(module) and name not in _loaded(module))
     ]
 
 
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _loaded(module: Any) -> dict[str, torch.Tensor]:
+    """Parameters as they were before vLLM packed them: of most there are notes, without numbers."""
+    found: dict[str, torch.Tensor] = get_layerwise_info(module).restore_metadata[0]
+    return found
+
+
 def _hollow(module: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """As a loader takes it, on the meta device. What vLLM has packed and emptied is as it was."""
-    if tensor.numel() == 0:
-        tensor = get_layerwise_info(module).restore_metadata[0][name]
-    hollow: torch.Tensor = restore_layer_refs(to_meta_tensor(tensor), module)
-    return hollow
+    """As a loader takes it, on the meta device."""
+    hollow = to_meta_tensor(_loaded(module).get(name, tensor))
+    restored: torch.Tensor = restore_layer_refs(hollow, module)
+    return restored
 
 
-def _is_plain(name: str, layer: nn.Module) -> bool:
-    """Whether vLLM packs this layer's weight; ValueError where that is not known to be redoable."""
+def _is_packed(name: str, layer: Any) -> bool:
+    """Whether vLLM gives this layer's weights another form; ValueError where it is not known how
+    to do that again."""
     method = getattr(layer, "quant_method", None)
-    if isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
-        return True
-    if isinstance(method, QuantizeMethodBase) and next(layer.parameters(), None) is not None:
+    if (form := _unknown_form(layer, method)) is not None:
         raise ValueError(
-            f"layer {name} keeps its weights in the form of {type(method).__name__}, which cannot "
-            "be replaced in a running vLLM; use an unquantized dense model."
+            f"layer {name} keeps its weights in the form of {form}, which cannot be replaced in a "
+            "running vLLM; use an unquantized model, or the torch engine."
         )
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return method.unquantized_backend not in AS_LOADED
+    if isinstance(method, PLAIN):
+        return any(parameter.device.type == "cpu" for parameter in layer.parameters())
     return False
+
+
+def _unknown_form(layer: Any, method: Any) -> str | None:
+    """In words; None for one that is known."""
+    if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend in NOT_AGAIN:
+        return f"the {method.unquantized_backend.value} kernel for experts"
+    is_known = isinstance(method, (*PLAIN, UnquantizedFusedMoEMethod))
+    has_weights = next(layer.parameters(), None) is not None
+    if isinstance(method, QuantizeMethodBase) and has_weights and not is_known:
+        return type(method).__name__
+    sinks = getattr(getattr(layer, "impl", None), "sinks", None)
+    if sinks is not None and sinks.device.type == "cpu" and sinks.dtype == torch.float16:
+        return "attention sinks in float32"  # made of float16 ones by the first request
+    return next((one for one in DERIVED if getattr(layer, one, None) is not None), None)

@@ -1,7 +1,8 @@
 """The vLLM worker of one tensor-parallel rank, with what reinforcement learning asks of it.
 
 vLLM builds `Worker` in a process of its own, from the class's dotted name; VLLMEngine calls
-`rlsys_prepare` once and `rlsys_write` at each weight update. Added to vLLM's worker are
+`rlsys_start` once and, at each weight update, `rlsys_prepare`, `rlsys_is_prepared` until it is so,
+and `rlsys_load`. Added to vLLM's worker are
 
 - weights from shared memory into the running model,
 - sampling by the requests' own random streams, log-probabilities before top-k and top-p,
@@ -18,14 +19,17 @@ import select
 import signal
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from vllm.platforms import current_platform
 
 from rlsys.engines.generation.vllm_sampler import replace_sampler
 from rlsys.engines.generation.vllm_weights import WeightUpdater
-from rlsys.layout.transport.shm import open_weights
+from rlsys.engines.model_tensors import as_saved
+from rlsys.layout.transport.weights import Weights
 from rlsys.types import WeightManifest
 
 OWNER_VARIABLE = "RLSYS_ENGINE_OWNER"  # process id of the engine's owner, for the workers
@@ -43,29 +47,70 @@ class Worker(PlatformWorker):
     """
 
     _updater: WeightUpdater
+    _update: Update | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _end_with(int(os.environ[OWNER_VARIABLE]))
         super().__init__(*args, **kwargs)
 
-    def rlsys_prepare(self, shapes: Mapping[str, list[int]]) -> str | None:
+    def rlsys_start(self, shapes: Mapping[str, list[int]]) -> str | None:
         """Before the first request. `shapes`: the Hugging Face model's tensors."""
         replace_sampler(self.model_runner)
         try:
             self._updater = WeightUpdater(
-                self.get_model(), {name: tuple(shape) for name, shape in shapes.items()}
+                self.get_model(),
+                {name: tuple(shape) for name, shape in shapes.items()},
+                self.model_config.dtype,
+                partial(as_saved, self.model_config.model),
             )
         except ValueError as error:
             return str(error)
         return None
 
-    def rlsys_write(self, pickled_manifest: bytes) -> None:
-        """Replace the weights by a published version, already found intact and fitting.
+    def rlsys_prepare(self, pickled_manifest: bytes) -> None:
+        """Begin to prepare a version, already found intact and fitting, beside generation.
 
         Pickled, because vLLM's channel carries plain data alone.
         """
-        manifest: WeightManifest = pickle.loads(pickled_manifest)
-        self._updater.write(open_weights(manifest, verify=False))
+        if self._update is not None:
+            self._update.close()
+        self._update = Update(self._updater, pickle.loads(pickled_manifest))
+
+    def rlsys_is_prepared(self) -> bool:
+        """Raises what made it fail."""
+        assert self._update is not None
+        return self._update.is_ready()
+
+    def rlsys_load(self) -> None:
+        """While generation is paused."""
+        assert self._update is not None
+        self._update.switch()
+        self._update.close()
+        self._update = None
+
+
+class Update:
+    """A version of the weights on its way into the model: prepared on a thread of its own, which
+    leaves the worker to go on."""
+
+    def __init__(self, updater: WeightUpdater, manifest: WeightManifest) -> None:
+        self._weights = Weights(manifest)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlsys-update")
+        self._switch = self._thread.submit(updater.prepare, self._weights)
+
+    def is_ready(self) -> bool:
+        """Raises what made it fail."""
+        if not self._switch.done():
+            return False
+        self._switch.result()
+        return True
+
+    def switch(self) -> None:
+        self._switch.result()()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._weights.close()
 
 
 def _end_with(owner: int) -> None:

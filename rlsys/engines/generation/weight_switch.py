@@ -1,8 +1,8 @@
 """When an engine takes new weights: in the middle of generation, or when what it runs has ended.
 
 submit ─► [held from `drained` to `switch`] ─► engine ─► collect
-switch:             pause, load, resume     running requests go on under new weights
-drained, switch:    hold, wait; load, let go        every completion has one version
+switch:             prepare; pause, load, resume    running requests go on under new weights
+drained, switch:    hold, wait; the same, let go    every completion has one version
 """
 
 from __future__ import annotations
@@ -51,14 +51,12 @@ class WeightSwitch:
         await self._ended.until(lambda: not self._running)
 
     async def switch(self, manifest: WeightManifest) -> float:
-        """Load; returns the seconds in which nothing was sampled. On an error the old weights stay
-        and generation goes on."""
-        start = time.perf_counter()
-        await self._engine.pause()
+        """Take a version, most of it beside generation; returns the seconds in which nothing was
+        sampled. On an error the old weights stay and generation goes on."""
         try:
-            await self._engine.load(manifest)
+            await self._engine.prepare(manifest)
+            return await self._load()
         finally:
-            await self._engine.resume()
             self._is_holding = False
             held, self._held = self._held, []
             for requests in held:
@@ -66,4 +64,12 @@ class WeightSwitch:
             abort, self._abort_later = self._abort_later, set()
             if abort:
                 await self._engine.abort(abort)
+
+    async def _load(self) -> float:
+        start = time.perf_counter()
+        await self._engine.pause()
+        try:
+            await self._engine.load()
+        finally:
+            await self._engine.resume()
         return time.perf_counter() - start

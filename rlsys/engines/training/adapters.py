@@ -13,7 +13,7 @@ Shape legend: I inputs and O outputs of a linear layer, R rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from rlsys.data.hub import in_short
 from rlsys.engines.causal_lm import telling_disk_errors, use_engine_products
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.scalar_lm import SCALAR_HEAD, scalar_head
-from rlsys.layout.holdings import whole
+from rlsys.layout.holdings import Box, local_box, local_part, whole
 from rlsys.lora import Lora
 
 NAME = "default"  # PEFT's, of the only adapter
@@ -59,11 +59,21 @@ class AdaptedWeight:
         return self.base.shape
 
     def whole(self) -> torch.Tensor:
-        """As `base` float32, gathered on every rank: a collective if it is sharded."""
-        added = whole(self.b) @ whole(self.a)
+        """Their sum in float32, gathered on every rank: a collective if it is sharded."""
+        gathered = replace(self.with_whole_factors(), base=whole(self.base))
+        return gathered.part(Box.whole(self.shape))
+
+    def with_whole_factors(self) -> AdaptedWeight:
+        """The same with `a` and `b` gathered on every rank: a collective if they are sharded."""
+        return replace(self, a=whole(self.a), b=whole(self.b))
+
+    def part(self, box: Box) -> torch.Tensor:
+        """A box of the sum, in float32, where `base` lies on this rank; the factors are whole."""
+        added = self.b @ self.a
         if self.is_transposed:
             added = added.t()
-        return torch.add(whole(self.base).float(), added, alpha=self.scaling)
+        base = local_part(self.base)[box.slices_in(local_box(self.base))]
+        return torch.add(base.float(), added[box.slices], alpha=self.scaling)
 
 
 class Adapters:
@@ -152,6 +162,8 @@ class Adapters:
         beside = directory / ADAPTER
         beside.mkdir()
         self._config.inference_mode = True
+        # PEFT keeps a set, whose order is another in every process.
+        self._config.target_modules = sorted(self._config.target_modules)
         self._config.save_pretrained(str(beside))
         named = {
             f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor.contiguous()

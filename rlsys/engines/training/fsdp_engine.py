@@ -60,15 +60,16 @@ from rlsys.engines.training.trainer_state import (
     state_tensors,
 )
 from rlsys.layout.holdings import Holding, holdings, whole
+from rlsys.layout.transport.parcels import Parcel
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
 class FSDPEngine:
     """A rlsys.engines.training.protocol.TrainingEngine.
 
-    With several ranks every one of them makes its own, after `init_process_group`. Raises OSError
-    where memory is short for the versions of the weights that rank 0 publishes; ValueError for a
-    model that has no such head, or that rlsys gets wrong.
+    With several ranks every one of them makes its own, after `init_process_group`; `node` names
+    where it lies. Raises OSError where memory is short for a version of the weights beside it;
+    ValueError for a model that has no such head, or that rlsys gets wrong.
 
     `head`: what the model gives, and so what the loss gets: "logits" LossInputs, "value"
     ValueInputs, "score" ScoreInputs. A value or score head begins as zeros where the model has
@@ -90,6 +91,7 @@ class FSDPEngine:
         rank: int = 0,
         world_size: int = 1,
         device: str = "cpu",
+        node: str = "",
     ) -> None:
         self.policy_version = 0
         self._updates: list[StepSums] = []  # of the batch, so far
@@ -147,11 +149,13 @@ class FSDPEngine:
         self._scale = LossScale(self._dtype)
         self.reset_optimizer()
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._outward.items()}
+        self._publisher: Publisher | None = None
+        if head == "logits":
+            dtypes = {name: dtype for name, (dtype, _) in published.items()}
+            self._publisher = Publisher(self._outward, dtypes, self._ranks, node=node)
         if self._role.stage is not None:
             published = self._role.stage.of_all(published, self._tensors)
         self._published = published
-        self._is_published = head == "logits"
-        self._publisher = Publisher(published) if self._is_published and rank == 0 else None
         self._begin_batch()
         if self._layout.size("tp", "cp", "pp", "ep") > 1:
             self._try_out()
@@ -242,23 +246,16 @@ class FSDPEngine:
     def attention_tokens(self) -> float:
         return self._attention_tokens
 
-    def publish(self) -> WeightManifest | None:
-        if not self._is_published:
+    def publish(self, nodes: Sequence[str] = ()) -> WeightManifest | None:
+        return self._require_publisher().publish(self.policy_version, nodes)
+
+    def parcel(self, manifest: WeightManifest, node: str, base: int | None) -> Parcel | None:
+        return self._require_publisher().parcel(manifest, node, base)
+
+    def _require_publisher(self) -> Publisher:
+        if self._publisher is None:
             raise ValueError("a critic or reward model samples nothing, so it is not published.")
-        file, error = None, None
-        if self._publisher is not None:
-            try:
-                file = self._publisher.create(self.policy_version)
-            except OSError as failure:
-                error = failure
-        self._ranks.raise_together(error)
-        for name in self._published:
-            gathered = self._gather(name)
-            if file is not None:
-                file.put(name, gathered)
-        if file is None or self._publisher is None:
-            return None
-        return self._publisher.commit(file)
+        return self._publisher
 
     @property
     def holdings(self) -> list[Holding]:
@@ -396,6 +393,7 @@ class FSDPEngine:
         )
         self._accumulated: list[tuple[Role, Sequence[Sequence[TrainRow]], Loss, Aggregation]] = []
         self._optimizer.zero_grad()
+        let_go(self._role.network)  # of what a pass that failed has gathered
 
     def _accumulate(
         self,

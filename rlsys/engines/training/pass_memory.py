@@ -16,7 +16,8 @@ import copy
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from rlsys.config import Checkpointing, Precision
 from rlsys.data.hub import in_short
 from rlsys.engines.causal_lm import use_engine_layers
+from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.rms_norm import use_fast_norms
 from rlsys.engines.scalar_lm import scalar_class
 from rlsys.engines.training.collate import Batch
@@ -41,7 +43,7 @@ from rlsys.engines.training.recomputation import checkpoint_layers
 from rlsys.engines.training.roles import HeadKind, Role, role_of
 from rlsys.engines.training.sharding import allocate, build_mesh, cut
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.layout.holdings import local_part
+from rlsys.layout.holdings import Holding, holdings, local_part
 from rlsys.mesh import Layout
 
 
@@ -160,6 +162,27 @@ def fullest_rank(
                 cut(role.network, mesh, dtype=dtype, device="cpu")
             found.append(_rank_bytes(role, passes, mode))
     return max(found, key=lambda one: 16 * one.num_parameters + (one.passes or 0))
+
+
+def holdings_of_ranks(
+    config: Any, *, head: HeadKind, dtype: Precision, layout: Layout
+) -> list[list[Holding]]:
+    """What each rank has of a model with this configuration. Raises as fullest_rank does."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def of_rank(rank: int) -> list[Holding]:
+        with _alone(rank, layout.num_ranks):
+            role = _in_role(copy.deepcopy(config), head, mode)
+            mesh = build_mesh(layout, rank=rank, dtype=dtype, device="cpu")
+            if mesh is not None:
+                cut(role.network, mesh, dtype=dtype, device="cpu")
+            return holdings(model_tensors(role.network.model))
+
+    # torch keeps what it has once found out of a mesh for equal ones: those of two ranks are, but
+    # in two threads.
+    with ExitStack() as threads:
+        own = (threads.enter_context(ThreadPoolExecutor(1)) for _ in range(layout.num_ranks))
+        return [thread.submit(of_rank, rank).result() for rank, thread in enumerate(own)]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from rlsys.engines.training.snapshot import SnapshotFile
 from rlsys.engines.training.trainer_state import HeldState
+from rlsys.layout.transport.parcels import Parcel
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
@@ -74,12 +75,19 @@ class TrainingEngine(Protocol):
     def attention_tokens(self) -> float:
         """Of a row, when attention to them costs as much as all the rest of the model does."""
 
-    def publish(self) -> WeightManifest | None:
-        """Write the weights for the generation engines: a file in shared memory on rank 0's node.
+    def publish(self, nodes: Sequence[str] = ()) -> WeightManifest | None:
+        """Stage the weights for the generation engines, those of this rank in shared memory of its
+        node: what a plan says for readers on these nodes. A collective, after which training may go
+        on; nothing of it is gathered.
 
-        Returns its manifest on rank 0 and None on the others. A file stays until two more were
-        published. Raises ValueError for a model without logits.
+        Returns the manifest on rank 0 and None on the others. A version stays for those that have
+        opened it before the next is published. Raises ValueError for a model without logits.
         """
+
+    def parcel(self, manifest: WeightManifest, node: str, base: int | None) -> Parcel | None:
+        """What a node needs of this rank's share, which lies on another; None for nothing. `base`:
+        a version of which the node still has what it got. Called on another thread than all else.
+        Raises MemoryGone if it is too late."""
 
     def load(self, directory: Path) -> None:
         """From what all ranks have written of the state that they held (rlsys.engines.training.

@@ -1,49 +1,160 @@
-"""Published versions of the weights: the newest, and the one before it until the next is written.
+"""How weights leave the trainer: each rank stages its own part of them, and nothing is gathered.
 
-A replica opens a version as soon as it is told of it and then keeps it itself, for however long it
-waits with loading it. So the version before the newest is there for those that were told of it just
-now; one that comes later still gets MemoryGone, and takes a newer version.
+all ranks' holdings ─┐
+                     ├─► plan ─► this rank's segments ─► shared memory of its node ─► manifest
+nodes that sample ───┘                                          └─► packed, to other nodes
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from rlsys.engines.training.adapters import AdaptedWeight
+from rlsys.engines.training.ranks import Ranks
+from rlsys.layout.holdings import Box, Holder, Holding, local_box, local_part
+from rlsys.layout.plan import Plan, Segment, plan
 from rlsys.layout.transport.available_memory import require_memory
-from rlsys.layout.transport.shm import WeightFile, weights_bytes
-from rlsys.types import WeightManifest
+from rlsys.layout.transport.parcels import Outbox, Parcel
+from rlsys.layout.transport.shared_memory import Bytes, MemoryGone
+from rlsys.layout.transport.staging import Stage, pack
+from rlsys.layout.transport.weights import Weights
+from rlsys.types import WeightManifest, WeightShare
 
-NUM_KEPT = 2
+Outward = Mapping[str, torch.Tensor | AdaptedWeight]
+
+
+@dataclass(frozen=True)
+class _Published:
+    version: int
+    staging: Plan
+    sending: dict[str, list[Segment]]
+    """What of it goes to other nodes, by node."""
 
 
 class Publisher:
-    """Of one trainer, in the process of its first rank. Raises OSError where memory is short for
-    the versions that it will keep."""
+    """Of one rank; all ranks make theirs together.
 
-    def __init__(self, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
+    `tensors`: what the rank has of the model, by Hugging Face name; `dtypes`: in which each of them
+    leaves. Raises OSError, on every rank, where memory is short for one of their shares.
+    """
+
+    def __init__(
+        self, tensors: Outward, dtypes: Mapping[str, torch.dtype], ranks: Ranks, *, node: str
+    ) -> None:
         self._tensors = tensors
-        self._published: list[WeightFile] = []
-        require_memory(
-            NUM_KEPT * weights_bytes(tensors), purpose=f"{NUM_KEPT} versions of the weights"
+        self._boxes = {name: _local_box(tensor) for name, tensor in tensors.items()}
+        self._ranks = ranks
+        self._node = node
+        self._name = _name(ranks.rank)
+        held = [
+            Holding(name=name, shape=tuple(one.shape), dtype=_dtype(one), box=self._boxes[name])
+            for name, one in tensors.items()
+        ]
+        self._sources = tuple(ranks.all(Holder(self._name, node, tuple(held))))
+        dtypes = {name: dtype for some in ranks.all(dict(dtypes)) for name, dtype in some.items()}
+        self._shapes = {one.name: one.shape for source in self._sources for one in source.holdings}
+        self._wanted = tuple(
+            Holding(name=name, shape=shape, dtype=dtypes[name], box=Box.whole(shape))
+            for name, shape in self._shapes.items()
         )
+        self._stage = Stage([], rank=ranks.rank, node=node)
+        self._outbox = Outbox()
+        self._published: _Published | None = None
+        refusal = None
+        try:
+            own = sum(box.num_elements * dtypes[n].itemsize for n, box in self._boxes.items())
+            require_memory(own, purpose="a version of the weights")
+        except OSError as error:
+            refusal = error
+        ranks.raise_together(refusal)
 
-    def create(self, version: int) -> WeightFile:
-        """Room for a version; closes the one before the newest. Raises OSError where memory is
-        short."""
-        self._close(len(self._published) - NUM_KEPT + 1)
-        return WeightFile(version, self._tensors)
+    def publish(self, version: int, nodes: Sequence[str] = ()) -> WeightManifest | None:
+        """The manifest on rank 0, None on the others. A collective.
 
-    def commit(self, file: WeightFile) -> WeightManifest:
-        """The manifest of a filled file, which is the newest version from now on."""
-        manifest = file.manifest()
-        self._published.append(file)
-        return manifest
+        `nodes`: those with readers; where none is known, those of the trainer. Raises OSError, on
+        every rank, where memory is short on one.
+        """
+        readers = sorted(set(nodes)) or sorted({source.node for source in self._sources})
+        staging = plan(self._sources, tuple(map(self._reader, readers)))
+        segments = tuple(staging.staged(self._name))
+        if segments != self._stage.segments:
+            self._stage.close()
+            self._stage = Stage(segments, rank=self._ranks.rank, node=self._node)
+        # All else is local; these are small.
+        tensors = {name: _with_whole_factors(one) for name, one in self._tensors.items()}
+        before, self._published = self._published, None
+        share, refusal = None, None
+        try:
+            share = self._stage.write(version, lambda one: self._part(tensors[one.name], one))
+        except OSError as error:
+            refusal = error
+        self._ranks.raise_together(refusal)
+        if before is None or before.staging is not staging:
+            before = _Published(version, staging, {})
+        self._published = replace(before, version=version)
+        shares = [share for share in self._ranks.all(share) if share is not None]
+        is_first = self._ranks.rank == 0
+        return WeightManifest(version=version, shares=tuple(shares)) if is_first else None
+
+    def parcel(self, manifest: WeightManifest, node: str, base: int | None) -> Parcel | None:
+        """What a node that this rank's share does not reach needs of it; None for nothing. `base`:
+        a version of which it still has what it got. Any thread may ask, while the trainer goes on.
+        Raises MemoryGone."""
+        published = self._published
+        if published is None or published.version != manifest.version:
+            raise MemoryGone(f"version {manifest.version} of the weights is gone.")
+        if node not in published.sending:
+            sending = plan(self._as_staged(published.staging), (self._reader(node),))
+            staged = sending.staged(self._name)
+            published.sending[node] = [one for one in staged if node in one.nodes]
+        segments = published.sending[node]
+        if not segments:
+            return None
+        (own,) = (share for share in manifest.shares if share.rank == self._ranks.rank)
+
+        def packed() -> tuple[WeightShare, Bytes]:
+            with Weights(WeightManifest(version=manifest.version, shares=(own,))) as weights:
+                return pack(segments, own, lambda one: weights.read(one.name, one.box))
+
+        return self._outbox.parcel(node, base, packed)
 
     def close(self) -> None:
-        self._close(len(self._published))
+        self._stage.close()
 
-    def _close(self, count: int) -> None:
-        for _ in range(count):
-            self._published.pop(0).close()
+    def _part(self, tensor: torch.Tensor | AdaptedWeight, segment: Segment) -> torch.Tensor:
+        if isinstance(tensor, AdaptedWeight):
+            return tensor.part(segment.box)
+        return local_part(tensor)[segment.box.slices_in(self._boxes[segment.name])]
+
+    def _reader(self, node: str) -> Holder:
+        return Holder(f"readers of {node}", node, self._wanted)
+
+    def _as_staged(self, staging: Plan) -> tuple[Holder, ...]:
+        """What lies in the shares of all ranks."""
+        return tuple(
+            replace(source, holdings=tuple(map(self._held, staging.staged(source.rank))))
+            for source in self._sources
+        )
+
+    def _held(self, segment: Segment) -> Holding:
+        shape = self._shapes[segment.name]
+        return Holding(name=segment.name, shape=shape, dtype=segment.dtype, box=segment.box)
+
+
+def _name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _local_box(tensor: torch.Tensor | AdaptedWeight) -> Box:
+    return local_box(tensor.base if isinstance(tensor, AdaptedWeight) else tensor)
+
+
+def _dtype(tensor: torch.Tensor | AdaptedWeight) -> torch.dtype:
+    return torch.float32 if isinstance(tensor, AdaptedWeight) else tensor.dtype
+
+
+def _with_whole_factors(tensor: torch.Tensor | AdaptedWeight) -> torch.Tensor | AdaptedWeight:
+    return tensor.with_whole_factors() if isinstance(tensor, AdaptedWeight) else tensor

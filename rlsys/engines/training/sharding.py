@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from rlsys.engines.training.parallel.experts import cut_experts
 from rlsys.engines.training.parallel.groups import Mesh
@@ -90,9 +91,14 @@ def cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
 
 def let_go(network: nn.Module) -> None:
     """Free what is gathered, so that the next pass gathers it anew. After a pass without a backward
-    that is embedding, last norm and head: later passes would take them as they were by then."""
+    that is embedding, last norm and head: later passes would take them as they were by then. After
+    a pass that failed it is whatever FSDP2 thinks is still under way."""
     for module in network.modules():
         if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._training_state = TrainingState.IDLE
+            for group in state._fsdp_param_groups:
+                group._training_state = TrainingState.IDLE
             module.reshard()
 
 

@@ -72,15 +72,27 @@ def open_shared(path: str, name: str, *, writable: bool) -> int:
     Raises MemoryGone unless the memory of this name is still there.
     """
     try:
+        # The kernel gives numbers of processes and descriptors out again; what they lead to by now
+        # may be a socket, which cannot be opened, or a pipe, which waits.
+        _check_name(path, path, name)
         descriptor = os.open(path, os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY))
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if isinstance(error, MemoryGone):
+            raise
         raise MemoryGone(f"{name} is gone: {path} is closed, or its owner is dead.") from None
-    # The kernel gives numbers of processes and descriptors out again.
-    found = os.readlink(f"/proc/self/fd/{descriptor}")
-    if path.startswith("/proc/") and found != f"/memfd:{name} (deleted)":
+    try:
+        _check_name(f"/proc/self/fd/{descriptor}", path, name)
+    except MemoryGone:
         os.close(descriptor)
-        raise MemoryGone(f"{name} is gone: {path} now leads to {found}.")
+        raise
     return descriptor
+
+
+def _check_name(link: str, path: str, name: str) -> None:
+    if not path.startswith("/proc/"):
+        return
+    if (found := os.readlink(link)) != f"/memfd:{name} (deleted)":
+        raise MemoryGone(f"{name} is gone: {path} now leads to {found}.")
 
 
 def map_shared(descriptor: int, flags: int = 0) -> Bytes:

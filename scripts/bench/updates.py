@@ -1,0 +1,403 @@
+"""Updates of weights from end to end: trainers and engines as processes, with models of real size.
+
+Called by scripts/bench/weights.py, which says what each number means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlsys.algorithms.aggregation import token_mean
+from rlsys.algorithms.losses import clipped_surrogate
+from rlsys.config import ModelConfig, RolloutConfig, TrainerConfig
+from rlsys.engines.causal_lm import hide_progress_bars
+from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.engines.generation.torch_engine import TorchEngine
+from rlsys.engines.generation.vllm_engine import VLLMEngine
+from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.layout.holdings import Box, whole
+from rlsys.layout.transport.parcels import Inbox
+from rlsys.layout.transport.shared_memory import SharedMemory
+from rlsys.layout.transport.weights import Weights
+from rlsys.mesh import Layout
+from rlsys.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.types import GenerationRequest, MicroBatch, SamplingParams, TrainRow, WeightManifest
+from scripts.ranks import on_ranks
+
+REPEATS = 5
+NUM_STEPS = 20  # of an optimizer
+NUM_RUNNING = 4  # requests, while weights change
+TIMEOUT_S = 600.0
+
+T = TypeVar("T")
+
+
+def build_model(directory: Path, num_bytes: int) -> Path:
+    """A random Qwen3 of about so many bytes in float32."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    hide_progress_bars()
+    tokenizer = build_tokenizer()
+    layer_parameters = 1024 * (2 * 1024 + 2 * 512 + 3 * 3072)
+    config = Qwen3Config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=max(1, round((num_bytes / 4 - 1024 * 32_000) / layer_parameters)),
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=32_000,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def training_engine(path: Path, layout: str = "dp1", rank: int = 0) -> FSDPEngine:
+    return FSDPEngine(
+        model_path=path,
+        trainer=TrainerConfig(layout=layout),
+        model=ModelConfig(path=str(path), dtype="float32"),
+        loss=clipped_surrogate(),
+        aggregation=token_mean,
+        temperature=1.0,
+        num_total_steps=1,
+        seed=0,
+        rank=rank,
+        world_size=Layout.parse(layout).num_ranks,
+    )
+
+
+def _train(path: Path, pipe: Any) -> None:
+    """A trainer's process: publishes changed weights as often as it is asked to."""
+    hide_progress_bars()
+    engine = training_engine(path)
+    pipe.send(_resident_mb())
+    while pipe.recv():
+        engine.policy_version += 1
+        with torch.no_grad():
+            for parameter in engine._parameters.values():
+                parameter.mul_(1.001)
+        _forget_peak()
+        start = time.perf_counter()
+        manifest = engine.publish()
+        pipe.send((manifest, time.perf_counter() - start, _peak_mb()))
+    engine.close()
+
+
+@contextlib.contextmanager
+def _trainer(path: Path) -> Iterator[Callable[[], tuple[WeightManifest, float, float]]]:
+    """The block gets a function that publishes: the manifest, the seconds that the trainer waited,
+    and by how many MB its memory was larger at the peak than before it ever did."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_train, args=(path, theirs), daemon=True)
+    process.start()
+    resident_mb = ours.recv()
+
+    def publish() -> tuple[WeightManifest, float, float]:
+        ours.send(True)
+        manifest, seconds, peak_mb = ours.recv()
+        return manifest, seconds, peak_mb - resident_mb
+
+    yield publish
+    ours.send(False)
+    process.join()
+
+
+async def _update(
+    engine: GenerationEngine, publish: Callable[[], tuple[WeightManifest, float, float]]
+) -> dict[str, float]:
+    """Medians over some updates while requests run."""
+    found: dict[str, list[float]] = {}
+    for number in range(REPEATS + 1):
+        await _until_more_is_sampled(engine)
+        start = time.perf_counter()
+        manifest, wait_s, extra_mb = await asyncio.to_thread(publish)
+        published = time.perf_counter()
+        await engine.prepare(manifest)
+        before = time.perf_counter()
+        await engine.pause()
+        await engine.load()
+        await engine.resume()
+        end = time.perf_counter()
+        if number:  # the first one takes the memory
+            for name, value in (
+                ("wait_ms", 1000 * wait_s),
+                ("update_ms", 1000 * (end - published)),
+                ("pause_ms", 1000 * (end - before)),
+                ("gb_per_s", manifest.num_bytes / (end - start) / 1e9),
+                ("extra_mb", extra_mb),
+            ):
+                found.setdefault(name, []).append(value)
+    return {name: round(median(values), 2) for name, values in found.items()}
+
+
+async def _until_more_is_sampled(engine: GenerationEngine) -> None:
+    sampled = engine.stats().num_generated_tokens
+    async with asyncio.timeout(TIMEOUT_S):
+        while engine.stats().num_generated_tokens == sampled:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+async def _measure(engine: GenerationEngine, path: Path) -> dict[str, float]:
+    await engine.start()
+    running = asyncio.create_task(_keep_running(engine))
+    try:
+        with _trainer(path) as publish:
+            return await _update(engine, publish)
+    finally:
+        running.cancel()
+        await engine.close()
+
+
+async def _keep_running(engine: GenerationEngine) -> NoReturn:
+    number = NUM_RUNNING
+    engine.submit([_request(one) for one in range(number)])
+    while True:
+        ended = len(await engine.collect())
+        engine.submit([_request(number + one) for one in range(ended)])
+        number += ended
+
+
+def _request(number: int) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=str(number),
+        prompt_token_ids=[3 + number % 100] * 8,
+        sampling=SamplingParams(max_tokens=2000, temperature=1.0),
+        seed=number,
+    )
+
+
+def _engine(path: Path, engine: str, num_threads: int) -> GenerationEngine:
+    if engine == "torch":
+        config = RolloutConfig(max_running=NUM_RUNNING)
+        return TorchEngine(
+            path, config, dtype="float32", stop_token_ids=[], num_threads=num_threads
+        )
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    config = RolloutConfig(engine="vllm", max_running=NUM_RUNNING, kv_cache_gib=0.5)
+    return VLLMEngine(str(path), config, dtype="float32", max_context=2048)
+
+
+def measure_update(path: Path, engine: str, *, num_threads: int = 1) -> dict[str, float]:
+    """A trainer's process to an engine of this one, or of its own processes, with requests that
+    run."""
+    return asyncio.run(_measure(_engine(path, engine, num_threads), path))
+
+
+def memcpy_s(num_bytes: int) -> float:
+    """Median seconds of the C library's copy, on one thread."""
+    source = np.random.default_rng(0).integers(0, 255, num_bytes, np.uint8)
+    target = np.zeros_like(source)
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def measure_peer(path: Path, layout: str) -> dict[str, float]:
+    """Medians of rank 0: our publication, and each of two readers that takes its half, against
+    gathering a state dict on rank 0, then writing it to memory as one file with a checksum, or
+    broadcasting it to two readers."""
+    found = on_ranks(Layout.parse(layout).num_ranks, _on_rank, path, layout)
+    return {name: round(1000 * value, 1) for name, value in found[0].items()}
+
+
+def _on_rank(rank: int, world_size: int, path: Path, layout: str) -> dict[str, float]:
+    engine = training_engine(path, layout, rank)
+    readers = [0, 1] if world_size > 1 else [0]
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, function: Callable[[], T]) -> T:
+        if world_size > 1:
+            dist.barrier()
+        start = time.perf_counter()
+        result = function()
+        seconds.setdefault(name, []).append(time.perf_counter() - start)
+        return result
+
+    def ours() -> None:
+        manifest = timed("publish_ms", engine.publish)
+        told = [manifest]
+        if world_size > 1:
+            dist.broadcast_object_list(told)
+        if rank in readers and told[0] is not None:
+            _take_half(told[0], readers.index(rank), len(readers))
+        if world_size > 1:
+            dist.barrier()
+
+    for _ in range(3):
+        timed("ours_ms", ours)
+        timed("gather_write_ms", lambda: _gather_and_write(engine))
+        timed("gather_broadcast_ms", lambda: _gather_and_broadcast(engine))
+        engine.policy_version += 1
+    engine.close()
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def _take_half(manifest: WeightManifest, place: int, of: int) -> None:
+    """What a tensor rank of an engine does: it verifies, and copies its rows of each tensor."""
+    with Weights(manifest) as weights:
+        weights.verify()
+        for name, shape in weights.shapes.items():
+            start, stop = shape[0] * place // of, shape[0] * (place + 1) // of
+            weights.read(name, Box(((start, stop), *((0, size) for size in shape[1:])))).clone()
+
+
+def _gather_and_write(engine: FSDPEngine) -> None:
+    """As a trainer publishes that gathers every tensor on rank 0 and writes one file."""
+    sizes = {name: math.prod(shape) * 4 for name, (_, shape) in engine._published.items()}
+    is_first = engine._ranks.rank == 0
+    memory = SharedMemory("peer", sum(sizes.values()), purpose="a file") if is_first else None
+    flat = None if memory is None else memory.map()
+    at = 0
+    for name, size in sizes.items():
+        gathered = whole(engine._base[name])
+        if flat is not None:
+            torch.from_numpy(flat[at : at + size]).view(torch.float32).copy_(gathered.reshape(-1))
+            at += size
+    if memory is not None and flat is not None:
+        zlib.crc32(flat.data)
+        memory.close()
+
+
+def _gather_and_broadcast(engine: FSDPEngine) -> None:
+    """As peers hand a state dict to engines: whole on rank 0, then to each reader."""
+    for name in engine._published:
+        gathered = whole(engine._base[name])
+        if dist.is_initialized():
+            dist.broadcast(gathered.contiguous(), src=0)
+
+
+def measure_changes(path: Path) -> float:
+    """Bytes sent to another node over those of whole versions, in bfloat16 at a learning rate of
+    1e-6, of optimizer steps on random rows; each version arrives as it was published."""
+    engine = FSDPEngine(
+        model_path=path,
+        trainer=TrainerConfig(learning_rate=1e-6),
+        model=ModelConfig(path=str(path), dtype="bfloat16"),
+        loss=clipped_surrogate(),
+        aggregation=token_mean,
+        temperature=1.0,
+        num_total_steps=NUM_STEPS,
+        seed=0,
+    )
+    inbox = Inbox()
+    base, num_sent, num_whole = None, 0, 0
+    for step in range(NUM_STEPS + 1):
+        if step:
+            engine.accumulate(MicroBatch(rows=[_row(step, number) for number in range(4)]))
+            engine.optimizer_step()
+        manifest = engine.publish()
+        assert manifest is not None
+        parcel = engine.parcel(manifest, "elsewhere", base)
+        assert parcel is not None
+        arrived = replace(manifest, shares=(inbox.take(parcel),))
+        with Weights(arrived) as there, Weights(manifest) as here:
+            there.verify()
+            for name, box, part in here.parts():
+                assert torch.equal(there.read(name, box), part), name
+        if step:  # the first one finds nothing
+            num_sent += parcel.num_bytes
+            num_whole += manifest.num_bytes
+        base = manifest.version
+    engine.close()
+    return num_sent / num_whole
+
+
+def _row(step: int, number: int) -> TrainRow:
+    drawn = np.random.default_rng((step, number))
+    tokens = drawn.integers(3, 200, 64).astype(np.int32)
+    ones = np.ones(48, np.float32)
+    return TrainRow(
+        prompt_token_ids=tokens[:16],
+        token_ids=tokens[16:],
+        policy_versions=np.full(48, step - 1, np.int32),
+        columns={
+            "sampler_logprobs": -ones,
+            "advantages": drawn.normal() * ones,
+        },
+        loss_mask=ones.astype(bool),
+        group_id=number,
+        group_size=1,
+        group_num_tokens=48,
+    )
+
+
+def _resident_mb() -> float:
+    return _status("VmRSS")
+
+
+def _peak_mb() -> float:
+    return _status("VmHWM")
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(field))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def measure(num_bytes: int, parts: Sequence[str]) -> dict[str, float]:
+    """Of weights.py's JSON, what these parts ("torch", "vllm", "peer", "changes") tell."""
+    told: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        large = build_model(Path(directory) / "large", num_bytes)
+        copy_s = memcpy_s(num_bytes)
+        told["memcpy_gb_per_s"] = round(num_bytes / copy_s / 1e9, 2)
+        told["memcpy_500mb_ms"] = round(1000 * copy_s, 1)
+        if "torch" in parts:
+            found = measure_update(large, "torch")
+            print(f"to the torch engine: {found}", flush=True)
+            told["gb_per_s"] = found["gb_per_s"]
+            told["peak_extra_mb"] = found["extra_mb"]
+        if "vllm" in parts:
+            small = build_tiny_model(Path(directory) / "small")
+            found = measure_update(small, "vllm")
+            print(f"0.8M parameters to vLLM: {found}", flush=True)
+            told["vllm_update_ms"], told["vllm_pause_ms"] = found["update_ms"], found["pause_ms"]
+            found = measure_update(large, "vllm")
+            print(f"the large model to vLLM: {found}", flush=True)
+            told["pause_500mb_ms"] = found["pause_ms"]
+        if "peer" in parts:
+            for layout in ("dp1", "dp2tp2"):
+                found = measure_peer(large, layout)
+                print(f"{layout}: {found}", flush=True)
+                told[f"wait_ratio_{layout}"] = round(
+                    found["publish_ms"] / found["gather_write_ms"], 3
+                )
+            told["gather_broadcast_ratio"] = round(
+                found["gather_broadcast_ms"] / found["ours_ms"], 2
+            )
+        if "changes" in parts:
+            told["delta_ratio"] = round(measure_changes(large), 3)
+    return told

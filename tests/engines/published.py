@@ -1,0 +1,37 @@
+"""Versions of weights for tests: published without a trainer, and read as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from rlsys.layout.holdings import Box
+from rlsys.layout.transport.staging import Stage
+from rlsys.layout.transport.weights import Weights, stage_whole
+from rlsys.types import WeightManifest
+
+STAGES: list[Stage] = []  # each keeps its version until the tests end
+
+
+def publish(version: int, named: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+    stage, manifest = stage_whole(version, {name: tensor.detach() for name, tensor in named})
+    STAGES.append(stage)
+    return manifest
+
+
+def read_all(manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    """Copies of all tensors. Raises MemoryGone."""
+    with Weights(manifest) as weights:
+        weights.verify()
+        shapes = weights.shapes
+        weights.check(shapes)
+        return {n: weights.read(n, Box.whole(shape)).clone() for n, shape in shapes.items()}
+
+
+def is_there(manifest: WeightManifest) -> bool:
+    try:
+        Weights(manifest).close()
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,191 @@
+"""What the ranks of a trainer stage and send, over threads in place of processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rlsys.engines.training.adapters import AdaptedWeight
+from rlsys.engines.training.publisher import Publisher
+from rlsys.layout.transport.parcels import Inbox, Parcel
+from rlsys.layout.transport.shared_memory import MemoryGone
+from rlsys.layout.transport.staging import Stage
+from rlsys.layout.transport.weights import Weights, open_verified
+from rlsys.types import WeightManifest
+
+FIRST = {"embedding": torch.randn(3000, 64), "layers.0": torch.randn(64, 64)}
+LAST = {"layers.1": torch.randn(64, 64), "embedding": FIRST["embedding"]}  # tied
+ALL = FIRST | LAST
+SHAPES = {name: tuple(tensor.shape) for name, tensor in ALL.items()}
+TIMEOUT_S = 60
+
+
+class Threads:
+    """Ranks that meet in this process."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, told: dict[int, Any]) -> None:
+        self.rank, self._meeting, self._told = rank, meeting, told
+
+    def all(self, own: Any) -> list[Any]:
+        self._told[self.rank] = own
+        self._meeting.wait(TIMEOUT_S)
+        found = [self._told[rank] for rank in sorted(self._told)]
+        self._meeting.wait(TIMEOUT_S)
+        return found
+
+    def raise_together(self, error: Exception | None) -> None:
+        if any(self.all(error)):
+            raise error or RuntimeError("another rank failed")
+
+
+class Trainer:
+    """Publishers of ranks on nodes, each with some tensors."""
+
+    def __init__(self, ranks: Sequence[tuple[str, Mapping[str, Any]]], dtype: torch.dtype) -> None:
+        meeting, told = threading.Barrier(len(ranks)), dict[int, Any]()
+        self._threads = ThreadPoolExecutor(len(ranks))
+
+        def make(rank: int) -> Publisher:
+            node, tensors = ranks[rank]
+            met: Any = Threads(rank, meeting, told)
+            return Publisher(tensors, dict.fromkeys(tensors, dtype), met, node=node)
+
+        self.publishers = list(self._threads.map(make, range(len(ranks))))
+        self.nodes = [node for node, _ in ranks]
+
+    def publish(self, version: int, *nodes: str) -> WeightManifest:
+        def one(publisher: Publisher) -> WeightManifest | None:
+            return publisher.publish(version, nodes)
+
+        first, *others = self._threads.map(one, self.publishers)
+        assert first is not None
+        assert others == [None] * len(others)
+        return first
+
+    def parcels(self, manifest: WeightManifest, node: str, base: int | None) -> list[Parcel]:
+        pairs = zip(self.publishers, self.nodes, strict=True)
+        found = [one.parcel(manifest, node, base) for one, own in pairs if own != node]
+        return [one for one in found if one is not None]
+
+    def arrived(
+        self, manifest: WeightManifest, node: str, inbox: Inbox, base: int | None = None
+    ) -> WeightManifest:
+        """As a reader on the node has it."""
+        here = [share for share in manifest.shares if share.node == node]
+        here += [inbox.take(parcel) for parcel in self.parcels(manifest, node, base)]
+        return replace(manifest, shares=tuple(here))
+
+    def close(self) -> None:
+        for publisher in self.publishers:
+            publisher.close()
+        self._threads.shutdown()
+
+
+@contextmanager
+def trainer(
+    *ranks: tuple[str, Mapping[str, Any]], dtype: torch.dtype = torch.float32
+) -> Iterator[Trainer]:
+    made = Trainer(ranks, dtype)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def assert_is_whole(manifest: WeightManifest, dtype: torch.dtype = torch.float32) -> None:
+    with open_verified(manifest, SHAPES) as weights:
+        for name, box, part in weights.parts():
+            assert torch.equal(part, ALL[name].to(dtype)[box.slices]), name
+
+
+PIPELINES = [("a", FIRST), ("a", LAST), ("b", FIRST), ("b", LAST)]  # two, on a node each
+
+
+def test_a_node_that_has_everything_gets_nothing() -> None:
+    with trainer(*PIPELINES) as pipelines:
+        manifest = pipelines.publish(3, "a", "b")
+        assert_is_whole(replace(manifest, shares=manifest.shares[:2]))
+        assert_is_whole(replace(manifest, shares=manifest.shares[2:]))
+        assert pipelines.parcels(manifest, "a", None) == []
+        # The embedding stands on two ranks, which share the work.
+        sizes = [share.num_bytes for share in manifest.shares]
+        assert max(sizes) < 1.25 * min(sizes)
+
+
+def test_readers_elsewhere_get_each_element_once_and_ranks_that_have_the_same_share_it() -> None:
+    with trainer(*PIPELINES) as pipelines:
+        manifest = pipelines.publish(3, "c", "d")
+        assert manifest.num_bytes < 1.1 * sum(tensor.nbytes for tensor in ALL.values())
+        assert_is_whole(pipelines.arrived(manifest, "c", Inbox()))
+        # One that joins where the plan knew of nobody.
+        assert_is_whole(pipelines.arrived(manifest, "a", Inbox()))
+
+
+def test_a_node_gets_what_its_own_ranks_lack() -> None:
+    with trainer(("a", FIRST), ("b", LAST)) as stages:
+        manifest = stages.publish(1, "a")
+        (parcel,) = stages.parcels(manifest, "a", None)
+        layer = LAST["layers.1"].nbytes
+        assert layer < parcel.num_bytes < layer + 1000
+        assert_is_whole(stages.arrived(manifest, "a", Inbox()))
+
+
+def test_what_has_changed_is_sent_and_what_arrives_is_rounded_as_it_leaves() -> None:
+    moving = {name: tensor.clone() for name, tensor in ALL.items()}
+    with trainer(("a", moving), dtype=torch.bfloat16) as single:
+        inbox, base = Inbox(), None
+        for version in range(3):
+            manifest = single.publish(version, "b")
+            (parcel,) = single.parcels(manifest, "b", base)
+            assert (parcel.num_bytes < 0.1 * manifest.num_bytes) == (version > 0)
+            arrived = replace(manifest, shares=(inbox.take(parcel),))
+            with open_verified(arrived, SHAPES) as weights:
+                for name, box, part in weights.parts():
+                    assert torch.equal(part, moving[name].to(torch.bfloat16)[box.slices])
+            base = version
+            moving["layers.1"][7] += 1
+
+
+def test_a_version_that_is_gone_is_not_sent() -> None:
+    with trainer(("a", ALL)) as single:
+        old = single.publish(1, "b")
+        new = single.publish(2, "b")
+        with pytest.raises(MemoryGone, match="version 1 of the weights is gone"):
+            single.parcels(old, "b", None)
+        assert_is_whole(single.arrived(new, "b", Inbox()))
+
+
+def test_adapters_are_added_to_the_part_that_each_rank_stages() -> None:
+    a, b = torch.randn(3, 64), torch.randn(3000, 3)
+    adapted = AdaptedWeight(
+        base=FIRST["embedding"].to(torch.bfloat16), a=a, b=b, scaling=0.5, is_transposed=False
+    )
+    expected = (FIRST["embedding"].to(torch.bfloat16).float() + 0.5 * b @ a).to(torch.bfloat16)
+    tensors = {"embedding": adapted}
+    with trainer(("a", tensors), ("a", tensors), dtype=torch.bfloat16) as both:
+        manifest = both.publish(1, "a")
+        assert all(share.num_bytes > 100_000 for share in manifest.shares)
+        with Weights(manifest) as weights:
+            for _, box, part in weights.parts():
+                assert torch.equal(part, expected[box.slices])
+
+
+def test_a_rank_without_room_fails_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    write: Callable[..., Any] = Stage.write
+
+    def on_the_second(self: Stage, *arguments: Any) -> Any:
+        if self._rank == 1:
+            raise OSError("no room")
+        return write(self, *arguments)
+
+    monkeypatch.setattr(Stage, "write", on_the_second)
+    with ExitStack() as closing, trainer(*PIPELINES) as pipelines:
+        closing.enter_context(pytest.raises((OSError, RuntimeError)))
+        pipelines.publish(1, "a")

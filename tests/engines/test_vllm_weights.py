@@ -1,0 +1,105 @@
+"""Updates of layers that vLLM packs in other ways than on this machine, and those it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rlsys.layout.transport.weights import Weights
+from tests.engines import published
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
+)
+
+EXPERTS = torch.arange(2 * 4 * 3, dtype=torch.float32).view(2, 4, 3)
+NORM = torch.tensor([3.0, 4.0])
+
+
+def build(backend: str) -> Any:
+    """A model of vLLM's with experts that `backend` reads in reverse, as it is after loading."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.utils import replace_parameter
+
+    class Method(UnquantizedFusedMoEMethod):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.unquantized_backend = UnquantizedMoeBackend[backend]
+            nothing_more = SimpleNamespace(process_weights_after_loading=lambda layer: None)
+            self.moe_kernel = SimpleNamespace(fused_experts=nothing_more)
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            replace_parameter(layer, "w13_weight", layer.w13_weight.data.flip(1))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.Parameter(torch.zeros(2))
+            self.experts: Any = nn.Module()
+            self.experts.w13_weight = nn.Parameter(torch.zeros(2, 4, 3))
+            self.experts.quant_method = Method()
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            own = dict(self.named_parameters())
+            for name, tensor in weights:
+                for expert, part in enumerate(tensor):
+                    own[name].data[expert].copy_(part)
+
+    model: Any = Model()
+    record_metadata_for_reloading(model)
+    with torch.no_grad():
+        model.experts.quant_method.process_weights_after_loading(model.experts)
+    return model
+
+
+def test_where_addresses_stay_packed_weights_are_copied_over_the_old_ones() -> None:
+    from rlsys.engines.generation.vllm_weights import WeightUpdater
+
+    model = build("FLASHINFER_TRTLLM")
+    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    updater = WeightUpdater(model, shapes, torch.float32, dict)
+    updater._on_cpu = False
+    manifest = published.publish(1, [("norm", NORM), ("experts.w13_weight", EXPERTS)])
+    with Weights(manifest) as weights:
+        switch = updater.prepare(weights)
+        assert not model.norm.any()
+        switch()
+    assert torch.equal(model.norm, NORM)
+    assert torch.equal(model.experts.w13_weight, EXPERTS.flip(1))
+    assert {name: one.data_ptr() for name, one in model.named_parameters()} == addresses
+
+
+@pytest.mark.parametrize("backend", ["MOONEP", "OOT"])
+def test_experts_that_vllm_cannot_pack_again_are_refused_by_name(backend: str) -> None:
+    from rlsys.engines.generation.vllm_weights import WeightUpdater
+
+    with pytest.raises(ValueError, match=rf"layer experts keeps its weights .* {backend} kernel"):
+        WeightUpdater(build(backend), {}, torch.float32, dict)
+
+
+def test_forms_that_are_not_known_are_refused_by_name() -> None:
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+
+    from rlsys.engines.generation.vllm_weights import WeightUpdater
+
+    def refused(form: str, **attributes: Any) -> None:
+        layer = nn.Linear(2, 2)
+        for name, value in attributes.items():
+            setattr(layer, name, value)
+        with pytest.raises(ValueError, match=f"layer 0 .* the form of {form}, .*unquantized model"):
+            WeightUpdater(nn.Sequential(layer), {}, torch.float32, dict)
+
+    refused("Fp8LinearMethod", quant_method=object.__new__(Fp8LinearMethod))
+    refused("_combined_gate_weight", _combined_gate_weight=torch.ones(2))
+    refused("attention sinks in float32", impl=SimpleNamespace(sinks=torch.ones(2).half()))

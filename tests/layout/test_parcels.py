@@ -1,0 +1,141 @@
+"""What goes to another node: whole or as changes, and the same bytes either way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.layout.holdings import Box
+from rlsys.layout.plan import Segment
+from rlsys.layout.transport.changes import GROUP_BYTES, Changes, apply, changes
+from rlsys.layout.transport.parcels import WHOLE_EVERY, Inbox, Outbox, Parcel
+from rlsys.layout.transport.shared_memory import Bytes, MemoryGone
+from rlsys.layout.transport.staging import DamagedWeightsError, Share, pack
+from rlsys.types import WeightShare
+
+NUM_ROWS = 400
+SEGMENT = Segment(
+    buffer="", offset=0, name="w", dtype=torch.bfloat16, box=Box(((0, NUM_ROWS), (0, 16)))
+)
+
+
+@given(
+    st.integers(1, 40),
+    st.lists(st.integers(0, 40 * GROUP_BYTES - 1), max_size=60),
+    st.integers(1, 255),
+)
+def test_changes_bring_the_older_bytes_to_the_newer(
+    num_groups: int, places: list[int], flip: int
+) -> None:
+    old = np.random.default_rng(0).integers(0, 256, num_groups * GROUP_BYTES, np.uint8)
+    new = old.copy()
+    new[[place for place in places if place < len(new)]] ^= flip
+    told = changes(old, new)
+    apply(told, old)
+    assert np.array_equal(old, new)
+
+
+def test_changes_take_few_bytes_where_little_changes() -> None:
+    old = np.zeros(100 * GROUP_BYTES, np.uint8)
+    new = old.copy()
+    new[[0, 1, 2, 5 * GROUP_BYTES]] = 7  # two words of the first group, one of the sixth
+    told = changes(old, new)
+    assert told.values.tolist() == [0x0707, 7, 7]
+    assert told.num_bytes == 13 + 2 * 2 + 3 * 2  # 100 groups' bits; 16 bits of each of two; words
+
+
+def packed(version: int, tensor: torch.Tensor) -> Callable[[], tuple[WeightShare, Bytes]]:
+    share = WeightShare(version=version, rank=0, node="a", path="", num_bytes=0, checksum=0)
+    return lambda: pack([SEGMENT], share, lambda one: tensor)
+
+
+@pytest.fixture
+def tensors() -> list[torch.Tensor]:
+    """Of which each differs from the one before in one number."""
+    tensor = torch.randn(NUM_ROWS, 16, generator=torch.Generator().manual_seed(0))
+    found = []
+    for number in range(2 * WHOLE_EVERY + 2):
+        tensor = tensor.clone()
+        tensor[number, 3] += 1
+        found.append(tensor)
+    return found
+
+
+def read(share: WeightShare) -> torch.Tensor:
+    opened = Share(share)
+    opened.verify()
+    ((_, part),) = opened.parts()
+    part = part.clone()
+    opened.close()
+    return part
+
+
+def test_after_the_first_one_changes_go_and_whole_ones_now_and_then(
+    tensors: list[torch.Tensor],
+) -> None:
+    outbox, inbox = Outbox(), Inbox()
+    whole = []
+    for version, tensor in enumerate(tensors):
+        parcel = outbox.parcel("b", version - 1 if version else None, packed(version, tensor))
+        if parcel.base is None:
+            whole.append(version)
+        else:
+            assert parcel.num_bytes < 0.1 * tensor.numel() * 2
+        assert torch.equal(read(inbox.take(parcel)), tensor.to(torch.bfloat16))
+    assert whole == [0, WHOLE_EVERY, 2 * WHOLE_EVERY]
+
+
+def test_a_reader_that_joins_or_has_missed_one_gets_all_of_it(tensors: list[torch.Tensor]) -> None:
+    outbox = Outbox()
+    assert outbox.parcel("b", None, packed(1, tensors[1])).base is None
+    assert outbox.parcel("c", 1, packed(2, tensors[2])).base is None  # another place
+    assert outbox.parcel("b", 0, packed(2, tensors[2])).base is None
+    assert outbox.parcel("b", 2, packed(3, tensors[3])).base == 2
+
+
+def test_where_all_changes_it_goes_whole_and_is_not_compared_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[int] = []
+
+    def count(old: Bytes, new: Bytes) -> Changes:
+        compared.append(len(new))
+        return changes(old, new)
+
+    monkeypatch.setattr("rlsys.layout.transport.parcels.changes", count)
+    outbox = Outbox()
+    generator = torch.Generator().manual_seed(0)
+    for version in range(1, 2 * WHOLE_EVERY):
+        tensor = torch.randn(NUM_ROWS, 16, generator=generator)
+        assert outbox.parcel("b", version - 1, packed(version, tensor)).base is None
+    assert len(compared) == 2
+
+
+def test_changes_to_what_is_not_there_are_refused(tensors: list[torch.Tensor]) -> None:
+    outbox, inbox = Outbox(), Inbox()
+    first = outbox.parcel("b", None, packed(1, tensors[1]))
+    second = outbox.parcel("b", 1, packed(2, tensors[2]))
+    with pytest.raises(DamagedWeightsError, match="are to version 1, which is not here"):
+        inbox.take(second)
+    inbox.take(first)
+    inbox.take(second)
+    with pytest.raises(DamagedWeightsError, match="are to version 1, which is not here"):
+        inbox.take(second)
+
+
+def test_what_was_damaged_on_its_way_is_found(tensors: list[torch.Tensor]) -> None:
+    share, content = packed(1, tensors[1])()
+    content[-1] ^= 1
+    inbox = Inbox()
+    with pytest.raises(DamagedWeightsError, match="is damaged in 1 of its"):
+        read(inbox.take(Parcel(share=share, content=content)))
+    again, content = packed(1, tensors[1])()
+    here = inbox.take(Parcel(share=again, content=content))
+    assert torch.equal(read(here), tensors[1].to(torch.bfloat16))
+    with pytest.raises(MemoryGone):
+        Share(share)  # which lies nowhere

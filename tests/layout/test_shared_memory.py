@@ -1,0 +1,40 @@
+"""Whoever comes late to shared memory is told so, whatever its number stands for by then."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory, open_shared
+
+
+def a_socket() -> int:
+    return socket.socket().detach()
+
+
+def a_pipe() -> int:
+    return os.pipe()[0]
+
+
+def a_file() -> int:
+    return os.open("/dev/null", os.O_RDONLY)
+
+
+def other_memory() -> int:
+    return os.memfd_create("other")
+
+
+@pytest.mark.parametrize("successor", [a_socket, a_pipe, a_file, other_memory])
+def test_a_number_that_is_used_again_is_not_the_same_memory(successor: Callable[[], int]) -> None:
+    memory = SharedMemory("weights", 8, purpose="a test")
+    path, number = memory.path, memory.descriptor
+    os.close(open_shared(path, "weights", writable=False))
+    os.dup2(successor(), number)  # closes the memory
+    with pytest.raises(MemoryGone, match=f"weights is gone: {path} now leads to "):
+        open_shared(path, "weights", writable=False)
+    os.close(number)
+    with pytest.raises(MemoryGone, match=f"weights is gone: {path} is closed"):
+        open_shared(path, "weights", writable=False)

@@ -1,0 +1,136 @@
+"""Shares of several ranks as one model: read, checked, and what is told where they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.layout.holdings import Box, Holder, Holding
+from rlsys.layout.plan import plan
+from rlsys.layout.transport.shared_memory import MemoryGone
+from rlsys.layout.transport.staging import DamagedWeightsError, Stage
+from rlsys.layout.transport.weights import Weights, open_verified, stage_whole
+from rlsys.types import WeightManifest
+
+MATRIX = torch.arange(48, dtype=torch.float32).view(8, 6)
+NORM = torch.linspace(0, 1, 6)
+TENSORS = {"matrix": MATRIX, "norm": NORM, "scalar": torch.tensor(3), "nothing": torch.ones(0, 2)}
+SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
+
+
+def holding(name: str, box: Box) -> Holding:
+    return Holding(name=name, shape=SHAPES[name], dtype=TENSORS[name].dtype, box=box)
+
+
+def in_rows_and_columns(rows: Sequence[int], columns: Sequence[int]) -> Iterator[Holder]:
+    """Ranks that each hold a part of the matrix, cut at these places, and all of the rest."""
+    for row in range(len(rows) - 1):
+        for column in range(len(columns) - 1):
+            box = Box(((rows[row], rows[row + 1]), (columns[column], columns[column + 1])))
+            others = [
+                holding(name, Box.whole(shape))
+                for name, shape in SHAPES.items()
+                if name != "matrix"
+            ]
+            name = f"{row}.{column}"
+            yield Holder(name, "node", (holding("matrix", box), *others))
+
+
+def staged(
+    holders: Sequence[Holder], version: int = 1, *, of_each: int | None = None
+) -> tuple[ExitStack, list[Stage], WeightManifest]:
+    """What all ranks stage, or the first `of_each` segments of each."""
+    target = Holder("t", "node", tuple(holding(n, Box.whole(shape)) for n, shape in SHAPES.items()))
+    planned = plan(tuple(holders), (target,), finest_bytes=16)
+    stages = [
+        Stage(planned.staged(holder.rank)[:of_each], rank=rank, node="node")
+        for rank, holder in enumerate(holders)
+    ]
+    shares = tuple(
+        stage.write(version, lambda one: TENSORS[one.name][one.box.slices]) for stage in stages
+    )
+    opened = ExitStack()
+    for stage in stages:
+        opened.callback(stage.close)
+    return opened, stages, WeightManifest(version=version, shares=shares)
+
+
+cuts = st.sets(st.integers(1, 5), max_size=3).map(sorted)
+
+
+@given(cuts, cuts, st.tuples(st.integers(0, 7), st.integers(1, 8)), st.integers(0, 5))
+def test_a_box_is_read_whoever_has_staged_it(
+    rows: list[int], columns: list[int], of_rows: tuple[int, int], column: int
+) -> None:
+    opened, _, manifest = staged(list(in_rows_and_columns([0, *rows, 8], [0, *columns, 6])))
+    start, stop = min(of_rows), max(*of_rows, min(of_rows) + 1)
+    with opened, open_verified(manifest, SHAPES) as weights:
+        assert weights.version == 1
+        box = Box(((start, stop), (column, 6)))
+        assert torch.equal(weights.read("matrix", box), MATRIX[box.slices])
+        assert torch.equal(weights.read("norm", Box(((2, 6),))), NORM[2:])
+        assert weights.read("scalar", Box(())).item() == 3
+        whole = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+        for name, box, part in weights.parts():
+            whole[name][box.slices] += part
+    for name, tensor in TENSORS.items():
+        assert torch.equal(whole[name], tensor), name
+
+
+def test_what_one_rank_has_staged_is_read_without_a_copy() -> None:
+    stage, manifest = stage_whole(3, TENSORS)
+    with open_verified(manifest, SHAPES) as weights:
+        part = weights.read("matrix", Box(((2, 4), (1, 3))))
+        (whole,) = (part for name, _, part in weights.parts() if name == "matrix")
+        assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    stage.close()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "problem"),
+    [
+        ({**SHAPES, "head": (3, 4)}, "head is missing"),
+        ({**SHAPES, "norm": (7,)}, r"norm has shape \(6,\), the model \(7,\)"),
+        ({**SHAPES, "matrix": (48,)}, r"matrix has shape \(8, 6\), the model \(48,\)"),
+        ({name: SHAPES[name] for name in ("matrix", "norm")}, "scalar is not one of the model's"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    shapes: dict[str, tuple[int, ...]], problem: str
+) -> None:
+    opened, _, manifest = staged(list(in_rows_and_columns([0, 3, 8], [0, 6])))
+    with opened, pytest.raises(ValueError, match=f"version 1 do not fit .* 1 of its .*{problem}"):
+        open_verified(manifest, shapes)
+
+
+def test_a_share_that_lacks_is_told() -> None:
+    opened, _, manifest = staged(list(in_rows_and_columns([0, 3, 8], [0, 6])), of_each=1)
+    first = WeightManifest(version=1, shares=manifest.shares[1:])
+    only_matrix = {"matrix": (8, 6)}
+    with opened, pytest.raises(ValueError, match="30 elements in parts that are not the whole of"):
+        open_verified(first, only_matrix)
+
+
+def test_a_share_that_stands_twice_is_told() -> None:
+    opened, _, manifest = staged(list(in_rows_and_columns([0, 3, 8], [0, 6])), of_each=1)
+    twice = WeightManifest(version=1, shares=(*manifest.shares, manifest.shares[0]))
+    with opened, pytest.raises(ValueError, match="66 elements in parts that are not the whole of"):
+        open_verified(twice, {"matrix": (8, 6)})
+
+
+def test_damage_in_one_share_is_found_and_nothing_stays_open() -> None:
+    opened, stages, manifest = staged(list(in_rows_and_columns([0, 3, 8], [0, 6])))
+    with opened:
+        memory = stages[0]._memory
+        stages[1]._bytes[-1] ^= 1
+        with pytest.raises(DamagedWeightsError, match="rank 1's share of version 1"):
+            open_verified(manifest, SHAPES)
+        stages[0].write(2, lambda one: TENSORS[one.name][one.box.slices])
+        assert stages[0]._memory is memory  # else a reader would have kept it
+        with pytest.raises(MemoryGone):
+            Weights(manifest)
