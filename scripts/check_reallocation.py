@@ -45,7 +45,7 @@ from rlsys.engines.generation.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm_engine import VLLMEngine
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.layout.transport.weights import stage_whole
+from rlsys.layout.transport.weights import Weights, stage_whole
 from rlsys.mesh import Layout
 from rlsys.tiny_models import build_tokenizer
 from rlsys.types import (
@@ -180,6 +180,16 @@ def trained(
                 if manifest is not None:
                     found[family][layout] = manifest
         yield found
+
+
+def kept(of_layouts: Trained, opened: ExitStack) -> Trained:
+    """Opened here, weights outlive their ranks."""
+    found: Trained = {}
+    for layout, manifest in of_layouts.items():
+        if isinstance(manifest, WeightManifest):
+            manifest = opened.enter_context(Weights(manifest)).local
+        found[layout] = manifest
+    return found
 
 
 def make_trainer(path: Path, layout: str, rank: int) -> FSDPEngine:
@@ -343,10 +353,9 @@ def check(
         of_families: dict[str, Trained] = {family: {} for family in families}
         for num_ranks in sorted({Layout.parse(one).num_ranks for one in layouts}):
             of_size = [one for one in layouts if Layout.parse(one).num_ranks == num_ranks]
-            ranks = staying_ranks(num_ranks, trained, directory, families, of_size)
-            first, *_ = opened.enter_context(ranks)
-            for family, of_layouts in first.items():
-                of_families[family] |= of_layouts
+            with staying_ranks(num_ranks, trained, directory, families, of_size) as (first, *_):
+                for family, of_layouts in first.items():
+                    of_families[family] |= kept(of_layouts, opened)
         for family, of_layouts in of_families.items():
             for engine in engines:
                 coming = compared(directory, family, of_layouts, engine, start_anew=start_anew)

@@ -53,9 +53,11 @@ def generation(tokens: list[int], logprobs: list[float], version: int) -> Genera
 
 
 def test_a_bit_that_differs_is_told() -> None:
+    def told(tokens: list[int], logprobs: list[float], version: int) -> str:
+        return difference([generation(tokens, logprobs, version)], expected, 5)
+
     expected = [generation([3, 4], [-1.0, -2.0], 0)]
-    assert difference([generation([3, 4], [-1.0, -2.0], 5)], expected, 5) == ""
-    assert "tokens of versions {4}" in difference([generation([3, 4], [-1.0, -2.0], 4)], expected, 5)
-    assert "has other tokens" in difference([generation([3, 5], [-1.0, -2.0], 5)], expected, 5)
-    nearly = [generation([3, 4], [-1.0, np.nextafter(np.float32(-2), 0)], 5)]
-    assert "differ by up to 1.19" in difference(nearly, expected, 5)
+    assert told([3, 4], [-1.0, -2.0], 5) == ""
+    assert "tokens of versions {4}" in told([3, 4], [-1.0, -2.0], 4)
+    assert "has other tokens" in told([3, 5], [-1.0, -2.0], 5)
+    assert "differ by up to 1.19" in told([3, 4], [-1.0, float(np.nextafter(np.float32(-2), 0))], 5)
