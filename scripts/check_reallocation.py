@@ -233,7 +233,8 @@ def requests(name: str) -> list[GenerationRequest]:
 @asynccontextmanager
 async def running(path: Path, num_ranks: int) -> AsyncIterator[GenerationEngine]:
     """vLLM of so many ranks; for 0 of them the torch engine."""
-    options = {"max_running": 16, "kv_cache_gib": 0.0625, "num_cpus": max(1, num_ranks)}
+    options: dict[str, Any] = {"max_running": 16, "kv_cache_gib": 0.0625}
+    options["num_cpus"] = max(1, num_ranks)
     if num_ranks:
         config = RolloutConfig(engine="vllm", tensor_parallel=num_ranks, **options)
         engine: GenerationEngine = VLLMEngine(str(path), config, dtype="float32")
@@ -281,8 +282,8 @@ async def expected_of(
 ) -> dict[str, list[Generation]]:
     """By layout, what engines complete that start from its checkpoint, or for vLLM, that take it as
     a whole."""
-    found = {}
-    first, *others = reversed(paths)
+    found: dict[str, list[Generation]] = {}
+    first, *others = reversed(list(paths))
     with ExitStack() as opened:
         async with running(paths[first], num_ranks) as engine:
             found[first] = await completed(engine, first)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.generation.protocol import GenerationEngine
