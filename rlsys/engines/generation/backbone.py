@@ -26,7 +26,7 @@ from rlsys.engines.generation.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache,
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.routing import Routing, RoutingRecorder, routing_of
 from rlsys.layout.transport.staging import copy_parts
-from rlsys.layout.transport.weights import Shapes, Weights
+from rlsys.layout.transport.weights import Tensors, Weights
 from rlsys.types import ExpertArray
 
 Decode = Callable[[torch.Tensor, torch.Tensor, SlotCache], torch.Tensor]
@@ -84,12 +84,12 @@ class Backbone:
         return experts
 
     @property
-    def shapes(self) -> Shapes:
-        return {name: tuple(one.shape) for name, one in model_tensors(self._model).items()}
+    def tensors(self) -> Tensors:
+        return model_tensors(self._model)
 
     def load(self, weights: Weights) -> None:
-        """Overwrite the weights in place, by those that fit `shapes`."""
-        tensors = model_tensors(self._model)
+        """Overwrite the weights in place, by those that fit `tensors`."""
+        tensors = self.tensors
         copy_parts((tensors[name][box.slices], part) for name, box, part in weights.parts())
         if self._fused is not None:
             with torch.no_grad():
