@@ -325,6 +325,9 @@ class RayLearner:
         self._held_by = self._crew
         await self._crew.all("hold")
 
+    async def release(self) -> None:
+        await self._crew.all("release")
+
     async def write(self, directory: Path) -> None:
         """What is held, as a state on disk. Raises OSError for an unwritable directory or a full
         disk; the trainer goes on."""

@@ -175,7 +175,7 @@ class RolloutActor(Heartbeat):
         """What running requests have sampled and not told yet, `at_least` tokens each, written to
         the store."""
         self._looked_at = time.monotonic()
-        running = [self._whole(g) for g in await self._engine.progress()]
+        running = [self._whole(g) for g in await self._switch.progress()]
         new = [
             (g, start)
             for g in running
@@ -230,6 +230,11 @@ class RolloutActor(Heartbeat):
         """With what another replica had sampled of it."""
         prior = self._priors.get(generation.request_id)
         return generation if prior is None else merged(prior, generation)
+
+    async def release(self) -> None:
+        """Let the memory of the engine go, until weights come."""
+        with self._tracer.span("engine", "release"):
+            await self._switch.release()
 
     async def abort(self, request_ids: list[str]) -> None:
         await self._switch.abort(request_ids)
@@ -365,6 +370,9 @@ class RayReplica:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._call("abort", list(request_ids))
+
+    async def release(self) -> None:
+        await self._call("release")
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         if delayed:  # however long that takes; its rollouts are collected meanwhile
