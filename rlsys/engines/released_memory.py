@@ -1,18 +1,20 @@
 """Memory of tensors that somebody else may have for a while.
 
-    released = ReleasedMemory(tensors)      the tensors stay, with shapes and views; numbers are gone
-    released.take_back()                    memory again, with any numbers
+    released = ReleasedMemory(tensors)       the tensors stay, with shapes and views; numbers are gone
+    released.take_back()                     memory again, with any numbers
 
-    offloaded = Offloaded(tensors, host)    the numbers are in host memory meanwhile
-    offloaded.take_back()                   as if nothing had happened
+    offloaded = Offloaded(tensors, host)     the numbers are in host memory meanwhile
+    offloaded.take_back()                    as if nothing had happened
 
 What is let go is the storage below the tensors: whoever holds one of them, or a view, holds it
-still.
+still. On a GPU a storage is emptied. On the CPU its pages go back to the system, which fills them
+with zeros when they are used again: storages that numpy has seen cannot be emptied there.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from collections.abc import Iterable
 
@@ -22,40 +24,44 @@ HostMemory = dict[int, torch.Tensor]  # by the place of a storage among those of
 
 
 class ReleasedMemory:
-    """`tensors` with all views of theirs that are to be used again."""
+    """`tensors` that lose their numbers, with all that are views of the same memory."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._storages = [(storage, storage.nbytes()) for storage in _storages(tensors)]
-        for storage, _ in self._storages:
-            storage.resize_(0)
+        self._emptied: list[tuple[torch.UntypedStorage, int]] = []
+        for storage in _storages(tensors):
+            if storage.device.type == "cpu":
+                _forget_pages(storage.data_ptr(), storage.nbytes())
+            else:
+                self._emptied.append((storage, storage.nbytes()))
+                storage.resize_(0)
         return_freed_memory()
 
     def take_back(self) -> None:
-        for storage, num_bytes in self._storages:
+        for storage, num_bytes in self._emptied:
             storage.resize_(num_bytes)
-        self._storages = []
+        self._emptied = []
 
 
 class Offloaded:
     """`host` is where the numbers go: an empty dict the first time, kept by the caller for the next
-    time with the same tensors, since memory that a GPU copies to takes long to make."""
+    time with the same tensors (or more, behind these), since memory that a GPU copies to takes long
+    to make."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], host: HostMemory) -> None:
-        self._bytes = [_bytes_of(storage) for storage in _storages(tensors)]
+        self._storages = _storages(tensors)
         self._host = host
-        for place, numbers in enumerate(self._bytes):
-            if place not in host:
-                host[place] = torch.empty(
-                    len(numbers), dtype=torch.uint8, pin_memory=numbers.is_cuda
-                )
-            host[place].copy_(numbers, non_blocking=True)
+        for place, storage in enumerate(self._storages):
+            if place not in host or len(host[place]) != storage.nbytes():
+                on_gpu = storage.device.type == "cuda"
+                host[place] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
+            host[place].copy_(_bytes_of(storage), non_blocking=True)
         _synchronize()
-        self._released = ReleasedMemory(self._bytes)
+        self._released = ReleasedMemory(map(_bytes_of, self._storages))
 
     def take_back(self) -> None:
         self._released.take_back()
-        for place, numbers in enumerate(self._bytes):
-            numbers.copy_(self._host[place], non_blocking=True)
+        for place, storage in enumerate(self._storages):
+            _bytes_of(storage).copy_(self._host[place], non_blocking=True)
         _synchronize()
 
 
@@ -69,13 +75,20 @@ def return_freed_memory() -> None:
             trim(0)
 
 
+def _forget_pages(address: int, num_bytes: int) -> None:
+    """Those that lie within; nothing happens but on Linux."""
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform.startswith("linux") and end > begin:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED
+        )
+
+
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Each once, in their order. Those of files mapped to memory, which cannot shrink, give way to
-    others."""
+    """Each once, in their order."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
-        if not tensor.untyped_storage().resizable():
-            tensor.data = tensor.detach().clone()
         storage = tensor.untyped_storage()
         if storage.nbytes():
             found.setdefault(storage.data_ptr(), storage)

@@ -91,7 +91,8 @@ class Worker(PlatformWorker):
             super().sleep(level)
             return
         self._updater.release()
-        self._asleep = ReleasedMemory(self._caches)
+        # Zeros afterwards, as at the start: kernels read what nobody has written.
+        self._asleep = ReleasedMemory(tree_leaves(self.model_runner.kv_caches))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Memory again; `rlsys_load` brings the weights."""
@@ -101,12 +102,6 @@ class Worker(PlatformWorker):
         assert self._asleep is not None
         self._asleep.take_back()
         self._asleep = None
-        for cache in self._caches:  # as at the start: kernels read what nobody has written
-            cache.zero_()
-
-    @property
-    def _caches(self) -> list[Any]:
-        return tree_leaves(self.model_runner.kv_caches)
 
     def rlsys_load(self) -> None:
         """While generation is paused."""
