@@ -2,8 +2,9 @@
 
 In: what each actor needs. Out: places, reserved as Ray placement groups: one for all ranks of a
 model, one for each replica, so that a replica can wait for a node that is yet to come without
-holding up others. Or a replica works in turns with a rank, in its place. A place outlives the actor in it: the successor takes it over, and when its node
-is lost, Ray reserves it on another as soon as one has room.
+holding up others. Or a replica has the place of a rank, in turns with it. A place outlives the
+actor in it: the successor takes it over, and when its node is lost, Ray reserves it on another as
+soon as one has room.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ from rlsys.simulation.workers import (
 from rlsys.types import WeightManifest
 from rlsys.workers import (
     ReplicaDied,
+    Rows,
     Scored,
     ScoreTask,
     TellScores,
@@ -408,15 +409,14 @@ def test_a_replica_that_joins_waits_for_generations_turn() -> None:
     """Its predecessor died while the trainer worked."""
     w = colocated(num_replicas=2, num_steps=4, asynchrony=AsyncConfig(max_staleness=0))
     w.learner.step_s = 50.0
-    devices = w.learner.devices
-    assert devices is not None
+    accumulate = w.learner.accumulate
 
-    async def chaos(w: World) -> None:
-        while not devices.trainings:
-            await asyncio.sleep(0.1)
-        w.replicas[0].die()
+    async def die_meanwhile(passes: Sequence[Sequence[Rows]]) -> None:
+        if not w.replicas[0].dead:
+            w.replicas[0].die()
+        await accumulate(passes)
 
-    w.chaos = chaos
+    w.learner.accumulate = die_meanwhile  # type: ignore[method-assign]
     run_in_virtual_time(w.run())
     assert len(w.fleet.hired) == 1
     assert w.fleet.hired[0].version >= 1
@@ -430,24 +430,21 @@ def test_what_is_done_before_the_first_step_leaves_replicas_that_can_sample() ->
     async def export(step: int) -> None:
         await w.learner.hold()
 
-    w.between.append(
-        BetweenSteps(name="evaluation", is_due=lambda step: True, do=export, done=-1)
-    )
+    w.between.append(BetweenSteps(name="evaluation", is_due=lambda step: True, do=export, done=-1))
     run_in_virtual_time(w.run())
     assert w.ledger.num_trained == 8
 
 
 def test_a_learner_that_dies_in_generations_turn_starts_in_its_own() -> None:
     w = colocated(num_replicas=2, num_steps=4, asynchrony=AsyncConfig(max_staleness=0))
-    devices = w.learner.devices
-    assert devices is not None
+    load = w.replicas[1].update_weights
 
-    async def chaos(w: World) -> None:
-        while len(w.observer.steps) < 2 or not devices.generations:
-            await asyncio.sleep(0.1)
-        w.learner.die()
+    async def die_meanwhile(manifest: WeightManifest, *, delayed: bool) -> float:
+        if manifest.version == 2 and not w.learner.deaths:
+            w.learner.die()
+        return await load(manifest, delayed=delayed)
 
-    w.chaos = chaos
+    w.replicas[1].update_weights = die_meanwhile  # type: ignore[method-assign]
     run_in_virtual_time(w.run())
     assert len(w.observer.restarts) == 1
     assert w.ledger.num_trained == 16

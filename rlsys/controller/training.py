@@ -93,9 +93,7 @@ class TrainingSide:
         }
         self._samples = bool(flow.all(GenerateStage))
         self._updates = max(trainer.updates_per_step for trainer in self._trainers.values())
-        self._waits_for_step = (
-            bool(self._step_stages) or self._updates > 1 or turns.are_shared
-        )
+        self._waits_for_step = bool(self._step_stages) or self._updates > 1 or turns.are_shared
         self._publish = publish
         self._roll_back = roll_back
         self._release_replicas = release_replicas

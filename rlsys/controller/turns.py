@@ -1,8 +1,8 @@
 """Whose turn it is on devices that the trainer and the replicas share (placement="colocated").
 
-    generation's ──► a step has all its groups ──► replicas release ──► training's: steps, as long as
-         ▲                                                              │  their groups are there
-         └── replicas load ◄── published ◄── the trainer releases ◄─────┘
+    generation's ──► a step has all its groups ──► replicas release ──► training's: steps, as
+         ▲                                                         long as their groups are there
+         └── replicas load ◄── published ◄── the trainer releases ◄────────┘
 
 Where they have devices of their own, it is always the turn of both.
 """

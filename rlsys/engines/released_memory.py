@@ -1,10 +1,10 @@
 """Memory of tensors that somebody else may have for a while.
 
-    released = ReleasedMemory(tensors)       the tensors stay, with shapes and views; numbers are gone
-    released.take_back()                     memory again, with any numbers
+    released = ReleasedMemory(tensors)      tensors stay, with shapes and views; numbers are gone
+    released.take_back()                    memory again, with any numbers
 
-    offloaded = Offloaded(tensors, host)     the numbers are in host memory meanwhile
-    offloaded.take_back()                    as if nothing had happened
+    offloaded = Offloaded(tensors, host)    the numbers are in host memory meanwhile
+    offloaded.take_back()                   as if nothing had happened
 
 What is let go is the storage below the tensors: whoever holds one of them, or a view, holds it
 still. On a GPU a storage is emptied. On the CPU its pages go back to the system, which fills them

@@ -1,5 +1,5 @@
-"""When an engine takes new weights: in the middle of generation, or when what it runs has ended; and
-when it has none, because the trainer works on its device.
+"""When an engine takes new weights: in the middle of generation, or when what it runs has ended.
+And when it has none, as long as the trainer works on its device.
 
 submit ─► [held from `drained` or `release` to `switch`] ─► engine ─► collect
 switch:             prepare; pause, load, resume    running requests go on under new weights

@@ -302,7 +302,7 @@ class FSDPEngine:
         self._begin_batch()
 
     def release(self) -> None:
-        assert not self._updates and self._statistics.is_empty, "between two steps only"
+        assert not self._updates, "a version is whole only after the last update of its batch"
         self._begin_update()
         if self._device.type == "cpu":
             return_freed_memory()
@@ -316,9 +316,7 @@ class FSDPEngine:
 
     def _on_device(self) -> list[torch.Tensor]:
         """All that this rank has there from step to step."""
-        moments = [
-            one for state in self._optimizer.state.values() for one in state.values()
-        ]
+        moments = [one for state in self._optimizer.state.values() for one in state.values()]
         own = [*self._model.parameters(), *self._model.buffers(), *self._tensors.values(), *moments]
         return [one for one in map(local_part, own) if one.device == self._device]
 
