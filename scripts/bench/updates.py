@@ -47,6 +47,10 @@ TIMEOUT_S = 600.0
 
 T = TypeVar("T")
 
+Publish = Callable[[], tuple[WeightManifest, float, float]]
+"""The manifest, the seconds that the trainer waited, and by how many MB its memory was larger at
+the peak than before it ever published."""
+
 
 def build_model(directory: Path, num_bytes: int) -> Path:
     """A random Qwen3 of about so many bytes in float32."""
@@ -108,9 +112,7 @@ def _train(path: Path, pipe: Any) -> None:
 
 
 @contextlib.contextmanager
-def _trainer(path: Path) -> Iterator[Callable[[], tuple[WeightManifest, float, float]]]:
-    """The block gets a function that publishes: the manifest, the seconds that the trainer waited,
-    and by how many MB its memory was larger at the peak than before it ever did."""
+def _trainer(path: Path) -> Iterator[Publish]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_train, args=(path, theirs), daemon=True)
@@ -127,28 +129,29 @@ def _trainer(path: Path) -> Iterator[Callable[[], tuple[WeightManifest, float, f
     process.join()
 
 
-async def _update(
-    engine: GenerationEngine, publish: Callable[[], tuple[WeightManifest, float, float]]
-) -> dict[str, float]:
-    """Medians over some updates while requests run."""
+async def _update(engine: GenerationEngine, publish: Publish) -> dict[str, float]:
+    """Medians over some updates."""
     found: dict[str, list[float]] = {}
     for number in range(REPEATS + 1):
-        await _until_more_is_sampled(engine)
-        start = time.perf_counter()
+        if engine.stats().num_running:
+            await _until_more_is_sampled(engine)
         manifest, wait_s, extra_mb = await asyncio.to_thread(publish)
         published = time.perf_counter()
         await engine.prepare(manifest)
-        before = time.perf_counter()
+        prepared = time.perf_counter()
         await engine.pause()
+        before = time.perf_counter()
         await engine.load()
         await engine.resume()
         end = time.perf_counter()
         if number:  # the first one takes the memory
             for name, value in (
                 ("wait_ms", 1000 * wait_s),
-                ("update_ms", 1000 * (end - published)),
+                ("prepare_ms", 1000 * (prepared - published)),
+                ("last_pass_ms", 1000 * (before - prepared)),
                 ("pause_ms", 1000 * (end - before)),
-                ("gb_per_s", manifest.num_bytes / (end - start) / 1e9),
+                ("update_ms", 1000 * (end - published)),
+                ("gb_per_s", manifest.num_bytes / (wait_s + end - published) / 1e9),
                 ("extra_mb", extra_mb),
             ):
                 found.setdefault(name, []).append(value)
@@ -164,12 +167,15 @@ async def _until_more_is_sampled(engine: GenerationEngine) -> None:
 
 async def _measure(engine: GenerationEngine, path: Path) -> dict[str, float]:
     await engine.start()
-    running = asyncio.create_task(_keep_running(engine))
     try:
         with _trainer(path) as publish:
-            return await _update(engine, publish)
+            alone = await _update(engine, publish)
+            running = asyncio.create_task(_keep_running(engine))
+            await _until_more_is_sampled(engine)
+            found = await _update(engine, publish)
+            running.cancel()
+            return {**found, "gb_per_s": alone["gb_per_s"]}
     finally:
-        running.cancel()
         await engine.close()
 
 
@@ -203,7 +209,8 @@ def _engine(path: Path, engine: str, num_threads: int) -> GenerationEngine:
 
 
 def measure_update(path: Path, engine: str, *, num_threads: int = 1) -> dict[str, float]:
-    """A trainer's process to an engine of this one, or of its own processes, with requests that
+    """A trainer's process to an engine of this one, or of its own processes: GB/s from the call to
+    publish until the engine can go on, while it has nothing to do; all else with requests that
     run."""
     return asyncio.run(_measure(_engine(path, engine, num_threads), path))
 

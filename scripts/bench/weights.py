@@ -7,7 +7,7 @@ plan    a trainer of each LAYOUT and engines of `--tp` ranks on `--nodes` nodes 
         ranks on a node; the model has 11 tensors in each layer, with the widths of Qwen3-32B
 share   one rank's share of `--model-mb` MB, staged in shared memory and verified
 torch   a trainer's process to a torch engine of the same node, a model of `--model-mb` MB in
-        float32, requests running
+        float32
 vllm    the same to vLLM, with that model and with one of 0.8M parameters
 peer    a trainer of dp1, then dp2tp2, and two readers on the same node, against gathering a state
         dict on rank 0 and writing it to a file, or broadcasting it over gloo

@@ -150,8 +150,9 @@ class TorchEngine:
         self._drop_prepared()
 
     def _drop_prepared(self) -> None:
+        """Beside generation: to let memory go takes as long as to copy it."""
         if self._prepared is not None:
-            self._prepared.close()
+            asyncio.get_running_loop().run_in_executor(None, self._prepared.close)
             self._prepared = None
 
     async def resume(self) -> None:

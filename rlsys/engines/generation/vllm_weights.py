@@ -64,6 +64,9 @@ DERIVED = ("_bf16x3_weight", "_combined_gate_weight")
 # And those that hold packed weights themselves, on the CPU.
 PACKED_INTO = ("cpu_linear", "_cpu_unpacked_conv_weight")
 
+Switch = Callable[[], list[Any]]
+"""Replaces weights; returns what they were, which to let go takes as long as to copy."""
+
 AsSaved = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
@@ -105,7 +108,7 @@ class WeightUpdater:
         self._check_coverage(recorder)
 
     @torch.no_grad()
-    def prepare(self, weights: Weights) -> Callable[[], None]:
+    def prepare(self, weights: Weights) -> Switch:
         """Everything that can be done while the model runs, on any thread; what is returned
         replaces every weight, and must not be called before the model stands still.
 
@@ -117,14 +120,19 @@ class WeightUpdater:
         new = self._read(weights, self._copies)
         shadows = [(layer, self._shadow(name, new)) for name, layer in self._packed.items()]
 
-        def switch() -> None:
+        def switch() -> list[Any]:
+            replaced: list[Any] = []
             for name, tensor in new.items():
+                replaced.append(self._own[name].data)
                 self._own[name].data = tensor
             for layer, shadow in shadows:
                 for name, parameter in layer.named_parameters(recurse=False):
+                    replaced.append(parameter.data)
                     parameter.data = getattr(shadow, name).data
+                replaced.append(dict(layer.__dict__))
                 layer.__dict__.update((k, v) for k, v in shadow.__dict__.items() if k not in TABLES)
             self._finish()
+            return replaced
 
         return switch
 
@@ -138,7 +146,7 @@ class WeightUpdater:
             tensor.data = tensor.new_empty(0)
 
     @torch.no_grad()
-    def _overwrite(self, weights: Weights) -> None:
+    def _overwrite(self, weights: Weights) -> list[Any]:
         """One layer's shadow at a time: GPUs have no room for more."""
         packed = {name for layer in self._packed for name in self._names_in(layer).values()}
         for name in self._copies.keys() - packed:
@@ -146,6 +154,7 @@ class WeightUpdater:
         for layer in self._packed:
             self._overwrite_packed(layer, weights)
         self._finish()
+        return []
 
     def _overwrite_packed(self, layer: str, weights: Weights) -> None:
         names = self._names_in(layer)

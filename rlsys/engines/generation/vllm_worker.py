@@ -77,7 +77,7 @@ class Worker(PlatformWorker):
         Pickled, because vLLM's channel carries plain data alone.
         """
         if self._update is not None:
-            self._update.close()
+            self._update.let_go()
         self._update = Update(self._updater, pickle.loads(pickled_manifest))
 
     def rlsys_is_prepared(self) -> bool:
@@ -107,7 +107,6 @@ class Worker(PlatformWorker):
         """While generation is paused."""
         assert self._update is not None
         self._update.switch()
-        self._update.close()
         self._update = None
 
 
@@ -128,11 +127,17 @@ class Update:
         return True
 
     def switch(self) -> None:
-        self._switch.result()()
+        """What has been replaced is let go beside generation, and this version too."""
+        self.let_go(self._switch.result()())
 
-    def close(self) -> None:
-        self._thread.shutdown()
-        self._weights.close()
+    def let_go(self, replaced: list[Any] | None = None) -> None:
+        def end() -> None:
+            if replaced is not None:
+                replaced.clear()
+            self._weights.close()
+
+        self._thread.submit(end)
+        self._thread.shutdown(wait=False)
 
 
 def _end_with(owner: int) -> None:

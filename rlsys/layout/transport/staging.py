@@ -180,6 +180,7 @@ class Share:
             yield segment, _view(flat, segment)
 
     def close(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
         if self._descriptor >= 0:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a mapping would keep it
             os.close(self._descriptor)
