@@ -97,7 +97,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """[num_bytes], over the storage itself."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _synchronize() -> None:

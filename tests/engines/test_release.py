@@ -21,7 +21,7 @@ from rlsys.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
 from tests.engines.vllm_harness import TIMEOUT_S, engine_processes, load, make_requests, publish
 
-SIZES = {"width": 512, "mlp_width": 2048, "num_layers": 6}  # 77 MiB
+SIZES: dict[str, Any] = {"width": 512, "mlp_width": 2048, "num_layers": 6}  # 77 MiB
 CACHE_GIB = 0.125
 PROMPTS = [np.random.default_rng(n).integers(3, 259, size=n).tolist() for n in (5, 17, 60)]
 
