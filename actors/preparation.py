@@ -97,6 +97,12 @@ def load_prompts(
                 f"flow.infer({stage.model.name!r}, top_k={stage.top_k}) asks for more than the "
                 f"{num_tokens} tokens of the vocabulary; use at most that.",
             )
+    with mistakes.noted():
+        require(
+            config.placement == "separate" or not isinstance(flow.source, DatasetStage),
+            "placement=colocated: replicas that read a dataset have no model, and nothing to take "
+            "turns for; leave it out.",
+        )
     if (shared := flow.source.prompts.shared) is not None:
         with mistakes.noted():
             shared.check(config)

@@ -117,6 +117,12 @@ class CountingEngine:
         (directory / f"{self._rank}").write_text(parts)
         return pickle.dumps((Metadata({}), []))
 
+    def release(self) -> None:
+        self._mark("release")
+
+    def take_back(self) -> None:
+        self._mark("take_back")
+
     def load(self, directory: Path) -> None:
         parts = [float(part) for part in (directory / f"{self._rank}").read_text().split()]
         self._state["parts"].copy_(torch.tensor(parts))
@@ -309,6 +315,25 @@ def test_weights_that_two_replicas_found_damaged_are_published_again(
                 await world.learner.watch()
             assert await world.learner.restart(2) == 2
             assert world.pid(0) != pid
+
+    asyncio.run(run())
+
+
+def test_whatever_is_called_next_brings_a_released_state_back(
+    cluster: None, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path, num_ranks=2) as world:
+            await world.step(1)
+            assert world.count("take_back-1") == 0
+            await world.learner.release()
+            assert world.count("release-0") == world.count("release-1") == 1
+            assert await world.step(3) == [1, 3]
+            assert world.count("take_back-0") == world.count("take_back-1") == 1
+            await world.learner.release()
+            assert await world.learner.restart(2) == 2
+            assert await world.step(1) == [1, 3, 1]
+            assert world.count("take_back-0") == 1  # a new process has nothing to bring back
 
     asyncio.run(run())
 
