@@ -158,6 +158,9 @@ class TorchEngine:
     async def resume(self) -> None:
         await self._call(lambda: self._set_paused(False))
 
+    async def release(self) -> None:
+        await self._call(self._require_batch().release)
+
     def stats(self) -> EngineStats:
         batch = self._batch
         if batch is None:

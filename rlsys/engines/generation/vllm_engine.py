@@ -63,6 +63,8 @@ class VLLMEngine:
 
     `path`: Hugging Face name or directory. `max_context` limits prompt and completion together, in
     tokens, below the model's own limit; None: that limit, or what the KV cache holds if it is less.
+    `shares_device`: it is going to be asked to `release` its memory, for which vLLM allocates it in
+    another way on GPUs.
     """
 
     def __init__(
@@ -72,11 +74,14 @@ class VLLMEngine:
         *,
         dtype: str,
         max_context: int | None = None,
+        shares_device: bool = False,
     ) -> None:
         self._path = path
         self._rollout = rollout
         self._dtype = dtype
         self._max_context = max_context
+        self._shares_device = shares_device
+        self._is_asleep = False
         self._hollow: Tensors = {}
         self._stop_token_ids: tuple[int, ...] = ()
         self._decode_text: DecodeText | None = None  # made when a request needs it
@@ -171,6 +176,9 @@ class VLLMEngine:
 
     async def load(self) -> None:
         self._check_alive()
+        if self._is_asleep:
+            await self._call(self._llm.wake_up())
+            self._is_asleep = False
         await self._rpc("rlsys_load")
         await self._call(self._llm.update_weight_version(str(self._prepared)))
         self._version = self._prepared
@@ -183,6 +191,12 @@ class VLLMEngine:
     async def resume(self) -> None:
         self._check_alive()
         await self._call(self._llm.resume_generation())
+
+    async def release(self) -> None:
+        """vLLM's sleep mode, at the level that keeps nothing."""
+        self._check_alive()
+        await self._call(self._llm.sleep(level=2))
+        self._is_asleep = True
 
     def stats(self) -> EngineStats:
         states = self._llm.output_processor.request_states.values() if self._llm else ()
@@ -211,6 +225,7 @@ class VLLMEngine:
             self._rollout,
             dtype=self._dtype,
             max_context=self._max_context,
+            shares_device=self._shares_device,
             sockets=sockets,
         )
 
