@@ -102,11 +102,13 @@ def compute_threads(num_cpus: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFactory:
-    """Of a trained model's rank; `beginning`: the weights that a role without a path takes."""
+    """Of a trained model's rank; `beginning`: the weights that a role without a path takes;
+    `temperature`: of log-probabilities."""
 
     config: RunConfig
     stage: TrainStage
     beginning: str
+    temperature: float
 
     def __call__(self, rank: int, host: str, port: int) -> TrainingEngine:
         import ray
@@ -130,7 +132,7 @@ class TrainerFactory:
             model=model,
             loss=self.stage.loss,
             aggregation=self.stage.aggregation,
-            temperature=config.sampling.temperature,
+            temperature=self.temperature,
             num_total_steps=config.num_steps,
             seed=config.seed,
             head=self.stage.model.head,
@@ -148,6 +150,7 @@ class InferenceFactory:
     config: RunConfig
     stage: InferStage
     beginning: str
+    temperature: float
 
     def __call__(self) -> InferenceEngine:
         from rlsys.engines.inference import InferenceEngine
@@ -161,7 +164,7 @@ class InferenceFactory:
             device="cuda" if role.num_gpus else "cpu",
             num_threads=compute_threads(role.num_cpus),
             max_tokens=role.pass_tokens,
-            temperature=self.config.sampling.temperature,
+            temperature=self.temperature,
             top_k=self.stage.top_k,
             shares_device=0 < role.num_gpus < 1,
         )

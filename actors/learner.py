@@ -194,6 +194,7 @@ class RayLearner:
         # Which version; references to what goes to a place that has another, by both.
         self._sent: tuple[WeightManifest | None, dict[tuple[str, int | None], list[Any]]]
         self._sent = (None, {})
+        self._distrusted: WeightManifest | None = None  # of which a replica has found bytes damaged
 
     async def start(self, checkpoint: Path | None = None) -> None:
         """Build all ranks from model.path, and load the trainer's part of a checkpoint where there
@@ -249,6 +250,13 @@ class RayLearner:
         """Something has changed on its way."""
         if self._sent[0] == manifest:
             self._sent = (None, {})
+
+    def distrust(self, manifest: WeightManifest, why: str) -> None:
+        """A replica ends because it found bytes damaged that were sent again. Where a second one
+        does, they are so where they were staged: the trainer starts anew, and publishes again."""
+        if manifest == self._distrusted:
+            self._crew.end(LearnerDied(f"weights are damaged where the trainer staged them: {why}"))
+        self._distrusted = manifest
 
     async def sft_step(
         self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float

@@ -242,5 +242,5 @@ def check_warm_start(warm_start: WarmStart | None, tokenizer: Any) -> None:
     if warm_start is None or not warm_start.num_steps:
         return
     alphabet = Alphabet(tokenizer)
-    for text in itertools.chain.from_iterable(warm_start.first_batch()):
+    for text in itertools.chain.from_iterable(warm_start.batch(1)):
         alphabet.check(text, "a text of WarmStart.batches for step 1")

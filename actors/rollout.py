@@ -403,6 +403,7 @@ class RayReplica:
             try:
                 pause_s = await self._take(manifest, None)
             except DamagedWeightsError as error:
+                self._learner.distrust(manifest, str(error))
                 raise self._died("update_weights", error) from None
         self._base = manifest.version
         return pause_s

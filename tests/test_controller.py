@@ -497,6 +497,34 @@ def test_a_version_that_is_given_up_before_it_is_loaded_gives_way_to_a_newer_one
     assert max(late[1].waited_s, default=0.0) < 1  # not until the slow one has loaded again
 
 
+@dataclass(kw_only=True)
+class TakingReplica(SimulatedReplica):
+    taken: list[int] = field(default_factory=list)
+
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        self.taken.append(manifest.version)
+        return await SimulatedReplica.update_weights(self, manifest, delayed=delayed)
+
+
+@dataclass(kw_only=True)
+class ForgetfulLearner(SimulatedLearner):
+    """After step 3 it publishes the weights of step 1 once more."""
+
+    async def publish(self) -> WeightManifest:
+        manifest = await SimulatedLearner.publish(self)
+        return WeightManifest(version=1) if manifest.version == 3 else manifest
+
+
+def test_a_version_older_than_what_replicas_have_is_refused() -> None:
+    w = world(asynchrony=AsyncConfig(max_staleness=8), num_steps=6)
+    w.learner = ForgetfulLearner(row_s=1.0)
+    replica = TakingReplica(name="rollout-0", latency_s=lambda: 0.1)
+    w.replicas = [replica]
+    with pytest.raises(AssertionError, match="version 1 of the weights was published after versi"):
+        run_in_virtual_time(w.run())
+    assert replica.taken == [1, 2]
+
+
 def test_the_trainer_waits_for_no_answer() -> None:
     """It has the next call before it is done with the one before, from step to step."""
     w = world(asynchrony=AsyncConfig(max_staleness=2), num_steps=8)

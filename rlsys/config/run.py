@@ -60,7 +60,8 @@ class SamplingConfig:
     """How completions are sampled."""
 
     temperature: float = 1.0
-    """Of the sampling distribution; the trainer computes log-probabilities at the same one."""
+    """Of the sampling distribution; the trainer computes log-probabilities at the same one. Where a
+    dataset holds the completions, they are learnt at 1."""
     top_p: float = 1.0
     """Nucleus: smallest set of tokens with at least this probability; 1 is off.
     Below 1 the trainer's ratios, over all tokens, are too large: see the warning."""

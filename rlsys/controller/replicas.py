@@ -101,6 +101,11 @@ class ReplicaPool:
 
     def publish(self, manifest: WeightManifest) -> None:
         """New weights are there."""
+        before = self._newest  # in this history
+        assert before is None or manifest.version >= before.version, (
+            f"version {manifest.version} of the weights was published after version "
+            f"{before.version}, which replicas may have; nothing goes back but by a roll-back"
+        )
         self._newest = self._published = manifest
         self._weights_published.notify()
 

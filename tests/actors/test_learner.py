@@ -29,7 +29,7 @@ from rlsys.checkpoint import Checkpoint
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.mesh import Layout
 from rlsys.observe.trace import Tracer
-from rlsys.types import MicroBatch, StepResult
+from rlsys.types import MicroBatch, StepResult, WeightManifest
 from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied
 from tests.actors.no_rows import NO_ROWS
@@ -314,6 +314,26 @@ def test_whatever_is_called_next_brings_a_released_state_back(
             assert await world.learner.restart(2) == 2
             assert await world.step(1) == [1, 3, 1]
             assert world.count("take_back-0") == 1  # a new process has nothing to bring back
+
+    asyncio.run(run())
+
+
+def test_weights_that_two_replicas_found_damaged_are_published_again(
+    cluster: None, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path) as world:
+            await world.step(1)
+            pid = world.pid(0)
+            one, other = WeightManifest(version=0, shares=()), WeightManifest(version=1, shares=())
+            for manifest in (one, other):
+                world.learner.distrust(manifest, "1 bucket")
+            await world.step(1)  # what one replica found may be its own fault
+            world.learner.distrust(other, "1 bucket")
+            with pytest.raises(LearnerDied, match=r"weights are damaged where .*: 1 bucket"):
+                await world.learner.watch()
+            assert await world.learner.restart(2) == 2
+            assert world.pid(0) != pid
 
     asyncio.run(run())
 

@@ -27,7 +27,7 @@ from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.released_memory import ReleasedMemory
 from rlsys.engines.routing import Routing, RoutingRecorder, routing_of
 from rlsys.layout.transport.staging import copy_parts
-from rlsys.layout.transport.weights import Shapes, Weights
+from rlsys.layout.transport.weights import Tensors, Weights
 from rlsys.types import ExpertArray
 
 Decode = Callable[[torch.Tensor, torch.Tensor, SlotCache], torch.Tensor]
@@ -86,8 +86,8 @@ class Backbone:
         return experts
 
     @property
-    def shapes(self) -> Shapes:
-        return {name: tuple(one.shape) for name, one in model_tensors(self._model).items()}
+    def tensors(self) -> Tensors:
+        return model_tensors(self._model)
 
     def release(self) -> None:
         """Let the memory of the weights go until the next `load`."""
@@ -95,11 +95,11 @@ class Backbone:
         self._released = ReleasedMemory(model_tensors(self._model).values())
 
     def load(self, weights: Weights) -> None:
-        """Overwrite the weights in place, by those that fit `shapes`."""
+        """Overwrite the weights in place, by those that fit `tensors`."""
         if self._released is not None:
             self._released.take_back()
             self._released = None
-        tensors = model_tensors(self._model)
+        tensors = self.tensors
         copy_parts((tensors[name][box.slices], part) for name, box, part in weights.parts())
         if self._fused is not None:
             with torch.no_grad():

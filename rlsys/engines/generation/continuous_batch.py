@@ -31,7 +31,7 @@ from rlsys.engines.generation.backbone import Backbone
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, SlotCache, room, round_up
 from rlsys.engines.generation.sampling import Cut, sample
 from rlsys.engines.generation.slots import Slots
-from rlsys.layout.transport.weights import Shapes, Weights
+from rlsys.layout.transport.weights import Tensors, Weights
 from rlsys.types import FinishReason, Generation, GenerationRequest
 
 # Bounds the memory of a pass and the time until the next decode step; a longer prompt runs alone.
@@ -139,9 +139,9 @@ class ContinuousBatch:
         ]
 
     @property
-    def shapes(self) -> Shapes:
-        """Of the model's tensors, by Hugging Face name."""
-        return self._backbone.shapes
+    def tensors(self) -> Tensors:
+        """Of the model, by Hugging Face name."""
+        return self._backbone.tensors
 
     def _empty_cache(self) -> SlotCache:
         return SlotCache(

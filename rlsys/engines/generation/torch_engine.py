@@ -133,8 +133,8 @@ class TorchEngine:
 
     async def prepare(self, manifest: WeightManifest) -> None:
         self._drop_prepared()
-        shapes = self._require_batch().shapes
-        self._prepared = await asyncio.to_thread(open_verified, manifest, shapes)
+        model = self._require_batch().tensors
+        self._prepared = await asyncio.to_thread(open_verified, manifest, model)
 
     async def load(self) -> None:
         batch = self._require_batch()

@@ -45,8 +45,8 @@ from rlsys.engines.generation.vllm_requests import (
     vllm_params,
     vllm_prompt,
 )
-from rlsys.engines.model_tensors import tensor_shapes
-from rlsys.layout.transport.weights import Shapes, open_verified
+from rlsys.engines.model_tensors import hollow_tensors
+from rlsys.layout.transport.weights import Tensors, open_verified
 from rlsys.types import Generation, GenerationRequest, SamplingParams, WeightManifest
 
 # Between two questions whether workers have prepared new weights: a call to each that has no other
@@ -82,7 +82,7 @@ class VLLMEngine:
         self._max_context = max_context
         self._shares_device = shares_device
         self._is_asleep = False
-        self._shapes: Shapes = {}
+        self._hollow: Tensors = {}
         self._stop_token_ids: tuple[int, ...] = ()
         self._decode_text: DecodeText | None = None  # made when a request needs it
         self._llm: Any = None  # vLLM's AsyncLLM, between start and close
@@ -100,7 +100,7 @@ class VLLMEngine:
         Raises ValueError for a model that vLLM cannot serve or could not take new weights of,
         EngineError if vLLM's processes do not come up.
         """
-        self._shapes = await asyncio.to_thread(tensor_shapes, self._path)
+        self._hollow = await asyncio.to_thread(hollow_tensors, self._path)
         self._stop_token_ids = await asyncio.to_thread(end_of_sequence_ids, self._path)
         with (
             tempfile.TemporaryDirectory(prefix="rlsys-vllm-") as sockets,
@@ -167,7 +167,7 @@ class VLLMEngine:
 
     async def prepare(self, manifest: WeightManifest) -> None:
         self._check_alive()
-        weights = await asyncio.to_thread(open_verified, manifest, self._shapes)
+        weights = await asyncio.to_thread(open_verified, manifest, self._hollow)
         with contextlib.closing(weights):  # the workers keep it open from now on
             await self._rpc("rlsys_prepare", pickle.dumps(weights.local))
         while not all(await self._rpc("rlsys_is_prepared")):  # noqa: ASYNC110
@@ -237,7 +237,8 @@ class VLLMEngine:
         self._llm.output_handler.add_done_callback(lambda _: self._fail(PROCESSES_ENDED))
         await self._call(self._llm.get_supported_tasks())  # cached: no request waits for it later
         await self._call(self._llm.update_weight_version(str(self._version)))
-        refusals = await self._rpc("rlsys_start", self._shapes)
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._hollow.items()}
+        refusals = await self._rpc("rlsys_start", shapes)
         if any(refusals):
             raise ValueError(f"model.path={self._path!r}: {next(filter(None, refusals))}")
         trial = GenerationRequest(
