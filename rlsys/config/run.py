@@ -403,9 +403,7 @@ class ObserveConfig:
     trace: bool = True
     """Write trace.json (Perfetto, chrome://tracing)."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Mirror metrics to Weights & Biases."""
-    wandb_project: str = "rlsys"
-    """Project there."""
+    """Mirror metrics to Weights & Biases, in the project that WANDB_PROJECT names (or "rlsys")."""
 
     def __post_init__(self) -> None:
         conform(self, "observe")
