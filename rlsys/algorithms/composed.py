@@ -111,18 +111,15 @@ class interpolate_proximal(Wrapper):
         inner = denominator_of(self.loss)
         return "interpolated" if inner == "proximal" else inner
 
+    @property
+    def interpolates_proximal(self) -> bool:
+        return True
+
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         age = inputs.staleness.to(inputs.sampler_logprobs.dtype)
         alpha = torch.where(age > 0, 1 / age.clamp(min=1), 0.0)
         now, then = floored(inputs.trainer_logprobs.detach()), floored(inputs.sampler_logprobs)
         return self.loss(replace(inputs, proximal_logprobs=torch.lerp(now, then, alpha)))
-
-
-def interpolates(loss: object) -> bool:
-    """Whether there is an interpolate_proximal in it, so that π_prox needs no forward pass."""
-    while isinstance(loss, Wrapper) and not isinstance(loss, interpolate_proximal):
-        loss = loss.loss
-    return isinstance(loss, interpolate_proximal)
 
 
 @parameters

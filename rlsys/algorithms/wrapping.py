@@ -38,6 +38,11 @@ class Wrapper:
         return whole_groups(self.loss)
 
     @property
+    def interpolates_proximal(self) -> bool:
+        """π_prox needs no forward pass."""
+        return getattr(self.loss, "interpolates_proximal", False)
+
+    @property
     def candidates(self) -> str | None:
         return candidates_of(self.loss)
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from rlsys.algorithms.composed import interpolates
 from rlsys.config import TrainedRoleConfig, require
 from rlsys.dataflow.given import (
     check_aggregation,
@@ -416,7 +415,7 @@ class Dataflow:
         columns = {column.name for one in self.stages for column in one.writes}
         if updates_per_step == 1 or self.main.head != "logits" or PROXIMAL_COLUMN in columns:
             return
-        if interpolates(stage.loss):
+        if getattr(stage.loss, "interpolates_proximal", False):
             return
         place = self.stages.index(stage)
         reads = tuple(c for c in stage.reads if c.name in ROLLOUT_COLUMNS)
