@@ -75,7 +75,6 @@ def open_books(
         rollout_writer=rollouts,
         wandb=WandbSink(
             config.observe.wandb,
-            project=config.observe.wandb_project,
             name=config.name,
             directory=directory.path,
             config=to_dict(config),

@@ -5,7 +5,8 @@ In: the configuration. Out: factories for engines and reward runners, and what e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlsys.config import MIN_CPUS, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
@@ -29,16 +30,27 @@ EVALUATION = "(evaluation)"
 
 
 def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
-    """Of the trainer's ranks and of the replicas. The store's shards and the reward workers reserve
+    """Of the trainer's ranks and of the replicas, which may be in the place of a rank each; that is
+    as large as the larger one needs it. The store's shards and the reward workers reserve
     nothing: they wait most of the time; and replicas that read a dataset next to nothing."""
     samples = bool(flow.all(GenerateStage))
     ranks = _ranks("trainer", config.trainer)
+    shared: Sequence[Need | None] = [None] * config.rollout.num_replicas
+    if config.placement == "colocated":
+        fix = "trainer.layout, trainer.num_cpus, rollout.num_cpus or trainer.num_gpus"
+        num_cpus = max(config.trainer.num_cpus, config.rollout.num_cpus)
+        hosts = [
+            replace(rank, num_cpus=num_cpus, fix=fix, is_shared=True)
+            for rank in ranks[: config.rollout.num_replicas]
+        ]
+        shared, ranks = hosts, [*hosts, *ranks[len(hosts) :]]
     replicas = [
         Need(
             name=f"rollout-{replica}",
             num_cpus=config.rollout.num_cpus if samples else MIN_CPUS,
             num_gpus=config.rollout.num_gpus if samples else 0,
             fix="rollout.num_replicas, rollout.num_cpus or rollout.num_gpus",
+            beside=shared[replica],
         )
         for replica in range(config.rollout.num_replicas)
     ]
@@ -90,11 +102,13 @@ def compute_threads(num_cpus: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFactory:
-    """Of a trained model's rank; `beginning`: the weights that a role without a path takes."""
+    """Of a trained model's rank; `beginning`: the weights that a role without a path takes;
+    `temperature`: of log-probabilities."""
 
     config: RunConfig
     stage: TrainStage
     beginning: str
+    temperature: float
 
     def __call__(self, rank: int, host: str, port: int) -> TrainingEngine:
         import ray
@@ -118,7 +132,7 @@ class TrainerFactory:
             model=model,
             loss=self.stage.loss,
             aggregation=self.stage.aggregation,
-            temperature=config.sampling.temperature,
+            temperature=self.temperature,
             num_total_steps=config.num_steps,
             seed=config.seed,
             head=self.stage.model.head,
@@ -136,6 +150,7 @@ class InferenceFactory:
     config: RunConfig
     stage: InferStage
     beginning: str
+    temperature: float
 
     def __call__(self) -> InferenceEngine:
         from rlsys.engines.inference import InferenceEngine
@@ -149,7 +164,7 @@ class InferenceFactory:
             device="cuda" if role.num_gpus else "cpu",
             num_threads=compute_threads(role.num_cpus),
             max_tokens=role.pass_tokens,
-            temperature=self.config.sampling.temperature,
+            temperature=self.temperature,
             top_k=self.stage.top_k,
             shares_device=0 < role.num_gpus < 1,
         )
@@ -170,7 +185,11 @@ class RolloutFactory:
             return DatasetEngine()
         max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
         engine = build_engine(
-            config.model, config.rollout, config.sampling, max_context=max_context
+            config.model,
+            config.rollout,
+            config.sampling,
+            max_context=max_context,
+            shares_device=config.placement == "colocated",
         )
         return MixedEngine(engine) if self.shares else engine
 

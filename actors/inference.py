@@ -103,13 +103,24 @@ class RayPool:
 
     async def start(self, timeout_s: float) -> None:
         """Returns when all can work; `timeout_s` holds for their successors too. Raises what keeps
-        them from starting."""
+        them from starting, of deaths the last of MAX_DEATHS."""
         self._start_timeout_s = timeout_s
-        starts = [self._starts[self._worker(place)] for place in range(self._num_workers)]
         try:
-            await asyncio.gather(*map(asyncio.shield, starts))
+            await asyncio.gather(*map(self._present, range(self._num_workers)))
         except WorkerDied as death:
             raise WorkerDied(while_loading(self._model, death)) from None
+
+    async def _present(self, place: int) -> None:
+        """When the worker of the place, or a successor, can work."""
+        for _ in range(MAX_DEATHS - 1):
+            worker = self._worker(place)
+            try:
+                await asyncio.shield(self._starts[worker])
+            except WorkerDied as death:
+                self._forget(place, worker, str(death))
+            else:
+                return
+        await asyncio.shield(self._starts[self._worker(place)])
 
     async def run(self, rows: Rows) -> Written:
         reason = ""

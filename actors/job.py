@@ -80,6 +80,7 @@ class Job:
         self._first_step = history.checkpoint.step if history else 0
         self._beginning = history.state.beginning if history else None
         self._samples = bool(flow.all(GenerateStage))
+        self._alternates = config.placement == "colocated"
         self._alphabet = Alphabet(tokenizer)
 
     @property
@@ -93,7 +94,7 @@ class Job:
         ranks, replicas = needs(config, self._flow)
         roles = role_needs(config, self._flow)
         every = [*ranks, *replicas, *(need for some in roles.values() for need in some)]
-        asked = sum(need.num_cpus for need in every)
+        asked = sum(need.num_cpus for need in every if need.beside is None)
         async with contextlib.AsyncExitStack() as cluster:
             prompts = cluster.enter_context(self._prompts_of_all())
             with self._console.phase("Starting Ray"):
@@ -123,8 +124,8 @@ class Job:
                 )
             )
             # The store is empty: a shard that dies by now is replaced, and nothing is lost.
-            first = await team.keep_store_while(self._start(team, warm_start))
-            await self._train(team, first, prompts, began_warm=warm_start is not None)
+            first, weights = await team.keep_store_while(self._start(team, warm_start))
+            await self._train(team, first, prompts, weights)
             with self._console.phase("Exporting the model"):
                 await team.learner.export_the_end(self._directory.hf)
                 await asyncio.to_thread(
@@ -150,21 +151,31 @@ class Job:
             run_id=self._directory.run_id,
         )
 
-    async def _start(self, team: Team, warm_start: WarmStart | None) -> dict[int, Replica]:
-        """Actors start side by side; the trainer warms up as soon as it is there. Returns the first
-        replicas, by number, less those that died while they started."""
+    async def _start(
+        self, team: Team, warm_start: WarmStart | None
+    ) -> tuple[dict[int, Replica], WeightManifest | None]:
+        """Actors start side by side, but for replicas that share the trainer's devices; the trainer
+        warms up as soon as it is there. Returns the first replicas, by number, less those that died
+        while they started, and what they begin with."""
+        changed = warm_start is not None or bool(self._history)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._start_models(team, warm_start))
+                models = tasks.create_task(self._start_models(team, warm_start))
                 tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
+                if self._alternates:
+                    await models
+                    weights = await self._first_weights(team, changed=changed)
                 first = [
                     tasks.create_task(self._hire(team.fleet, number))
                     for number in range(self._config.rollout.num_first)
                 ]
         except BaseExceptionGroup as group:
             raise first_error(group) from None
+        if not self._alternates:
+            weights = await self._first_weights(team, changed=changed)
         started = {number: task.result() for number, task in enumerate(first)}
-        return {number: replica for number, replica in started.items() if replica is not None}
+        found = {number: replica for number, replica in started.items() if replica is not None}
+        return found, weights
 
     async def _hire(self, fleet: Fleet, number: int) -> Replica | None:
         engine = self._config.rollout.engine if self._samples else "dataset"
@@ -232,8 +243,7 @@ class Job:
         team: Team,
         replicas: Mapping[int, Replica],
         prompts: Prompts,
-        *,
-        began_warm: bool,
+        weights: WeightManifest | None,
     ) -> None:
         config = self._config
         store = self._flow.open_store(
@@ -248,7 +258,6 @@ class Job:
             retired=self._history.state.retired if self._history else (),
         )
         carried = await self._carried(team, replicas)
-        weights = await self._first_weights(team, changed=began_warm or bool(self._history))
         with contextlib.ExitStack() as ending:
             books = ending.enter_context(
                 open_books(
@@ -310,17 +319,23 @@ class Job:
         return replace(carried, coefficients=self._history.state.coefficients)
 
     async def _first_weights(self, team: Team, *, changed: bool) -> WeightManifest | None:
-        """What replicas begin with; None: those of model.path, which they have."""
+        """What replicas begin with; None: those of model.path, which they have. Devices that they
+        share are theirs from then on."""
         if not self._samples:
             return WeightManifest(version=self._first_step)
-        if not changed:
-            return None
+
+        async def published() -> WeightManifest | None:
+            manifest = await team.learner.publish() if changed else None
+            if self._alternates:
+                await team.learner.release()
+            return manifest
+
         try:
-            return await team.learner.publish()
+            return await published()
         except LearnerDied as death:
             self._console.warn(f"{death}; the trainer starts again")
             await team.learner.restart(self._first_step)
-            return await team.learner.publish()
+            return await published()
 
     def _checkpoint(
         self,

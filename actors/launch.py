@@ -172,6 +172,7 @@ async def _run(
         num_steps=config.num_steps,
         max_staleness=config.asynchrony.max_staleness,
         samples=bool(flow.all(GenerateStage)),
+        in_turns=config.placement == "colocated",
         print_every=config.observe.print_every,
         print_samples=config.observe.print_samples,
     )

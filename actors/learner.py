@@ -187,12 +187,14 @@ class RayLearner:
         self._attention_tokens = math.inf
         self._replacing: asyncio.Task[None] | None = None
         self._began_warm = False
+        self._is_released = False
         self._step = 0  # of the newest answer
         self.reader_nodes: Callable[[], Iterable[str]] = tuple
         """Ids of those with replicas, which will take what is published next."""
         # Which version; references to what goes to a place that has another, by both.
         self._sent: tuple[WeightManifest | None, dict[tuple[str, int | None], list[Any]]]
         self._sent = (None, {})
+        self._distrusted: WeightManifest | None = None  # of which a replica has found bytes damaged
 
     async def start(self, checkpoint: Path | None = None) -> None:
         """Build all ranks from model.path, and load the trainer's part of a checkpoint where there
@@ -249,6 +251,13 @@ class RayLearner:
         if self._sent[0] == manifest:
             self._sent = (None, {})
 
+    def distrust(self, manifest: WeightManifest, why: str) -> None:
+        """A replica ends because it found bytes damaged that were sent again. Where a second one
+        does, they are so where they were staged: the trainer starts anew, and publishes again."""
+        if manifest == self._distrusted:
+            self._crew.end(LearnerDied(f"weights are damaged where the trainer staged them: {why}"))
+        self._distrusted = manifest
+
     async def sft_step(
         self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
     ) -> float:
@@ -301,6 +310,7 @@ class RayLearner:
         return written
 
     async def accumulate(self, passes: Sequence[Sequence[Rows]]) -> None:
+        self._works_again()
         by_rank = zip(*map(self._by_rank, passes), strict=True)
         await self._crew.each("accumulate", list(by_rank))
 
@@ -324,6 +334,16 @@ class RayLearner:
     async def hold(self) -> None:
         self._held_by = self._crew
         await self._crew.all("hold")
+
+    async def release(self) -> None:
+        self._is_released = True
+        await self._crew.all("release")
+
+    def _works_again(self) -> None:
+        """Keepers that were lost meanwhile can be replaced, for which the state must be there."""
+        if self._is_released:
+            self._is_released = False
+            self._keepers.lost.notify()
 
     async def write(self, directory: Path) -> None:
         """What is held, as a state on disk. Raises OSError for an unwritable directory or a full
@@ -380,6 +400,7 @@ class RayLearner:
         if self._replacing is not None:
             self._replacing.cancel()
         crew = self._crew = Crew([self._hire(rank) for rank in range(self._num_ranks)])
+        self._is_released = False
         self._sent = (None, {})
         limit_s = self._start_timeout_s
         places = await crew.all("rendezvous", timeout_s=limit_s)
@@ -432,7 +453,9 @@ class RayLearner:
 
     async def _replace_keepers(self) -> None:
         while True:
-            await self._keepers.lost.until(lambda: len(self._keepers.rooms) < self._num_ranks)
+            await self._keepers.lost.until(
+                lambda: len(self._keepers.rooms) < self._num_ranks and not self._is_released
+            )
             await self._make_rooms()
 
     async def _make_rooms(self) -> None:

@@ -2,8 +2,9 @@
 
 In: what each actor needs. Out: places, reserved as Ray placement groups: one for all ranks of a
 model, one for each replica, so that a replica can wait for a node that is yet to come without
-holding up others. A place outlives the actor in it: the successor takes it over, and when its node
-is lost, Ray reserves it on another as soon as one has room.
+holding up others. Or a replica has the place of a rank, in turns with it. A place outlives the
+actor in it: the successor takes it over, and when its node is lost, Ray reserves it on another as
+soon as one has room.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -46,10 +47,13 @@ class Need:
     num_cpus: float
     num_gpus: float
     fix: str
+    beside: Need | None = None  # in whose place it is, which is large enough; reserves nothing
+    is_shared: bool = False  # another is beside it
 
     def __str__(self) -> str:
         gpus = f", {self.num_gpus:g} GPU" if self.num_gpus else ""
-        return f"{self.name} ({self.num_cpus:g} CPU{gpus})"
+        place = f" in the place of {self.beside.name}, in turns" if self.beside else ""
+        return f"{self.name} ({self.num_cpus:g} CPU{gpus}){place}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +66,13 @@ class Place:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the actor that is to take the place."""
+        """Of the actor that is to take the place. Two that share it are there at the same time: one
+        has its cores as Ray counts them, and each half of its GPU."""
+        need = self.need
+        num_sharing = 2 if need.beside or need.is_shared else 1
         return {
-            "num_cpus": self.need.num_cpus,
-            "num_gpus": self.need.num_gpus,
+            "num_cpus": 0 if need.beside else need.num_cpus,
+            "num_gpus": need.num_gpus / num_sharing,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self.group, placement_group_bundle_index=self.index
             ),
@@ -128,14 +135,15 @@ async def reserved(
     room for them within `timeout_s` (cluster.start_timeout_s).
     """
     needed = [*ranks, *(need for of_role in roles.values() for need in of_role)]
-    needed += replicas[:min_replicas]
+    alone = [[need] for need in replicas if need.beside is None]
+    needed += [need for need in replicas[:min_replicas] if need.beside is None]
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     check_capacity(needed, nodes)
     # Ray looks for room in this order: as above, the largest first; what may wait, last.
     parts: list[Sequence[Need]] = [ranks, *roles.values()]
-    parts += [[need] for need in replicas[:min_replicas]]
+    parts += alone[:min_replicas]
     parts.sort(key=lambda part: _largest_first(part[0]))
-    parts += [[need] for need in replicas[min_replicas:]]
+    parts += alone[min_replicas:]
     places: dict[Need, Place] = {}
     try:
         for part in parts:
@@ -144,6 +152,9 @@ async def reserved(
             )
             for index, need in enumerate(part):
                 places[need] = Place(need=need, group=group, index=index)
+        for need in replicas:
+            if need.beside is not None:
+                places[need] = replace(places[need.beside], need=need)
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*(places[need].node_id() for need in needed))

@@ -97,6 +97,12 @@ def load_prompts(
                 f"flow.infer({stage.model.name!r}, top_k={stage.top_k}) asks for more than the "
                 f"{num_tokens} tokens of the vocabulary; use at most that.",
             )
+    with mistakes.noted():
+        require(
+            config.placement == "separate" or not isinstance(flow.source, DatasetStage),
+            "placement=colocated: replicas that read a dataset have no model, and nothing to take "
+            "turns for; leave it out.",
+        )
     if (shared := flow.source.prompts.shared) is not None:
         with mistakes.noted():
             shared.check(config)
@@ -236,5 +242,5 @@ def check_warm_start(warm_start: WarmStart | None, tokenizer: Any) -> None:
     if warm_start is None or not warm_start.num_steps:
         return
     alphabet = Alphabet(tokenizer)
-    for text in itertools.chain.from_iterable(warm_start.first_batch()):
+    for text in itertools.chain.from_iterable(warm_start.batch(1)):
         alphabet.check(text, "a text of WarmStart.batches for step 1")

@@ -23,7 +23,7 @@ from rlsys.rewards.parts import Parts
 from rlsys.types import Rollout
 from rlsys.workers import RolloutText, RowsLost, Score, Scored, ScoreTask, TellScores, Unreadable
 
-from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError, begun
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, begun
 from .store import StoreAddress, StoreClient
 
 SCORE_COLUMNS = ("prompt_token_ids", "token_ids", "policy_versions")
@@ -191,9 +191,10 @@ class RayScorer:
         return list(self._load)
 
     async def start(self, timeout_s: float) -> None:
-        """Returns when all can work. `timeout_s` holds for their successors too."""
+        """Returns when all can work. `timeout_s` holds for their successors too. Raises what keeps
+        them from starting, of deaths the last of MAX_DEATHS."""
         self._start_timeout_s = timeout_s
-        await asyncio.gather(*map(self._started, self.workers))
+        await asyncio.gather(*map(self._present, self.workers))
 
     async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
         """`tell` gets the scores in parts, by the task's place; returns when all are told. Never
@@ -219,7 +220,8 @@ class RayScorer:
                 return
             except _WorkerLost as error:
                 reason = str(error)
-                self._replace(worker, reason)
+                if worker in self._load:
+                    self._replace(worker, reason)
             finally:
                 if worker in self._load:
                     self._load[worker] -= size
@@ -239,10 +241,22 @@ class RayScorer:
                 return
             part = await _part(worker, "more", number)
 
-    def _add(self) -> None:
+    def _add(self) -> Worker:
         worker = self._start_worker(self._num_started)
         self._num_started += 1
         self._load[worker] = 0
+        return worker
+
+    async def _present(self, worker: Worker) -> None:
+        """When it, or a successor, can work."""
+        for _ in range(MAX_DEATHS - 1):
+            try:
+                await self._started(worker)
+            except WorkerDied as death:
+                worker = self._replace(worker, str(death))
+            else:
+                return
+        await self._started(worker)
 
     async def _started(self, worker: Worker) -> None:
         """When the actor can work; raises what kept it from starting."""
@@ -257,14 +271,13 @@ class RayScorer:
         except CALL_ERRORS as error:
             raise _WorkerLost(str(error)) from error
 
-    def _replace(self, worker: Worker, reason: str) -> None:
+    def _replace(self, worker: Worker, reason: str) -> Worker:
         """Another in its place, which takes pieces at once: they wait for its start."""
-        if worker in self._load:
-            del self._load[worker]
-            self._starts.pop(worker, None)
-            worker.kill()
-            self._add()
-            self._on_death(f"{reason}; another takes its place")
+        del self._load[worker]
+        self._starts.pop(worker, None)
+        worker.kill()
+        self._on_death(f"{reason}; another takes its place")
+        return self._add()
 
 
 async def _part(worker: Worker, method: str, *args: Any) -> Part:

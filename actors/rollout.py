@@ -82,6 +82,7 @@ class RolloutActor(Heartbeat):
         self._priors: dict[str, Generation] = {}  # what another replica had sampled
         self._num_told: dict[str, int] = {}  # tokens of running requests that lie in the store
         self._num_sampled = 0  # tokens, when last told
+        self._is_released = self._works = False
         self._looked_at = time.monotonic()
         self._collecting: asyncio.Task[list[Generation]] | None = None
 
@@ -109,9 +110,8 @@ class RolloutActor(Heartbeat):
                 for request in requests
             ]
         )
-        if requests and not self._prompts:
-            self._tracer.job_begins()
         self._prompts.update((r.request_id, r.prompt_token_ids) for r in requests)
+        self._count_work()
         self._priors.update(known)
         self._num_told.update((name, len(prior.token_ids)) for name, prior in known.items())
 
@@ -151,8 +151,7 @@ class RolloutActor(Heartbeat):
             return Collected(finished=[], parts=parts, has_sampled=has_sampled)
         generations = [self._whole(generation) for generation in generations]
         prompts = [self._prompts.pop(g.request_id) for g in generations]
-        if not self._prompts:
-            self._tracer.job_ends()
+        self._count_work()
         for generation in generations:
             self._priors.pop(generation.request_id, None)
             self._num_told.pop(generation.request_id, None)
@@ -175,7 +174,7 @@ class RolloutActor(Heartbeat):
         """What running requests have sampled and not told yet, `at_least` tokens each, written to
         the store."""
         self._looked_at = time.monotonic()
-        running = [self._whole(g) for g in await self._engine.progress()]
+        running = [self._whole(g) for g in await self._switch.progress()]
         new = [
             (g, start)
             for g in running
@@ -231,6 +230,23 @@ class RolloutActor(Heartbeat):
         prior = self._priors.get(generation.request_id)
         return generation if prior is None else merged(prior, generation)
 
+    async def release(self) -> None:
+        """Let the memory of the engine go, until weights come."""
+        with self._tracer.span("engine", "release"):
+            await self._switch.release()
+        self._is_released = True
+        self._count_work()
+
+    def _count_work(self) -> None:
+        """It works as long as it has requests, and memory for them."""
+        works = bool(self._prompts) and not self._is_released
+        if works != self._works:
+            self._works = works
+            if works:
+                self._tracer.job_begins()
+            else:
+                self._tracer.job_ends()
+
     async def abort(self, request_ids: list[str]) -> None:
         await self._switch.abort(request_ids)
 
@@ -253,6 +269,12 @@ class RolloutActor(Heartbeat):
         """Seconds during which nothing was sampled. `parcels`: what this node lacks of the version.
         Raises MemoryGone if the trainer has given the version up by now, DamagedWeightsError if it
         is not what was published."""
+        pause_s = await self._take(manifest, parcels)
+        self._is_released = False
+        self._count_work()
+        return pause_s
+
+    async def _take(self, manifest: WeightManifest, parcels: Sequence[Parcel | None]) -> float:
         if not manifest.shares:
             return await self._switch.switch(manifest)
         with (
@@ -366,6 +388,9 @@ class RayReplica:
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._call("abort", list(request_ids))
 
+    async def release(self) -> None:
+        await self._call("release")
+
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         if delayed:  # however long that takes; its rollouts are collected meanwhile
             while not await self._poll("drain"):
@@ -378,6 +403,7 @@ class RayReplica:
             try:
                 pause_s = await self._take(manifest, None)
             except DamagedWeightsError as error:
+                self._learner.distrust(manifest, str(error))
                 raise self._died("update_weights", error) from None
         self._base = manifest.version
         return pause_s

@@ -293,6 +293,7 @@ class _Actors:
                 config=self._config,
                 stage=stage,
                 beginning=str(self._checkpoints.beginning(self._config.model.path)),
+                temperature=self._temperature,
             )
             column = stage.writes[0]
             options = self._places.roles[stage.model.name][worker].options
@@ -308,6 +309,13 @@ class _Actors:
             model=stage.model.name,
         )
 
+    @property
+    def _temperature(self) -> float:
+        """Of log-probabilities: that of the sampler, where one samples; a dataset's completions
+        are learnt as they stand."""
+        samples = bool(self._flow.all(GenerateStage))
+        return self._config.sampling.temperature if samples else 1.0
+
     async def _store_of(self, node_id: str) -> StoreAddress:
         """With a shard on this node."""
         await self._shards.ensure(node_id)
@@ -319,6 +327,7 @@ class _Actors:
             config=self._config,
             stage=stage,
             beginning=str(self._checkpoints.beginning(self._config.model.path)),
+            temperature=self._temperature,
         )
         places = self._places.ranks if model.is_main else self._places.roles[model.name]
         name = f"trainer-{rank}" if model.is_main else f"{model.name}-{rank}"

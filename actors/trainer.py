@@ -55,6 +55,7 @@ class TrainerActor(Heartbeat):
         self._engine: Any = None  # a TrainingEngine, from `start` on
         self._snapshots: SnapshotFile | None = None
         self._held: HeldState | None = None
+        self._is_released = False
         self._failure: Exception | None = None
         self._train_s = 0.0  # since the last optimizer step
 
@@ -169,6 +170,12 @@ class TrainerActor(Heartbeat):
         with self._call("hold"), self._tracer.span("trainer", "hold"):
             self._held = self._engine.hold(self._snapshots or self._keep_one())
 
+    def release(self) -> None:
+        """Let the memory of the device go; whatever is called next brings the state back."""
+        with self._call("release"), self._tracer.span("trainer", "release"):
+            self._engine.release()
+            self._is_released = True
+
     @ray.method(concurrency_group="writing")
     def write(self, directory: Path) -> bytes | OSError:
         """This rank's part of what is held; what rlsys.engines.training.trainer_state.finish_state
@@ -212,6 +219,10 @@ class TrainerActor(Heartbeat):
         if self._failure is not None:
             raise LearnerDied(f"trainer-{self._rank} stopped before {name}: {self._failure}")
         try:
+            if self._is_released:
+                with self._tracer.span("trainer", "take_back"):
+                    self._engine.take_back()
+                self._is_released = False
             yield
         except Exception as error:
             from rlsys.engines.training.ranks import lost_contact

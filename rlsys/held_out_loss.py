@@ -53,7 +53,6 @@ class HeldOutLoss:
             device="cuda" if config.rollout.num_gpus else "cpu",
             num_threads=max(1, int(config.rollout.num_cpus)),
             max_tokens=self.pass_tokens,
-            temperature=config.sampling.temperature,
         )
         began = time.monotonic()
         sums = engine.judge(

@@ -47,10 +47,10 @@ class WarmStart:
     num_steps: int
     batches: Iterator[list[tuple[str, str]]]  # prompts and the completions to learn
     learning_rate: float  # peak, reached linearly over the first tenth of the steps
-    _ahead: list[list[tuple[str, str]]] = field(
+    _given: list[list[tuple[str, str]]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
-    """Of `batches`, what was looked at and is yet to be taught."""
+    """Of `batches`, what was looked at: lessons that a rank's death breaks off begin anew."""
 
     def __post_init__(self) -> None:
         checked(self.num_steps, int, "WarmStart.num_steps")
@@ -74,16 +74,15 @@ class WarmStart:
         """Learning rate of the step; steps count from 1."""
         return self.learning_rate * min(1.0, step / max(1, self.num_steps // 10))
 
-    def first_batch(self) -> list[tuple[str, str]]:
-        """What `batch` gives for step 1, which it still gives later. Raises ValueError as it does,
-        where no step was begun."""
-        examples = self.batch(1)
-        self._ahead.append(examples)
-        return examples
-
     def batch(self, step: int) -> list[tuple[str, str]]:
-        """The examples of the step. Raises ValueError where there are none."""
-        examples = self._ahead.pop() if self._ahead else next(self.batches, None)
+        """The examples of the step, the same however often it is asked. Raises ValueError where
+        there are none."""
+        while len(self._given) < step:
+            self._given.append(self._next(len(self._given) + 1))
+        return self._given[step - 1]
+
+    def _next(self, step: int) -> list[tuple[str, str]]:
+        examples = next(self.batches, None)
         require(
             examples is not None,
             f"WarmStart.batches ended before step {step} of {self.num_steps}; give as many batches "

@@ -109,7 +109,10 @@ def waited_s(stage: str, reason: str) -> str:
 
 # For what training stands still, whoever samples how fast.
 CHECKPOINT, EVALUATION, RESTART = "checkpoint", "evaluation", "restart"
-STANDSTILLS = tuple(waited_s("train", reason) for reason in (CHECKPOINT, EVALUATION, RESTART))
+DEVICES = "devices"  # that it shares with replicas: until they have changed hands
+STANDSTILLS = tuple(
+    waited_s("train", reason) for reason in (CHECKPOINT, EVALUATION, RESTART, DEVICES)
+)
 
 
 def actor_work_s(actor: str) -> str:

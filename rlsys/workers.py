@@ -162,6 +162,10 @@ class Replica(Protocol):
         """Load a new version: in the middle of generation, or delayed until what runs has ended.
         Returns the pause in seconds. Raises WeightsGone."""
 
+    async def release(self) -> None:
+        """Let the memory of its devices go: weights and caches. What runs keeps its tokens, and
+        goes on, like what is submitted meanwhile, after the next `update_weights`."""
+
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         """The replica has died: end what is left of it, and take back the store's memory that it
         held, less the rows that are still needed (StreamStore.live_rows)."""
@@ -240,6 +244,9 @@ class Learner(Protocol):
     async def hold(self) -> None:
         """Keep a copy of the state as it is now in memory, for a checkpoint that is written while
         training goes on; one at a time."""
+
+    async def release(self) -> None:
+        """Let the memory of its devices go; the next call brings the state back."""
 
     async def restart(self, step: int) -> int:
         """After LearnerDied or RowsLost: start all ranks anew, in places that exist, from the

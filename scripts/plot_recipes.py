@@ -36,7 +36,7 @@ def curves(runs_dir: Path) -> dict[str, Curve]:
                 continue
             if values:
                 first, last = ends(values)
-                what = " of pairs" if recipe.reward == PREFERENCES else ""
+                what = " (pairs)" if recipe.reward == PREFERENCES else ""
                 smooth = smoothed(values, max(1, len(values) // 25))
                 found[run] = smooth, f"{first:.2f} to {last:.2f}{what}"
     return found
@@ -63,9 +63,9 @@ def draw(found: Mapping[str, Curve]) -> Any:
     panels = list(grid.flat)
     for panel, (name, (values, rise)) in zip(panels, found.items(), strict=False):
         for other, _ in found.values():
-            _plot(panel, other, color=BEHIND, linewidth=0.7, alpha=0.6)
+            _plot(panel, other, every=5, color=BEHIND, linewidth=0.7, alpha=0.6)
         _plot(panel, values, color=REWARD, linewidth=2)
-        panel.set_title(f"{name}   {rise}", loc="left", color=INK)
+        panel.set_title(f"{name}   {rise}", loc="left", color=INK, fontsize="medium")
         panel.set_ylim(0, 1.02)
         panel.grid(axis="y", color=FAINT, linewidth=0.6)
         panel.tick_params(colors=INK, length=0)
@@ -77,8 +77,8 @@ def draw(found: Mapping[str, Curve]) -> Any:
     return figure
 
 
-def _plot(panel: Any, values: Sequence[float], **style: Any) -> None:
-    panel.plot(range(1, len(values) + 1), values, **style)
+def _plot(panel: Any, values: Sequence[float], *, every: int = 1, **style: Any) -> None:
+    panel.plot(range(1, len(values) + 1, every), values[::every], **style)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

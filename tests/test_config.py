@@ -110,6 +110,27 @@ from rlsys.types import SamplingParams
             {"rollout": RolloutConfig(engine="vllm"), "sampling": SamplingConfig(temperature=2.1)},
             "sampling.temperature=2.1 lies outside [0.01, 2.0]",
         ),
+        (
+            RunConfig,
+            {
+                "placement": "colocated",
+                "rollout": RolloutConfig(num_replicas=3),
+                "trainer": TrainerConfig(layout="dp2"),
+            },
+            "rollout.num_replicas=3 with placement=colocated: each has the place of a rank of the "
+            "trainer, of which trainer.layout='dp2' has 2; use rollout.num_replicas=2",
+        ),
+        (
+            RunConfig,
+            {"placement": "colocated", "rollout": RolloutConfig(num_gpus=1)},
+            "rollout.num_gpus=1 and trainer.num_gpus=0 with placement=colocated",
+        ),
+        (
+            RunConfig,
+            {"placement": "colocated", "asynchrony": AsyncConfig(weight_update="delayed")},
+            "asynchrony.weight_update=delayed waits until what runs has ended",
+        ),
+        (RunConfig, {"placement": "beside"}, "placement='beside' does not fit; give one of"),
         (RunConfig, {"checkpoint_every": -1}, "checkpoint_every=-1"),
         (RunConfig, {"keep_checkpoints": 0}, "keep_checkpoints=0"),
         (RunConfig, {"name": "a" * 201}, "has 201 characters"),
@@ -188,6 +209,11 @@ def test_values_at_the_edge_are_admitted() -> None:
     TrainerConfig(final_lr_frac=0.0, adam_betas=(0.0, 0.0), num_gpus=1)
     RunConfig(sampling=SamplingConfig(temperature=0.005))
     RunConfig(rollout=RolloutConfig(engine="vllm"), sampling=SamplingConfig(temperature=0.01))
+    RunConfig(
+        placement="colocated",
+        rollout=RolloutConfig(num_replicas=2, num_gpus=1, num_cpus=4),
+        trainer=TrainerConfig(layout="dp2tp2", num_gpus=1),
+    )
     RunConfig(name="a.b_c-1", prompts_per_step=4, trainer=TrainerConfig(layout="dp2"))
 
 

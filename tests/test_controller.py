@@ -33,6 +33,7 @@ from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time
 from rlsys.simulation.workers import (
     Record,
+    SharedDevices,
     SimulatedDisk,
     SimulatedFleet,
     SimulatedLearner,
@@ -45,6 +46,7 @@ from rlsys.simulation.workers import (
 from rlsys.types import WeightManifest
 from rlsys.workers import (
     ReplicaDied,
+    Rows,
     Scored,
     ScoreTask,
     TellScores,
@@ -165,6 +167,25 @@ def world(seed: int = 0, *, num_replicas: int = 1, **changes: Any) -> World:
     )
 
 
+def colocated(seed: int = 0, *, num_replicas: int = 1, **changes: Any) -> World:
+    """Replicas and the learner have the same devices, and raise if they have them at once."""
+    trainer = TrainerConfig(micro_batch_tokens=16, layout="dp4")
+    changes = {"trainer": trainer, "placement": "colocated", **changes}
+    w = world(seed, num_replicas=num_replicas, **changes)
+    share_devices(w)
+    return w
+
+
+def share_devices(w: World) -> SharedDevices:
+    devices = SharedDevices()
+    w.learner.devices = w.fleet.devices = devices
+    w.learner.num_data = w.config.trainer.parallel.num_data
+    for replica in w.replicas:
+        replica.devices = devices
+        devices.generation_takes(replica.name)
+    return devices
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -178,6 +199,7 @@ def world(seed: int = 0, *, num_replicas: int = 1, **changes: Any) -> World:
     over_issue=st.integers(0, 3),
     weight_update=st.sampled_from(["in_flight", "delayed"]),
     dies_after=st.none() | st.integers(0, 30),
+    shares_devices=st.booleans(),
 )
 def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     seed: int,
@@ -191,8 +213,10 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     over_issue: int,
     weight_update: Literal["in_flight", "delayed"],
     dies_after: int | None,
+    shares_devices: bool,
 ) -> None:
-    """Random latencies and failures. The ledger itself raises if a group would end twice."""
+    """Random latencies and failures. The ledger itself raises if a group would end twice, and
+    devices that are shared if both sides have memory there."""
     rng = random.Random(seed)
 
     def outcome(task: ScoreTask) -> RewardResult | RewardFailure:
@@ -200,7 +224,8 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
             return RewardFailure(kind="exception", reward="r", message="it broke")
         return RewardResult(total=rng.random(), components={})
 
-    w = world(
+    make = colocated if shares_devices else world
+    w = make(
         seed,
         num_replicas=num_replicas,
         asynchrony=AsyncConfig(
@@ -208,13 +233,15 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
             stream=stream,
             order=order,
             over_issue=over_issue if order == "complete" else 0,
-            weight_update=weight_update,
+            weight_update="in_flight" if shares_devices else weight_update,
         ),
     )
     if num_replicas > 1:
         w.replicas[0].dies_after = dies_after
     w.scorer = SimulatedScorer(latency_s=exponential(rng, 0.2), outcome=outcome)
     w.learner = SimulatedLearner(row_s=row_s, answer_s=answer_s)
+    if shares_devices:
+        share_devices(w)
     run_in_virtual_time(w.run())
     assert len(w.observer.steps) == w.config.num_steps
     assert max(w.observer.staleness) <= max_staleness
@@ -246,6 +273,7 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     step_s=st.sampled_from([0.0, 1.0]),
     checkpoint_every=st.integers(0, 2),
     write_s=st.sampled_from([0.0, 1.0, 20.0]),
+    shares_devices=st.booleans(),
 )
 @example(  # a replica that starts after the roll-back, before the weights come again
     seed=58660,
@@ -264,6 +292,7 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     step_s=0.0,
     checkpoint_every=2,
     write_s=0.0,
+    shares_devices=False,
 )
 def test_deaths_cost_time_and_nothing_else(
     seed: int,
@@ -277,6 +306,7 @@ def test_deaths_cost_time_and_nothing_else(
     step_s: float,
     checkpoint_every: int,
     write_s: float,
+    shares_devices: bool,
 ) -> None:
     """Replicas, the learner and shards die at random moments, all of them, several times: each step
     is trained whole and once in the surviving history, within the bound."""
@@ -298,7 +328,8 @@ def test_deaths_cost_time_and_nothing_else(
                 w.fleet.prepare = functools.partial(_write_to, f"{lost}+")
                 w.controller.shard_lost(lost)
 
-    w = world(
+    make = colocated if shares_devices else world
+    w = make(
         seed,
         num_replicas=num_replicas,
         checkpoint_every=checkpoint_every,
@@ -312,6 +343,8 @@ def test_deaths_cost_time_and_nothing_else(
     w.fleet.latency_s = exponential(rng, 1.0)
     w.scorer = SimulatedScorer(latency_s=exponential(rng, 0.2))
     w.learner = SimulatedLearner(row_s=row_s, answer_s=answer_s, step_s=step_s)
+    if shares_devices:
+        share_devices(w)
     w.ledger = Ledger(events.append, groups_per_step=w.config.prompts_per_step)
     w.chaos = chaos
     disk = SimulatedDisk(learner=w.learner, write_s=write_s)
@@ -342,6 +375,79 @@ def _surviving(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             kept = [e for e in kept if e["event"] != "trained" or e["step"] <= event["step"]]
         kept.append(event)
     return kept
+
+
+def test_shared_devices_change_hands_once_a_step() -> None:
+    w = colocated(num_replicas=2, num_steps=6, asynchrony=AsyncConfig(max_staleness=0))
+    w.learner.row_s = w.learner.step_s = 1.0
+    run_in_virtual_time(w.run())
+    assert [replica.num_releases for replica in w.replicas] == [6, 6]
+    assert w.learner.devices is not None
+    assert w.learner.devices.num_turns == 6
+    assert w.observer.waited_s["train", "devices"] > 0
+
+
+def test_what_runs_when_the_devices_change_hands_goes_on_afterwards() -> None:
+    """A group of the next step has begun; none of it is sampled twice."""
+    w = colocated(num_steps=4, asynchrony=AsyncConfig(max_staleness=1))
+    w.learner.row_s = 5.0
+    run_in_virtual_time(w.run())
+    assert len(w.replicas[0].submitted) == w.ledger.num_issued * w.config.group_size
+    assert max(w.observer.staleness) == 1  # sampled before the turn, trained after it
+
+
+def test_steps_that_are_there_already_are_trained_in_one_turn() -> None:
+    w = colocated(num_steps=8, asynchrony=AsyncConfig(max_staleness=3))
+    w.replicas[0].latency_s = lambda: 1.0  # four steps at once
+    run_in_virtual_time(w.run())
+    assert w.learner.devices is not None
+    assert w.learner.devices.num_turns < 8
+    assert max(w.observer.staleness) <= 3
+
+
+def test_a_replica_that_joins_waits_for_generations_turn() -> None:
+    """Its predecessor died while the trainer worked."""
+    w = colocated(num_replicas=2, num_steps=4, asynchrony=AsyncConfig(max_staleness=0))
+    w.learner.step_s = 50.0
+    accumulate = w.learner.accumulate
+
+    async def die_meanwhile(passes: Sequence[Sequence[Rows]]) -> None:
+        if not w.replicas[0].dead:
+            w.replicas[0].die()
+        await accumulate(passes)
+
+    w.learner.accumulate = die_meanwhile  # type: ignore[method-assign]
+    run_in_virtual_time(w.run())
+    assert len(w.fleet.hired) == 1
+    assert w.fleet.hired[0].version >= 1
+    assert w.ledger.num_trained == 16
+
+
+def test_what_is_done_before_the_first_step_leaves_replicas_that_can_sample() -> None:
+    """An evaluation of what the run begins with: the weights come from the trainer then."""
+    w = colocated(num_steps=2)
+
+    async def export(step: int) -> None:
+        await w.learner.hold()
+
+    w.between.append(BetweenSteps(name="evaluation", is_due=lambda step: True, do=export, done=-1))
+    run_in_virtual_time(w.run())
+    assert w.ledger.num_trained == 8
+
+
+def test_a_learner_that_dies_in_generations_turn_starts_in_its_own() -> None:
+    w = colocated(num_replicas=2, num_steps=4, asynchrony=AsyncConfig(max_staleness=0))
+    load = w.replicas[1].update_weights
+
+    async def die_meanwhile(manifest: WeightManifest, *, delayed: bool) -> float:
+        if manifest.version == 2 and not w.learner.deaths:
+            w.learner.die()
+        return await load(manifest, delayed=delayed)
+
+    w.replicas[1].update_weights = die_meanwhile  # type: ignore[method-assign]
+    run_in_virtual_time(w.run())
+    assert len(w.observer.restarts) == 1
+    assert w.ledger.num_trained == 16
 
 
 def test_generation_goes_on_while_the_trainer_works() -> None:
@@ -389,6 +495,34 @@ def test_a_version_that_is_given_up_before_it_is_loaded_gives_way_to_a_newer_one
     assert max(w.observer.staleness) <= 8
     assert (late[1].num_late > 0) == (weight_update == "delayed")
     assert max(late[1].waited_s, default=0.0) < 1  # not until the slow one has loaded again
+
+
+@dataclass(kw_only=True)
+class TakingReplica(SimulatedReplica):
+    taken: list[int] = field(default_factory=list)
+
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        self.taken.append(manifest.version)
+        return await SimulatedReplica.update_weights(self, manifest, delayed=delayed)
+
+
+@dataclass(kw_only=True)
+class ForgetfulLearner(SimulatedLearner):
+    """After step 3 it publishes the weights of step 1 once more."""
+
+    async def publish(self) -> WeightManifest:
+        manifest = await SimulatedLearner.publish(self)
+        return WeightManifest(version=1) if manifest.version == 3 else manifest
+
+
+def test_a_version_older_than_what_replicas_have_is_refused() -> None:
+    w = world(asynchrony=AsyncConfig(max_staleness=8), num_steps=6)
+    w.learner = ForgetfulLearner(row_s=1.0)
+    replica = TakingReplica(name="rollout-0", latency_s=lambda: 0.1)
+    w.replicas = [replica]
+    with pytest.raises(AssertionError, match="version 1 of the weights was published after versi"):
+        run_in_virtual_time(w.run())
+    assert replica.taken == [1, 2]
 
 
 def test_the_trainer_waits_for_no_answer() -> None:

@@ -630,8 +630,13 @@ def test_a_warm_start_needs_examples_for_each_step() -> None:
     assert lessons.batch(1) == [("1+1=", "2")]
     with pytest.raises(ValueError, match=r"WarmStart.batches gave no example for step 2"):
         lessons.batch(2)
-    with pytest.raises(ValueError, match=r"WarmStart.batches ended before step 3 of 2"):
-        lessons.batch(3)
+    with pytest.raises(ValueError, match=r"WarmStart.batches ended before step 2 of 2"):
+        warm_start([("1+1=", "2")]).batch(2)
+
+
+def test_lessons_that_begin_anew_are_the_same() -> None:
+    lessons = warm_start([("1=", "1")], [("2=", "2")])
+    assert [lessons.batch(1), lessons.batch(2)] == [lessons.batch(1), lessons.batch(2)]
 
 
 def test_an_example_of_a_warm_start_is_a_pair_of_texts() -> None:

@@ -118,6 +118,13 @@ class interpolate_proximal(Wrapper):
         return self.loss(replace(inputs, proximal_logprobs=torch.lerp(now, then, alpha)))
 
 
+def interpolates(loss: object) -> bool:
+    """Whether there is an interpolate_proximal in it, so that π_prox needs no forward pass."""
+    while isinstance(loss, Wrapper) and not isinstance(loss, interpolate_proximal):
+        loss = loss.loss
+    return isinstance(loss, interpolate_proximal)
+
+
 @parameters
 class entropy_bonus(Wrapper):
     """`loss` − coefficient · H(π_θ), with the exact entropy of the trainer's distribution."""

@@ -60,7 +60,8 @@ class SamplingConfig:
     """How completions are sampled."""
 
     temperature: float = 1.0
-    """Of the sampling distribution; the trainer computes log-probabilities at the same one."""
+    """Of the sampling distribution; the trainer computes log-probabilities at the same one. Where a
+    dataset holds the completions, they are learnt at 1."""
     top_p: float = 1.0
     """Nucleus: smallest set of tokens with at least this probability; 1 is off.
     Below 1 the trainer's ratios, over all tokens, are too large: see the warning."""
@@ -402,9 +403,7 @@ class ObserveConfig:
     trace: bool = True
     """Write trace.json (Perfetto, chrome://tracing)."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Mirror metrics to Weights & Biases."""
-    wandb_project: str = "rlsys"
-    """Project there."""
+    """Mirror metrics to Weights & Biases, in the project that WANDB_PROJECT names (or "rlsys")."""
 
     def __post_init__(self) -> None:
         conform(self, "observe")
@@ -448,6 +447,10 @@ class RunConfig:
     """Newest checkpoints kept on disk."""
     runs_dir: str = "runs"
     """Directory of all runs."""
+    placement: Literal["separate", "colocated"] = "separate"
+    """separate: trainer and replicas have devices of their own, and work at the same time.
+    colocated: replica k has those of the trainer's rank k, in turns; the memory of whoever does not
+    work is let go (docs/cluster.md)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -503,6 +506,8 @@ class RunConfig:
             self.keep_checkpoints >= 1,
             f"keep_checkpoints={self.keep_checkpoints} would delete the newest one; use >= 1.",
         )
+        if self.placement == "colocated":
+            self._check_colocated()
         updates, eta = self.trainer.updates_per_step, self.asynchrony.max_staleness
         require(
             eta >= updates - 1,
@@ -517,6 +522,30 @@ class RunConfig:
             f"{self.trainer.parallel.num_data} data ranks of trainer.layout and "
             f"trainer.num_minibatches={self.trainer.num_minibatches}; use a multiple of their "
             "product.",
+        )
+
+    def _check_colocated(self) -> None:
+        """Raise ValueError for replicas that do not fit into the places of the trainer's ranks."""
+        num_ranks = self.trainer.parallel.num_ranks
+        require(
+            self.rollout.num_replicas <= num_ranks,
+            f"rollout.num_replicas={self.rollout.num_replicas} with placement=colocated: each has "
+            f"the place of a rank of the trainer, of which trainer.layout={self.trainer.layout!r} "
+            f"has {num_ranks}; use rollout.num_replicas={num_ranks} or fewer, or "
+            "placement=separate.",
+        )
+        require(
+            self.rollout.num_gpus == self.trainer.num_gpus,
+            f"rollout.num_gpus={self.rollout.num_gpus:g} and trainer.num_gpus="
+            f"{self.trainer.num_gpus:g} with placement=colocated: a replica has the devices of one "
+            "rank, no more and no fewer; use the same number (so rollout.tensor_parallel=1 on "
+            "GPUs), or placement=separate.",
+        )
+        require(
+            self.asynchrony.weight_update == "in_flight",
+            "asynchrony.weight_update=delayed waits until what runs has ended, but with "
+            "placement=colocated it stops where it is when training's turn comes; use "
+            "weight_update=in_flight, or placement=separate.",
         )
 
     @property

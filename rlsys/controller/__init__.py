@@ -12,7 +12,8 @@ the protocols of rlsys.workers, so that Ray actors and a simulation run under th
 error in any loop ends all of them and is raised from `run`.
 
 generation.py holds the loops issue, collect, sync and cancel; scoring.py score and advantage;
-training.py train; checkpointing.py checkpoint; state.py what they share.
+training.py train; checkpointing.py checkpoint; turns.py whose devices are whose, when both sides
+have the same; state.py what they share.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rlsys.controller.learners import Learners
 from rlsys.controller.scoring import RewardsFailed, ScoringSide
 from rlsys.controller.state import NO_WORK, Group, Observer, OpenWork, RunState, TrainedStep
 from rlsys.controller.training import TrainingSide
+from rlsys.controller.turns import Turns
 from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.ledger import Ledger
@@ -119,8 +121,10 @@ class Controller:
         )
         self._checkpoint = checkpoint
         self._checkpoints = Checkpointing(self._state, self._begin_checkpoint)
+        turns = Turns(are_shared=config.placement == "colocated")
         self._generation = GenerationSide(
             self._state,
+            turns,
             prompts,
             stage=source.name,
             fleet=fleet,
@@ -133,9 +137,11 @@ class Controller:
         self._inference = InferenceSide(self._state, flow.row_stages, pools)
         self._training = TrainingSide(
             self._state,
+            turns,
             Learners(learners, main=flow.main.name),
             flow,
             publish=self._generation.pool.publish,
+            release_replicas=self._generation.pool.release,
             roll_back=self._roll_back,
             between=[self._checkpoints.between_steps, *between],
             coefficients=carried.coefficients,

@@ -17,6 +17,7 @@ from rlsys.controller.partials import PartialRollouts
 from rlsys.controller.placing import Placing
 from rlsys.controller.replicas import Batch, ReplicaPool
 from rlsys.controller.state import Group, OpenWork, RolloutNote, RunState
+from rlsys.controller.turns import Turns
 from rlsys.dataflow.blocks import BlockRef
 from rlsys.dataflow.curriculum import RETIRED
 from rlsys.dataflow.router import Router
@@ -43,6 +44,7 @@ class GenerationSide:
     def __init__(
         self,
         state: RunState,
+        turns: Turns,
         prompts: Prompts,
         *,
         stage: str,
@@ -65,6 +67,7 @@ class GenerationSide:
         self._placing = Placing(state, self._router, is_in_training=is_in_training)
         self.pool = ReplicaPool(
             state,
+            turns,
             router=self._router,
             fleet=fleet,
             replicas=replicas,

@@ -6,6 +6,8 @@ One loop for each place that a replica may have:
                         ▲                  │
     published weights ──┴──► sync ─────────┴──► gate
 
+Whatever takes memory there, a start or a load, belongs to generation's turn (turns.py).
+
 Requests of a replica that died are told, to go on elsewhere with what they had.
 """
 
@@ -19,6 +21,7 @@ from typing import Any, NoReturn
 
 from rlsys.controller.partials import PartialRollouts
 from rlsys.controller.state import RunState
+from rlsys.controller.turns import Turns
 from rlsys.dataflow.router import Router
 from rlsys.dataflow.signal import Signal
 from rlsys.types import GenerationRequest, WeightManifest
@@ -30,7 +33,7 @@ MAX_FRUITLESS_LIVES = 5
 # Before a replica is hired again that died without having finished anything: 1 s, 2 s, 4 s, ...
 BACKOFF_S = 1.0
 
-NOTHING_LOADED = -1  # of the history that the run is in
+NOTHING_LOADED = -1  # of the history that the run is in; or released
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class ReplicaPool:
     def __init__(
         self,
         state: RunState,
+        turns: Turns,
         *,
         router: Router,
         fleet: Fleet,
@@ -62,6 +66,7 @@ class ReplicaPool:
         on_death: Callable[[Sequence[str]], None],
     ) -> None:
         self._state = state
+        self._turns = turns
         self._fleet = fleet
         self._initial = replicas
         self._newest = newest
@@ -69,7 +74,8 @@ class ReplicaPool:
         self._on_collected = on_collected
         self._on_death = on_death
         self._router = router
-        self._serving: dict[str, Replica] = {}
+        self._present: dict[str, Replica] = {}  # that have an engine
+        self._serving: dict[str, Replica] = {}  # and have been admitted
         self._versions: dict[str, int] = {}  # of those that serve
         self._history = 0  # counts roll-backs: versions of different histories are no equals
         self._fruitful: set[str] = set()  # names of those that have finished a rollout
@@ -95,6 +101,11 @@ class ReplicaPool:
 
     def publish(self, manifest: WeightManifest) -> None:
         """New weights are there."""
+        before = self._newest  # in this history
+        assert before is None or manifest.version >= before.version, (
+            f"version {manifest.version} of the weights was published after version "
+            f"{before.version}, which replicas may have; nothing goes back but by a roll-back"
+        )
         self._newest = self._published = manifest
         self._weights_published.notify()
 
@@ -103,6 +114,18 @@ class ReplicaPool:
         self._history += 1
         self._newest = self._published = None
         self._versions = dict.fromkeys(self._versions, NOTHING_LOADED)
+
+    async def release(self) -> None:
+        """Training has taken its turn: all replicas let their memory go, until new weights are
+        published. One that dies of it has none; whoever collects from it notices."""
+
+        async def release(name: str, replica: Replica) -> None:
+            if name in self._versions:
+                self._versions[name] = NOTHING_LOADED
+            with contextlib.suppress(ReplicaDied):
+                await replica.release()
+
+        await asyncio.gather(*(release(*item) for item in self._present.items()))
 
     async def submit(self, batches: Sequence[Batch]) -> None:
         """Batches that the router has assigned."""
@@ -139,7 +162,9 @@ class ReplicaPool:
         while True:
             try:
                 if replica is None:
-                    replica = await self._fleet.hire(number)
+                    async with self._turns.generations():
+                        replica = await self._fleet.hire(number)
+                        self._present[replica.name] = replica
                     self._state.progress.notify()
                 if replica.name not in self._serving:
                     await self._admit(replica)
@@ -159,18 +184,33 @@ class ReplicaPool:
 
     async def _admit(self, replica: Replica) -> None:
         """Load the newest weights, and take part from then on."""
+        self._present[replica.name] = replica
+        while True:
+            async with self._turns.generations():
+                gone = await self._load_newest(replica)
+                if gone is None:
+                    # No wait since: whatever is published next finds it among those that serve.
+                    self._serve(replica)
+                    return
+            while self._newest is gone:
+                await self._weights_published.next()
+
+    async def _load_newest(self, replica: Replica) -> WeightManifest | None:
+        """Returns the newest weights where they are gone."""
         loaded: WeightManifest | None = None
         while (newest := self._newest) is not None and newest is not loaded:
             try:
                 await replica.update_weights(newest, delayed=False)
-                loaded = newest
             except WeightsGone:
-                while self._newest is newest:
-                    await self._weights_published.next()
-        # No wait from here on: whatever is published next finds it among those that serve.
+                return newest
+            loaded = newest
+        return None
+
+    def _serve(self, replica: Replica) -> None:
+        """It has the newest weights: give it requests."""
         version = self._state.gate.version  # of model.path
-        if newest is not None:
-            version = newest.version
+        if self._newest is not None:
+            version = self._newest.version
         elif self._history > 0:
             version = NOTHING_LOADED  # those of the step that the run has gone back to will come
         self._router.add(replica.name, home=replica.home)
@@ -196,6 +236,7 @@ class ReplicaPool:
     async def _bury(self, name: str, replica: Replica | None, death: ReplicaDied) -> None:
         """Its requests are to go on elsewhere, with what had been sampled of them."""
         request_ids: list[str] = []
+        self._present.pop(name, None)
         if self._serving.pop(name, None) is not None:
             del self._versions[name]
             request_ids = self._router.remove(name)
@@ -224,14 +265,16 @@ class ReplicaPool:
         while True:
             with state.waiting("sync", "weights"):
                 await self._weights_published.until(lambda: self._published is not None)
-            manifest, self._published = self._published, None
-            assert manifest is not None
-            start = state.clock()
-            if pauses := await self._load(manifest):
-                state.observer.weights_loaded(
-                    manifest, sync_s=state.clock() - start, pauses_s=pauses
-                )
-            self._open_gate()
+            async with self._turns.generations():
+                manifest, self._published = self._published, None
+                if manifest is None:  # a roll-back took them away meanwhile
+                    continue
+                start = state.clock()
+                if pauses := await self._load(manifest):
+                    state.observer.weights_loaded(
+                        manifest, sync_s=state.clock() - start, pauses_s=pauses
+                    )
+                self._open_gate()
             state.progress.notify()
 
     async def _load(self, manifest: WeightManifest) -> list[float]:
@@ -250,6 +293,8 @@ class ReplicaPool:
                 except ReplicaDied:  # noticed by whoever collects from it
                     return
                 except WeightsGone:  # a replica that has drained for them waits for newer ones
+                    if self._turns.are_shared:  # which come in another turn
+                        return
                     while self._newest is None or self._newest is wanted:
                         await self._weights_published.next()
                     wanted = self._newest

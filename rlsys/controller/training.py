@@ -9,6 +9,9 @@ A learner answers its calls in the order in which they were made. So the optimiz
 publication are asked for right behind a step's last part, and the next step's parts right behind
 those: the trainer never waits for an answer to travel.
 
+Where replicas have the same devices (turns.py), a step begins when all its groups are there, and is
+done with all that belongs to it before the devices go back.
+
 Rows stay in the store until their optimizer step is done. So when the learner dies, and goes on
 from where it was after the last step, everything that it had been handed since is handed out again.
 """
@@ -31,6 +34,7 @@ from rlsys.controller.coefficients import Coefficients
 from rlsys.controller.learners import Learners
 from rlsys.controller.state import RunState, TrainedStep
 from rlsys.controller.step_rows import StepRows
+from rlsys.controller.turns import Turns
 from rlsys.dataflow.batching import ReadyGroup, StepAssembler, mini_batches, split
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.passes import Budget, plan_passes
@@ -58,21 +62,26 @@ MAX_FRUITLESS_LIVES = 5
 
 class TrainingSide:
     """`publish` is told of new weights, `roll_back` takes the run back to a step; `between` is what
-    is done while the learners stand still."""
+    is done while the learners stand still; `release_replicas` frees the devices that are shared."""
 
     def __init__(
         self,
         state: RunState,
+        turns: Turns,
         learners: Learners,
         flow: Dataflow,
         *,
         publish: Callable[[WeightManifest], None],
         roll_back: Callable[[int], None],
+        release_replicas: Callable[[], Awaitable[None]],
         between: Sequence[BetweenSteps],
         coefficients: Mapping[str, float],
     ) -> None:
         config = state.config
         self._state = state
+        self._turns = turns
+        self._has_devices = not turns.are_shared
+        self._unannounced: WeightManifest | None = None  # the newest weights, until devices go back
         self._learners = learners
         self._step_stages = flow.step_stages
         self._train_stages = {stage.model.name: stage for stage in flow.all(TrainStage)}
@@ -84,9 +93,10 @@ class TrainingSide:
         }
         self._samples = bool(flow.all(GenerateStage))
         self._updates = max(trainer.updates_per_step for trainer in self._trainers.values())
-        self._waits_for_step = bool(self._step_stages) or self._updates > 1
+        self._waits_for_step = bool(self._step_stages) or self._updates > 1 or turns.are_shared
         self._publish = publish
         self._roll_back = roll_back
+        self._release_replicas = release_replicas
         self._between = between
         self._assembler = StepAssembler(
             groups_per_step=config.prompts_per_step,
@@ -114,7 +124,8 @@ class TrainingSide:
         await self._learners.hold()
 
     def describe(self) -> str:
-        return f"step {self._num_handed_out + 1} lacks {self._assembler.num_wanted} groups"
+        lacks = f"step {self._num_handed_out + 1} lacks {self._assembler.num_wanted} groups"
+        return f"it is training's turn, {lacks}" if self._turns.is_trainings else lacks
 
     async def run(self) -> None:
         """Train to the last step, over deaths of the learner. Raises any other error, and a death
@@ -158,7 +169,8 @@ class TrainingSide:
                 self._assembler.finish()
                 self._num_handed_out += 1
                 finishing = tasks.create_task(self._finish_step(group_ids, stepped, published))
-                if any(one.is_due(self._num_handed_out) for one in self._between):
+                due = any(one.is_due(self._num_handed_out) for one in self._between)
+                if due or self._turns.are_shared:
                     await finishing  # what is done there belongs to one step
             if finishing is not None:
                 await finishing
@@ -169,11 +181,13 @@ class TrainingSide:
         """Send the learner the parts of one step, as its groups come."""
         while not self._assembler.is_finished:
             if self._assembler.num_wanted:
-                with self._state.waiting("train", "groups"):
-                    batch = await self._to_train.take(timeout_s=None)
-                self._assembler.add(self._fresh(batch))
-            if self._waits_for_step and not await self._is_prepared(tasks):
-                continue
+                self._assembler.add(self._fresh(await self._next_groups()))
+            if self._waits_for_step:
+                if self._assembler.num_wanted:
+                    continue
+                await self._take_devices()
+                if not await self._is_prepared(tasks):
+                    continue
             while (part := self._assembler.next_part()) is not None:
                 self._handed_out.update(ready.group_id for ready in part)
                 if len(self._in_flight) == MAX_PARTS_IN_FLIGHT:
@@ -181,6 +195,43 @@ class TrainingSide:
                 # Tasks start in the order in which they are made, and so the learners' calls do.
                 calls = [tasks.create_task(self._answered(call)) for call in self._calls(part)]
                 self._in_flight.append(calls)
+
+    async def _next_groups(self) -> RowBatch:
+        """Those that may be taken now, or next: then the devices are generation's meanwhile."""
+        if self._turns.are_shared:
+            if (batch := self._to_train.take_now()) is not None:
+                return batch
+            await self._give_devices_back()
+        with self._state.waiting("train", "groups"):
+            return await self._to_train.take(timeout_s=None)
+
+    async def _take_devices(self) -> None:
+        if self._has_devices:
+            return
+        with self._state.waiting("train", metrics.DEVICES):
+            await self._turns.take()
+            await self._release_replicas()
+        self._has_devices = True
+        self._state.progress.notify()
+
+    async def _give_devices_back(self) -> None:
+        """With weights for the replicas, which have none. Does nothing in generation's turn."""
+        if not self._has_devices:
+            return
+        with self._state.waiting("train", metrics.DEVICES):
+            manifest = self._unannounced or await self._published(self._state.step)
+            await self._learners.main.release()
+        self._has_devices = False
+        self._turns.give_back()
+        self._publish(manifest)
+        self._state.progress.notify()
+
+    def _announce(self, manifest: WeightManifest) -> None:
+        """There are new weights: replicas take them now, or in their turn."""
+        if self._turns.are_shared:
+            self._unannounced = manifest
+        else:
+            self._publish(manifest)
 
     async def _is_prepared(self, tasks: asyncio.TaskGroup) -> bool:
         """Whether the step has all its groups, and they all columns."""
@@ -233,6 +284,8 @@ class TrainingSide:
         state = self._state
         start = state.clock()
         self._in_flight.clear()
+        self._unannounced = None  # what the learner had published died with it
+        await self._take_devices()
         for one in self._between:
             await one.settle()
         reached = state.step
@@ -261,7 +314,7 @@ class TrainingSide:
             str(death), step=step, lost_steps=reached - step, seconds=state.clock() - start
         )
         state.progress.notify()
-        self._publish(await self._published(step))
+        self._announce(await self._published(step))
 
     async def _published(self, step: int) -> WeightManifest:
         """The weights after `step` optimizer steps, for those that sample with them."""
@@ -362,12 +415,13 @@ class TrainingSide:
             TrainedStep(step=state.step, result=result, groups=trained, columns=columns)
         )
         state.progress.notify()
-        self._publish(await published)
+        self._announce(await published)
         await self._do_what_is_due()
 
     async def _do_what_is_due(self) -> None:
         for one in self._between:
             if one.wants(self._state.step):
+                await self._take_devices()
                 with self._state.waiting("train", one.name):
                     await one.after(self._state.step)
                 self._state.progress.notify()

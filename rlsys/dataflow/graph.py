@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from rlsys.algorithms.composed import interpolates
 from rlsys.config import TrainedRoleConfig, require
 from rlsys.dataflow.given import (
     check_aggregation,
@@ -410,10 +411,12 @@ class Dataflow:
     def hold_proximal(self, updates_per_step: int) -> None:
         """Where a step makes several updates of a policy, the losses' π_prox is not the policy of
         each update but that of the step's beginning: add the stage that computes it, unless the
-        graph has a column "proximal_logprobs"."""
+        graph has a column "proximal_logprobs", or the loss interpolates it."""
         stage = self.trained(self.main.name)
         columns = {column.name for one in self.stages for column in one.writes}
         if updates_per_step == 1 or self.main.head != "logits" or PROXIMAL_COLUMN in columns:
+            return
+        if interpolates(stage.loss):
             return
         place = self.stages.index(stage)
         reads = tuple(c for c in stage.reads if c.name in ROLLOUT_COLUMNS)

@@ -170,6 +170,10 @@ class Head:
             logits = torch.tanh(logits / self._cap) * self._cap
         return logits
 
+    def release(self) -> None:
+        """Forget what it has made of the weight, which is about to lose its memory."""
+        self._copy = None
+
     @property
     def _is_16_bit(self) -> bool:
         return self._output_embeddings.weight.dtype in (torch.bfloat16, torch.float16)

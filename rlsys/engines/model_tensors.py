@@ -23,12 +23,12 @@ def model_tensors(model: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | buffers
 
 
-def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters and buffers of the model at `path`, from its configuration alone.
+def hollow_tensors(path: str) -> dict[str, torch.Tensor]:
+    """The `model_tensors` of the model at `path`, without numbers, from its configuration alone.
 
     Raises ValueError where `path` holds no causal language model.
     """
-    return {name: tuple(one.shape) for name, one in model_tensors(_hollow_model(path)).items()}
+    return model_tensors(_hollow_model(path))
 
 
 def as_saved(path: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -99,8 +99,9 @@ class _Console(Console):
 
 
 class RunConsole:
-    """One run's output. `samples`: its rollouts are sampled, not those of a dataset. `clock` tells
-    seconds; `console` defaults to the standard output."""
+    """One run's output. `samples`: its rollouts are sampled, not those of a dataset; `in_turns`:
+    never while the trainer works. `clock` tells seconds; `console` defaults to the standard
+    output."""
 
     def __init__(
         self,
@@ -108,6 +109,7 @@ class RunConsole:
         num_steps: int,
         max_staleness: int,
         samples: bool = True,
+        in_turns: bool = False,
         print_every: int,
         print_samples: int,
         console: Console | None = None,
@@ -119,6 +121,7 @@ class RunConsole:
         self._num_steps = num_steps
         self._max_staleness = max_staleness
         self._samples = samples
+        self._in_turns = in_turns
         self._print_every = print_every
         self._print_samples = print_samples
         self._recent: deque[Line] = deque(maxlen=WINDOW)
@@ -147,7 +150,10 @@ class RunConsole:
         self._lines_printed += 1
         self._print(self._row(line))
         findings = diagnose(
-            list(self._recent), max_staleness=self._max_staleness, samples=self._samples
+            list(self._recent),
+            max_staleness=self._max_staleness,
+            samples=self._samples,
+            in_turns=self._in_turns,
         )
         for finding in findings:
             self._warn(finding, step)

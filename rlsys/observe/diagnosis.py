@@ -92,9 +92,12 @@ def _cut_distribution(sampling: SamplingConfig) -> list[str]:
     ]
 
 
-def diagnose(lines: Lines, *, max_staleness: int, samples: bool = True) -> list[Finding]:
+def diagnose(
+    lines: Lines, *, max_staleness: int, samples: bool = True, in_turns: bool = False
+) -> list[Finding]:
     """Findings on the last WINDOW steps of `lines`. `samples`: rows are sampled, not those of a
-    dataset.
+    dataset. `in_turns`: while the trainer stands still, so that neither side is too slow for the
+    other.
 
     Failed rewards are told at once; everything else only once there are WINDOW steps. The first
     step of a run is left out of its timings: the pipeline is still empty then.
@@ -103,6 +106,8 @@ def diagnose(lines: Lines, *, max_staleness: int, samples: bool = True) -> list[
     findings = list(_failed_rewards(lines))
     if len(lines) == WINDOW:
         findings += _learning_signal(lines)
+        if in_turns:
+            return findings
         timed = [line for line in lines if line[metrics.STEP] > 1]
         findings += _trainer_idle(timed, max_staleness, samples)
         if samples and _idle_frac(timed) <= 1 - BUSY_FRAC:

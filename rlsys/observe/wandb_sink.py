@@ -6,6 +6,7 @@ where `wandb sync` uploads it later. Mode "off" does nothing and imports nothing
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,6 @@ class WandbSink:
         self,
         mode: Literal["off", "offline", "online"],
         *,
-        project: str,
         name: str,
         directory: Path,
         config: Mapping[str, Any],
@@ -44,7 +44,7 @@ class WandbSink:
             ) from error
         self._run = wandb.init(
             mode=mode,
-            project=project,
+            project=os.environ.get("WANDB_PROJECT") or "rlsys",
             name=name,
             id=_run_id(directory / "wandb"),
             resume="allow",

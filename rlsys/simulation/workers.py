@@ -19,6 +19,7 @@ import numpy as np
 
 from rlsys.controller import Group, TrainedStep
 from rlsys.dataflow.blocks import BlockRef, Cell, Layout, layout_of
+from rlsys.dataflow.signal import Signal
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import (
     FinishReason,
@@ -68,6 +69,28 @@ class SimulatedPrompts:
 
 
 @dataclass(kw_only=True)
+class SharedDevices:
+    """Whose memory is on them; raises AssertionError if it is that of both sides at once."""
+
+    generations: set[str] = field(default_factory=set)  # replicas, by name
+    trainings: set[str] = field(default_factory=set)
+    num_turns: int = 0  # of training
+
+    def generation_takes(self, name: str) -> None:
+        assert not self.trainings, f"{name} takes memory in training's turn"
+        self.generations.add(name)
+
+    def training_takes(self, name: str) -> None:
+        assert not self.generations, f"{name} takes memory beside {sorted(self.generations)}"
+        self.num_turns += name not in self.trainings
+        self.trainings.add(name)
+
+    def let_go(self, name: str) -> None:
+        self.generations.discard(name)
+        self.trainings.discard(name)
+
+
+@dataclass(kw_only=True)
 class SimulatedReplica:
     """Every rollout takes a time of its own, drawn from `latency_s`, in one of `num_slots`."""
 
@@ -84,16 +107,24 @@ class SimulatedReplica:
     home: str = "node"
     dead: bool = False
     continued: list[str] = field(default_factory=list)  # requests that came with prior tokens
+    devices: SharedDevices | None = None  # with the learner
+    num_releases: int = 0
     _slots: asyncio.Semaphore = field(init=False)
     _finished: asyncio.Queue[FinishedRollout | None] = field(default_factory=asyncio.Queue)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)  # running requests that it has told a part of
+    _is_released: bool = False
+    _turned: Signal = field(default_factory=Signal)
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.num_slots)
+        if self.devices is not None:
+            self.devices.generation_takes(self.name)
 
     def die(self) -> None:
         self.dead = True
+        if self.devices is not None:
+            self.devices.let_go(self.name)
         for task in self._running.values():
             task.cancel()
         self._finished.put_nowait(None)  # whoever collects learns of it at once
@@ -118,7 +149,7 @@ class SimulatedReplica:
         try:
             async with self._slots:
                 first_version = self.version
-                await asyncio.sleep(self.latency_s())
+                await self._work(self.latency_s())
         except asyncio.CancelledError:
             finish_reason = FinishReason.ABORTED
         del self._running[request.request_id]
@@ -133,6 +164,21 @@ class SimulatedReplica:
                 finish_reason=finish_reason,
             )
         )
+
+    async def _work(self, seconds: float) -> None:
+        """So long; it stands still while the memory is released."""
+        if self.devices is None:
+            await asyncio.sleep(seconds)
+            return
+        clock = asyncio.get_running_loop().time
+        while seconds > 0 or self._is_released:
+            if self._is_released:
+                await self._turned.until(lambda: not self._is_released)
+            start = clock()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(seconds, 0.0)):
+                    await self._turned.until(lambda: self._is_released)
+            seconds = seconds - (clock() - start) if self._is_released else 0.0
 
     async def collect(self) -> Collected:
         self._require_alive()
@@ -168,10 +214,24 @@ class SimulatedReplica:
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         self._require_alive()
+        if self.devices is not None:
+            self.devices.generation_takes(self.name)
         await asyncio.sleep(self.load_s)
         self._require_alive()
         self.version = manifest.version
+        self._is_released = False
+        self._turned.notify()
         return self.load_s
+
+    async def release(self) -> None:
+        self._require_alive()
+        assert self.devices is not None
+        self._is_released = True
+        self._turned.notify()
+        await asyncio.sleep(self.load_s)
+        self._require_alive()
+        self.num_releases += 1
+        self.devices.let_go(self.name)
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         self.buried = True
@@ -188,15 +248,27 @@ class SimulatedFleet:
     home: Callable[[int], str] = lambda number: "node"
     hired: list[SimulatedReplica] = field(default_factory=list)
     prepare: Callable[[SimulatedReplica], None] = lambda replica: None
+    devices: SharedDevices | None = None
 
     async def hire(self, number: int) -> SimulatedReplica:
-        await asyncio.sleep(self.start_s)
+        starting = f"the start of rollout-{number}"
+        if self.devices is not None:
+            self.devices.generation_takes(starting)
+        try:
+            await asyncio.sleep(self.start_s)
+        finally:
+            if self.devices is not None:
+                self.devices.let_go(starting)
         if self.num_duds > 0:
             self.num_duds -= 1
             raise ReplicaDied(f"rollout-{number} died during start")
         name = f"rollout-{number}.{len(self.hired) + 1}"
         replica = SimulatedReplica(
-            name=name, latency_s=self.latency_s, load_s=0.01, home=self.home(number)
+            name=name,
+            latency_s=self.latency_s,
+            load_s=0.01,
+            home=self.home(number),
+            devices=self.devices,
         )
         self.prepare(replica)
         self.hired.append(replica)
@@ -251,6 +323,8 @@ class SimulatedLearner:
     inferred: list[tuple[str, int, list[int]]] = field(default_factory=list)  # what, when, of whom
     idle_s: list[float] = field(default_factory=list)  # before each part, without a call to do
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    devices: SharedDevices | None = None  # with the replicas
+    name: str = "trainer-0"
     _busy_until_s: float | None = None
     _died: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -258,6 +332,8 @@ class SimulatedLearner:
         """Every call that has not been answered fails, and every later one until a restart."""
         self.deaths += 1
         self._died.set()
+        if self.devices is not None:
+            self.devices.let_go(self.name)
 
     async def infer(self, writes: str, shares: Sequence[Rows]) -> Sequence[Written]:
         async def work() -> list[Written]:
@@ -320,8 +396,18 @@ class SimulatedLearner:
 
         await self._answer(work())
 
+    async def release(self) -> None:
+        async def work() -> None:
+            async with self._carrying_out():
+                assert self.devices is not None
+                self.devices.let_go(self.name)
+
+        await self._answer(work())
+
     async def restart(self, step: int) -> int:
         self._died.set()  # after lost rows, nobody has died: calls under way are forgotten too
+        if self.devices is not None:
+            self.devices.training_takes(self.name)
         await asyncio.sleep(self.restart_s)
         self._died = asyncio.Event()
         self._lock = asyncio.Lock()
@@ -351,6 +437,8 @@ class SimulatedLearner:
         """One call at a time, in order; yields for how long there was none."""
         clock = asyncio.get_running_loop().time
         async with self._lock:
+            if self.devices is not None:
+                self.devices.training_takes(self.name)
             now = clock()
             yield now - (now if self._busy_until_s is None else self._busy_until_s)
             self._busy_until_s = clock()

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from ray.exceptions import TaskPlacementGroupRemoved
 
+from actors import factories
 from actors.local_ray import RayFailed
 from actors.placement import ClusterTooSmall, Need, Place, check_capacity
+from rlsys.config import DataConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import Prompts
+
+KINDS = ("num_cpus", "num_gpus")
 
 
 def needs(*cpus: float) -> list[Need]:
@@ -24,6 +31,34 @@ def test_shares_that_add_up_to_a_whole_find_room() -> None:
 def test_a_share_too_many_finds_none() -> None:
     with pytest.raises(ClusterTooSmall, match="a-1 finds no place"):
         check_capacity(needs(0.8, 0.4001, 0.8), [{"CPU": 2.0}])
+
+
+def test_two_that_work_in_turns_need_the_room_of_one() -> None:
+    rollout = RolloutConfig(num_replicas=1, num_cpus=3, num_gpus=1)
+    trainer = TrainerConfig(layout="dp2", num_cpus=2, num_gpus=1)
+    config = RunConfig(rollout=rollout, trainer=trainer, placement="colocated")
+    ranks, replicas = factories.needs(config, sampling_flow())
+    assert [str(need) for need in [*ranks, *replicas]] == [
+        "trainer-0 (3 CPU, 1 GPU)",
+        "trainer-1 (2 CPU, 1 GPU)",
+        "rollout-0 (3 CPU, 1 GPU) in the place of trainer-0, in turns",
+    ]
+    group: Any = None
+    taken = [
+        {kind: Place(need=need, group=group, index=0).options[kind] for kind in KINDS}
+        for need in [*ranks, *replicas]
+    ]
+    assert taken == [
+        {"num_cpus": 3, "num_gpus": 0.5},
+        {"num_cpus": 2, "num_gpus": 1},
+        {"num_cpus": 0, "num_gpus": 0.5},
+    ]
+
+
+def sampling_flow() -> Dataflow:
+    flow = Dataflow()
+    flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
+    return flow
 
 
 def test_a_place_that_ray_takes_away_is_told_in_a_sentence() -> None:

@@ -89,6 +89,8 @@ class ScriptedEngine:
 
     async def resume(self) -> None: ...
 
+    async def release(self) -> None: ...
+
     def stats(self) -> EngineStats:
         return EngineStats(num_waiting=0, num_running=0, num_generated_tokens=0, policy_version=0)
 

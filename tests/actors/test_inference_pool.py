@@ -79,6 +79,23 @@ def test_rows_of_which_every_worker_dies_are_told() -> None:
     asyncio.run(run())
 
 
+def test_workers_that_die_while_they_load_have_successors() -> None:
+    workers = [FakeWorker(0, "start"), FakeWorker(0, "node"), FakeWorker(0)]
+    deaths: list[str] = []
+
+    async def run() -> None:
+        left = iter(workers)
+        pool = RayPool(lambda _: next(left), open_store, num_workers=1, on_death=deaths.append)
+        await pool.start(1.0)
+        assert pool.workers == workers[2:]
+
+    asyncio.run(run())
+    assert [one.partition(";")[0] for one in deaths] == [
+        "reference-0 died during start",
+        "reference-0 died during node",
+    ]
+
+
 def test_a_worker_that_dies_while_it_loads_is_told_with_its_model() -> None:
     async def run() -> None:
         pool = RayPool(

@@ -29,7 +29,7 @@ from rlsys.checkpoint import Checkpoint
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.mesh import Layout
 from rlsys.observe.trace import Tracer
-from rlsys.types import MicroBatch, StepResult
+from rlsys.types import MicroBatch, StepResult, WeightManifest
 from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied
 from tests.actors.no_rows import NO_ROWS
@@ -116,6 +116,12 @@ class CountingEngine:
             wait_until((self._marks / "go").exists)
         (directory / f"{self._rank}").write_text(parts)
         return pickle.dumps((Metadata({}), []))
+
+    def release(self) -> None:
+        self._mark("release")
+
+    def take_back(self) -> None:
+        self._mark("take_back")
 
     def load(self, directory: Path) -> None:
         parts = [float(part) for part in (directory / f"{self._rank}").read_text().split()]
@@ -289,6 +295,45 @@ def test_a_rank_killed_between_steps_goes_on_from_the_last_one(
                 await world.step(1)
             assert await world.learner.restart(3) == 3
             assert await world.step(1) == [1, 2, 3, 1]
+
+    asyncio.run(run())
+
+
+def test_weights_that_two_replicas_found_damaged_are_published_again(
+    cluster: None, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path) as world:
+            await world.step(1)
+            pid = world.pid(0)
+            one, other = WeightManifest(version=0, shares=()), WeightManifest(version=1, shares=())
+            for manifest in (one, other):
+                world.learner.distrust(manifest, "1 bucket")
+            await world.step(1)  # what one replica found may be its own fault
+            world.learner.distrust(other, "1 bucket")
+            with pytest.raises(LearnerDied, match=r"weights are damaged where .*: 1 bucket"):
+                await world.learner.watch()
+            assert await world.learner.restart(2) == 2
+            assert world.pid(0) != pid
+
+    asyncio.run(run())
+
+
+def test_whatever_is_called_next_brings_a_released_state_back(
+    cluster: None, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path, num_ranks=2) as world:
+            await world.step(1)
+            assert world.count("take_back-1") == 0
+            await world.learner.release()
+            assert world.count("release-0") == world.count("release-1") == 1
+            assert await world.step(3) == [1, 3]
+            assert world.count("take_back-0") == world.count("take_back-1") == 1
+            await world.learner.release()
+            assert await world.learner.restart(2) == 2
+            assert await world.step(1) == [1, 3, 1]
+            assert world.count("take_back-0") == 1  # a new process has nothing to bring back
 
     asyncio.run(run())
 

@@ -46,6 +46,7 @@ class Learner:
     def __init__(self) -> None:
         self.asked: list[int | None] = []
         self.num_sent_again = 0
+        self.distrusted: list[int] = []
 
     def parcels(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
         self.asked.append(base)
@@ -53,6 +54,9 @@ class Learner:
 
     def send_again(self, manifest: WeightManifest) -> None:
         self.num_sent_again += 1
+
+    def distrust(self, manifest: WeightManifest, why: str) -> None:
+        self.distrusted.append(manifest.version)
 
 
 def replica(answer: Callable[[str], Any]) -> RayReplica:
@@ -129,6 +133,7 @@ def test_weights_that_are_damaged_twice_end_a_replica() -> None:
     with pytest.raises(ReplicaDied, match="died during update_weights: is damaged in 1 of its 9"):
         take(dying, 1)
     assert learner.num_sent_again == 1
+    assert learner.distrusted == [1]
     assert dying.worker.is_dead
 
 

@@ -144,6 +144,22 @@ def test_rollouts_over_which_two_workers_die_fail_and_end_nothing(dies_at: int) 
     assert [*score(scorer, 1)[0].values()] == [ONE]
 
 
+def test_a_worker_that_dies_while_it_starts_has_a_successor() -> None:
+    workers = [FakeWorker(0, dies_at=0), FakeWorker(1), FakeWorker(2), FakeWorker(3)]
+    deaths: list[str] = []
+    scorer = pool(workers, num_workers=2, deaths=deaths)
+    asyncio.run(scorer.start(1.0))
+    assert scorer.workers == [workers[1], workers[2]]
+    assert workers[0].killed
+    assert deaths == ["reward-0 died during start; another takes its place"]
+
+
+def test_workers_that_die_one_after_another_while_they_start_are_told() -> None:
+    workers = [FakeWorker(number, dies_at=0) for number in range(3)]
+    with pytest.raises(WorkerDied, match="reward-1 died during start"):
+        asyncio.run(pool(workers, num_workers=1).start(1.0))
+
+
 def test_an_error_of_whoever_is_told_is_raised() -> None:
     def tell(scores: Mapping[int, Score]) -> None:
         raise ValueError("rows are gone")

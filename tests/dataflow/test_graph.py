@@ -18,11 +18,14 @@ from rlsys.algorithms import (
     constant_length,
     corrected,
     cross_entropy,
+    decoupled_clipped_surrogate,
     distill,
     dynamic_sampling,
     gae,
     grpo_advantage,
+    interpolate_proximal,
     m2po,
+    observed,
     opsm,
     reinforce,
     scale_rl_advantage,
@@ -333,6 +336,22 @@ def test_a_row_takes_the_bytes_of_its_columns() -> None:
     assert flow.row_bytes(max_prompt_tokens=10, max_tokens=100) == (
         10 * 4 + 3 * 100 * 4 + 64 + 100 * 4 + 64
     )
+
+
+def test_a_proximal_policy_that_is_interpolated_takes_no_pass() -> None:
+    def stages(loss: Any) -> list[str]:
+        flow = Dataflow()
+        policy = flow.model("policy")
+        rollouts = flow.generate(policy, PROMPTS, group_size=2)
+        rewards = flow.score(rollouts, [lambda rollout: 1.0])
+        advantages = flow.per_group(grpo_advantage, rewards)
+        flow.train(policy, rollouts, advantages, loss=loss, aggregation=token_mean)
+        flow.hold_proximal(updates_per_step=2)
+        return [stage.name for stage in flow.stages]
+
+    loss = decoupled_clipped_surrogate(0.2, 0.2, 5.0)
+    assert "infer proximal_logprobs" in stages(loss)
+    assert "infer proximal_logprobs" not in stages(observed(interpolate_proximal(loss)))
 
 
 def test_experts_travel_with_rollouts_to_the_main_model_alone() -> None:

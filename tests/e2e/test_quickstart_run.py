@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from pathlib import Path
 
 import peft
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.arithmetic import correct, held_out
 from recipes.quickstart import QuickstartConfig
+from rlsys.audit import audit
 from rlsys.dataflow.ledger import Ledger, read_events
 from rlsys.evaluation import as_metrics
 from rlsys.fields import from_dict
 from rlsys.held_out import evaluation_config
+from rlsys.history import read_evidence
 from rlsys.metrics import without_times
 from rlsys.model_evaluation import evaluate_model
 from rlsys.observe.metrics import read_metrics
@@ -137,6 +140,45 @@ def test_two_runs_on_policy_give_the_same_numbers(tmp_path: Path) -> None:
     assert first == second
     assert max(line["staleness/max"] for line in first) == 0
     assert max(abs(line["kl/sampler_trainer"]) for line in first) <= 1e-6
+
+
+def test_sharing_devices_changes_no_number(tmp_path: Path) -> None:
+    """Trainer and replica in turns, or side by side."""
+    arguments = shlex.split(
+        "--asynchrony.max-staleness 0 --asynchrony.stream false --checkpoint-every 2"
+    )
+    lines = []
+    for placement in ("separate", "colocated"):
+        job = quickstart(tmp_path, *arguments, "--placement", placement, "--name", placement)
+        assert job.returncode == 0, job.output
+        lines.append(read_metrics(tmp_path / "runs" / placement / "metrics.jsonl"))
+    separate, colocated = ([without_times(line) for line in run_lines] for run_lines in lines)
+    assert len(colocated) == 3
+    assert colocated == separate
+    assert all(line["time/wait_s/train/devices"] > 0 for line in lines[1])
+    trace = json.loads((tmp_path / "runs" / "colocated" / "trace.json").read_text())
+    assert {"release", "waits for devices"} <= {event["name"] for event in trace}
+
+
+@pytest.mark.slow
+def test_sharing_devices_goes_on_over_turns_and_runs(tmp_path: Path) -> None:
+    """Two ranks and two replicas of vLLM with completions of later steps under way when the turn
+    comes; and a resumption, an evaluation of what the run begins with included."""
+    options = (
+        "--placement colocated --rollout.engine vllm --rollout.kv-cache-gib 0.25 --resume auto "
+        "--trainer.layout dp2 --rollout.num-replicas 2 --trainer.num-cpus 0.5 "
+        "--rollout.num-cpus 0.5 --asynchrony.max-staleness 2 --checkpoint-every 2 "
+        "--evaluation.every 2 --evaluation.num-samples 2"
+    )
+    directory = tmp_path / "runs" / "quickstart"
+    for num_steps in ("3", "6"):
+        job = quickstart(tmp_path, *options.split(), "--num-steps", num_steps)
+        assert job.returncode == 0, job.output
+    metrics = read_metrics(directory / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    assert all(line["staleness/max"] <= 2 for line in metrics)
+    evidence, unreadable = read_evidence(directory)
+    assert [*unreadable, *audit(evidence).faults] == []
 
 
 @pytest.mark.slow  # tests/scripts/test_chaos.py has as many, and hurts them

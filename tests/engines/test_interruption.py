@@ -76,6 +76,8 @@ class Script:
 
     async def resume(self) -> None: ...
 
+    async def release(self) -> None: ...
+
     def stats(self) -> EngineStats:
         raise NotImplementedError
 

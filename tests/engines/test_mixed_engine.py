@@ -76,6 +76,8 @@ class Sampler:
 
     async def resume(self) -> None: ...
 
+    async def release(self) -> None: ...
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_waiting=0,

@@ -23,7 +23,6 @@ from rlsys.types import WeightManifest
 FIRST = {"embedding": torch.randn(3000, 64), "layers.0": torch.randn(64, 64)}
 LAST = {"layers.1": torch.randn(64, 64), "embedding": FIRST["embedding"]}  # tied
 ALL = FIRST | LAST
-SHAPES = {name: tuple(tensor.shape) for name, tensor in ALL.items()}
 TIMEOUT_S = 60
 
 
@@ -100,7 +99,7 @@ def trainer(
 
 
 def assert_is_whole(manifest: WeightManifest, dtype: torch.dtype = torch.float32) -> None:
-    with open_verified(manifest, SHAPES) as weights:
+    with open_verified(manifest, ALL) as weights:
         for name, box, part in weights.parts():
             assert torch.equal(part, ALL[name].to(dtype)[box.slices]), name
 
@@ -146,7 +145,7 @@ def test_what_has_changed_is_sent_and_what_arrives_is_rounded_as_it_leaves() -> 
             (parcel,) = single.parcels(manifest, "b", base)
             assert (parcel.num_bytes < 0.1 * manifest.num_bytes) == (version > 0)
             arrived = replace(manifest, shares=(inbox.take(parcel),))
-            with open_verified(arrived, SHAPES) as weights:
+            with open_verified(arrived, ALL) as weights:
                 for name, box, part in weights.parts():
                     assert torch.equal(part, moving[name].to(torch.bfloat16)[box.slices])
             base = version
@@ -189,3 +188,12 @@ def test_a_rank_without_room_fails_for_all(monkeypatch: pytest.MonkeyPatch) -> N
     with ExitStack() as closing, trainer(*PIPELINES) as pipelines:
         closing.enter_context(pytest.raises((OSError, RuntimeError)))
         pipelines.publish(1, "a")
+
+
+def test_a_share_larger_than_the_machine_is_told_at_the_start_on_every_rank() -> None:
+    huge = {"embedding": torch.zeros(1, 1).expand(2**25, 2**25)}  # as if it had 2 ** 52 bytes
+    needs = r"a version of the weights needs 4194304\.00 GiB of memory, of which 419\d{4}\.\d\d G"
+    for first, second, told in ((huge, LAST, needs), (LAST, huge, "another rank failed")):
+        ranks = (("a", first), ("a", second))
+        with pytest.raises((OSError, RuntimeError), match=told), trainer(*ranks):
+            pass

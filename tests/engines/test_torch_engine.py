@@ -198,6 +198,37 @@ def test_weights_change_in_flight(model_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_after_updates_it_samples_as_one_that_starts_with_them(dtype: str, tmp_path: Path) -> None:
+    before, after = build_model(tmp_path / "before", "qwen3"), tmp_path / "after"
+    build_model(after, "qwen3")
+    model = load_causal_lm(after, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(after)
+    manifest = published.publish(2, model.named_parameters())
+    asked = [request(str(i), prompt(4 + i, seed=i), seed=i, max_tokens=20) for i in range(4)]
+
+    async def sampled(path: Path, *versions: WeightManifest) -> dict[str, Generation]:
+        async with running_engine(path, dtype=dtype) as engine:
+            if versions:
+                engine.submit([request("before", prompt(4))])  # with the old weights
+                await collect(engine, 1)
+            for version in versions:
+                await engine.prepare(version)
+                await engine.pause()
+                await engine.load()
+                await engine.resume()
+            engine.submit(asked)
+            return await collect(engine, len(asked))
+
+    updated, fresh = asyncio.run(sampled(before, manifest)), asyncio.run(sampled(after))
+    for name, one in fresh.items():
+        np.testing.assert_array_equal(updated[name].token_ids, one.token_ids)
+        np.testing.assert_array_equal(updated[name].sampler_logprobs, one.sampler_logprobs)
+
+
 def test_weights_that_do_not_fit_change_nothing(model_path: Path, tmp_path: Path) -> None:
     manifest, model = publish(model_path, 6, change=0.05)
     named = list(model.named_parameters())

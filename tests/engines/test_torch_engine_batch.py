@@ -171,6 +171,19 @@ def test_stop_strings_end_a_completion_and_may_span_tokens_and_interruptions(mod
     assert continued.token_ids.tolist() == expected[11:]
 
 
+def test_a_stop_string_that_was_there_before_ends_nothing(model: Any) -> None:
+    """As at the end of injected text: whoever injected it wants more."""
+    tokens = run(batch_of(model), [request("f", prompt(5), max_tokens=40)])["f"].token_ids.tolist()
+    stop = "".join(map(chr, tokens[10:13]))
+    assert "".join(map(chr, tokens)).count(stop) == 1
+    done = tokens[:13]
+    continued = run(
+        batch_of(model),
+        [request("c", [*prompt(5), *done], max_tokens=27, num_prior_tokens=13, stop=(stop,))],
+    )["c"]
+    assert continued.token_ids.tolist() == tokens[13:]
+
+
 def test_the_prompt_does_not_count_for_stop_strings(model: Any) -> None:
     first = prompt(5)
     text = "".join(map(chr, first))

@@ -78,3 +78,19 @@ def test_a_16_bit_heads_product_and_gradients_are_float32_sums(model_path: Path)
     exact = grad.double().T @ hidden.double()
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_released_memory_is_free_and_comes_back(model_path: Path, dtype: str) -> None:
+    engine, expected = (make_engine(model_path, device="cuda", dtype=dtype) for _ in range(2))
+    for step in range(2):
+        for one in (engine, expected):
+            accumulate(one, [make_rows(6, seed=step)])
+            one.optimizer_step()
+        held = torch.cuda.memory_allocated()
+        engine.release()
+        assert held - torch.cuda.memory_allocated() >= sum(
+            tensor.numel() * 12 for tensor in weights(expected).values()
+        )
+        engine.take_back()
+    assert_same(weights(engine), weights(expected), rtol=0, atol=0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlsys.engines.released_memory import HostMemory, Offloaded
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory
@@ -18,6 +19,7 @@ from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     Weights,
     accumulate,
+    assert_same,
     make_engine,
     make_rows,
     memory,
@@ -218,3 +220,24 @@ def test_a_fresh_optimizer_is_restored_too(tmp_path: Path) -> None:
     assert_bitwise_equal([undisturbed, train_on(other, rows)])
     for each in (engine, other):
         each.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # plain tensors, and those of FSDP2
+def test_what_was_offloaded_between_two_steps_trains_on(dtype: str, tmp_path: Path) -> None:
+    """On the CPU nothing is; here it is all the same, and what lies there is overwritten."""
+    path = tiny_model(tmp_path / "model")
+    engine, expected = (make_engine(path, dtype=dtype) for _ in range(2))
+    host: HostMemory = {}
+    for step in range(3):
+        results = []
+        for one in (engine, expected):
+            accumulate(one, [make_rows(6, seed=step)])
+            results.append(one.optimizer_step())
+        assert results[0] == results[1]
+        engine.release()
+        offloaded = Offloaded(engine._on_device(), host)
+        for tensor in engine._on_device():
+            tensor.detach().fill_(float("nan"))
+        offloaded.take_back()
+        engine.take_back()
+    assert_same(weights(engine), weights(expected), rtol=0, atol=0)

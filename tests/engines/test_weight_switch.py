@@ -30,6 +30,7 @@ class ScriptedEngine:
         self.ended: asyncio.Queue[list[str]] = asyncio.Queue()
         self.load_error: Exception | None = None
         self.prepare_error: Exception | None = None
+        self.sampled: dict[str, list[int]] = {}  # by request, before it is aborted
 
     async def start(self) -> None: ...
 
@@ -37,16 +38,17 @@ class ScriptedEngine:
         self.calls.append("submit " + " ".join(r.request_id for r in requests))
 
     async def collect(self) -> list[Generation]:
-        return [
-            Generation(
-                request_id=request_id,
-                token_ids=np.zeros(0, np.int32),
-                sampler_logprobs=np.zeros(0, np.float32),
-                policy_versions=np.zeros(0, np.int32),
-                finish_reason=FinishReason.STOP,
-            )
-            for request_id in await self.ended.get()
-        ]
+        return [self._generation(name, FinishReason.STOP) for name in await self.ended.get()]
+
+    def _generation(self, request_id: str, reason: FinishReason) -> Generation:
+        tokens = np.array(self.sampled.pop(request_id, ()), np.int32)
+        return Generation(
+            request_id=request_id,
+            token_ids=tokens,
+            sampler_logprobs=tokens.astype(np.float32),
+            policy_versions=np.zeros_like(tokens),
+            finish_reason=reason,
+        )
 
     async def progress(self) -> list[Generation]:
         return []
@@ -70,6 +72,9 @@ class ScriptedEngine:
 
     async def resume(self) -> None:
         self.calls.append("resume")
+
+    async def release(self) -> None:
+        self.calls.append("release")
 
     def stats(self) -> EngineStats:
         return EngineStats(num_waiting=0, num_running=0, num_generated_tokens=0, policy_version=0)
@@ -174,5 +179,84 @@ def test_weights_that_do_not_fit_leave_generation_running(delayed: bool, is_prep
             await switch.switch(MANIFEST)
         switch.submit(requests("a"))
         assert engine.calls == ["prepare 1", *(SWITCH if is_prepared else []), "submit a"]
+
+    asyncio.run(scenario())
+
+
+class Aborting(ScriptedEngine):
+    """What is aborted comes out, with what it has; in another order."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        super().submit(requests)
+        self.prompts = [tuple(request.prompt_token_ids) for request in requests]
+
+    async def collect(self) -> list[Generation]:
+        names = await self.ended.get()
+        return [self._generation(name[1:], FinishReason.ABORTED) for name in names]
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        await super().abort(request_ids)
+        for name in reversed(list(request_ids)):
+            self.ended.put_nowait([f"!{name}"])
+
+
+def test_what_a_release_interrupts_goes_on_in_its_order() -> None:
+    async def scenario() -> None:
+        engine = Aborting()
+        switch = WeightSwitch(engine)
+        switch.submit(requests("a", "b", "c"))
+        collecting = asyncio.create_task(switch.collect())
+        engine.sampled = {"b": [7, 8]}
+        await switch.release()
+        await switch.release()
+        switch.submit(requests("d"))
+        await switch.abort(["c"])
+        assert engine.calls == ["submit a b c", "abort a b c", "release"]
+        (held,) = await switch.progress()
+        assert (held.request_id, held.token_ids.tolist()) == ("b", [7, 8])
+
+        await switch.switch(MANIFEST)
+        assert engine.calls[3:] == ["prepare 1", *SWITCH, "submit a b c", "submit d", "abort c"]
+        (aborted,) = await collecting
+        assert aborted.request_id == "c"
+
+        engine.sampled = {"b": [9]}
+        await switch.abort(["b"])  # by whoever asked for it
+        (whole,) = await switch.collect()
+        assert whole.token_ids.tolist() == [7, 8, 9]
+        assert whole.finish_reason is FinishReason.ABORTED
+
+    asyncio.run(scenario())
+
+
+def test_what_is_interrupted_twice_goes_on_from_all_its_tokens() -> None:
+    async def scenario() -> None:
+        engine = Aborting()
+        switch = WeightSwitch(engine)
+        switch.submit(requests("a"))
+        collecting = asyncio.create_task(switch.collect())
+        for tokens in ([7, 8], [9]):
+            engine.sampled = {"a": tokens}
+            await switch.release()
+            await switch.switch(MANIFEST)
+        assert engine.prompts == [(1, 7, 8, 9)]
+        collecting.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_without_memory_runs_nothing_before_it_has_weights() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        switch = WeightSwitch(engine)
+        await switch.release()
+        engine.prepare_error = FileNotFoundError("gone")
+        switch.submit(requests("a"))
+        with pytest.raises(FileNotFoundError):
+            await switch.switch(MANIFEST)
+        assert engine.calls == ["release", "prepare 1"]
+        engine.prepare_error = None
+        await switch.switch(MANIFEST)
+        assert engine.calls[2:] == ["prepare 1", *SWITCH, "submit a"]
 
     asyncio.run(scenario())

@@ -69,7 +69,7 @@ def test_a_box_is_read_whoever_has_staged_it(
 ) -> None:
     opened, _, manifest = staged(list(in_rows_and_columns([0, *rows, 8], [0, *columns, 6])))
     start, stop = min(of_rows), max(*of_rows, min(of_rows) + 1)
-    with opened, open_verified(manifest, SHAPES) as weights:
+    with opened, open_verified(manifest, TENSORS) as weights:
         assert weights.version == 1
         box = Box(((start, stop), (column, 6)))
         assert torch.equal(weights.read("matrix", box), MATRIX[box.slices])
@@ -84,7 +84,7 @@ def test_a_box_is_read_whoever_has_staged_it(
 
 def test_what_one_rank_has_staged_is_read_without_a_copy() -> None:
     stage, manifest = stage_whole(3, TENSORS)
-    with open_verified(manifest, SHAPES) as weights:
+    with open_verified(manifest, TENSORS) as weights:
         part = weights.read("matrix", Box(((2, 4), (1, 3))))
         (whole,) = (part for name, _, part in weights.parts() if name == "matrix")
         assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
@@ -92,26 +92,29 @@ def test_what_one_rank_has_staged_is_read_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "problem"),
+    ("changes", "problem"),
     [
-        ({**SHAPES, "head": (3, 4)}, "head is missing"),
-        ({**SHAPES, "norm": (7,)}, r"norm has shape \(6,\), the model \(7,\)"),
-        ({**SHAPES, "matrix": (48,)}, r"matrix has shape \(8, 6\), the model \(48,\)"),
-        ({name: SHAPES[name] for name in ("matrix", "norm")}, "scalar is not one of the model's"),
+        ({"head": torch.ones(3, 4)}, "head is missing"),
+        ({"norm": torch.ones(7)}, r"norm has shape \(6,\), the model \(7,\)"),
+        ({"matrix": torch.ones(48)}, r"matrix has shape \(8, 6\), the model \(48,\)"),
+        ({"scalar": None}, "scalar is not one of the model's"),
+        ({"scalar": torch.tensor(3.0)}, r"scalar has numbers of torch.int64, the model of torch.f"),
+        ({"norm": NORM.int()}, r"norm has numbers of torch.float32, the model of torch.int32"),
     ],
 )
 def test_weights_of_another_model_are_refused(
-    shapes: dict[str, tuple[int, ...]], problem: str
+    changes: dict[str, torch.Tensor | None], problem: str
 ) -> None:
+    changed = {name: one for name, one in (TENSORS | changes).items() if one is not None}
     opened, _, manifest = staged(list(in_rows_and_columns([0, 3, 8], [0, 6])))
     with opened, pytest.raises(ValueError, match=f"version 1 do not fit .* 1 of its .*{problem}"):
-        open_verified(manifest, shapes)
+        open_verified(manifest, changed)
 
 
 def test_a_share_that_lacks_is_told() -> None:
     opened, _, manifest = staged(list(in_rows_and_columns([0, 3, 8], [0, 6])), of_each=1)
     first = WeightManifest(version=1, shares=manifest.shares[1:])
-    only_matrix = {"matrix": (8, 6)}
+    only_matrix = {"matrix": MATRIX}
     with opened, pytest.raises(ValueError, match="30 elements in parts that are not the whole of"):
         open_verified(first, only_matrix)
 
@@ -120,7 +123,7 @@ def test_a_share_that_stands_twice_is_told() -> None:
     opened, _, manifest = staged(list(in_rows_and_columns([0, 3, 8], [0, 6])), of_each=1)
     twice = WeightManifest(version=1, shares=(*manifest.shares, manifest.shares[0]))
     with opened, pytest.raises(ValueError, match="66 elements in parts that are not the whole of"):
-        open_verified(twice, {"matrix": (8, 6)})
+        open_verified(twice, {"matrix": MATRIX})
 
 
 def test_damage_in_one_share_is_found_and_nothing_stays_open() -> None:
@@ -129,7 +132,7 @@ def test_damage_in_one_share_is_found_and_nothing_stays_open() -> None:
         memory = stages[0]._memory
         stages[1]._bytes[-1] ^= 1
         with pytest.raises(DamagedWeightsError, match="rank 1's share of version 1"):
-            open_verified(manifest, SHAPES)
+            open_verified(manifest, TENSORS)
         stages[0].write(2, lambda one: TENSORS[one.name][one.box.slices])
         assert stages[0]._memory is memory  # else a reader would have kept it
         with pytest.raises(MemoryGone):

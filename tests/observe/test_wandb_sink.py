@@ -13,9 +13,7 @@ def test_offline_writes_into_the_run_directory_and_continues_its_run(tmp_path: P
     pytest.importorskip("wandb")
     ids = []
     for first_step in (1, 4):
-        sink = WandbSink(
-            "offline", project="rlsys", name="demo", directory=tmp_path, config={"seed": 0}
-        )
+        sink = WandbSink("offline", name="demo", directory=tmp_path, config={"seed": 0})
         for step in range(first_step, first_step + 3):
             sink.log({"step": step, "reward/mean": 0.123456789})
         sink.close()
@@ -35,7 +33,7 @@ def test_off_imports_nothing(tmp_path: Path) -> None:
         "import sys\n"
         "from pathlib import Path\n"
         "from rlsys.observe.wandb_sink import WandbSink\n"
-        "sink = WandbSink('off', project='p', name='n', directory=Path(sys.argv[1]), config={})\n"
+        "sink = WandbSink('off', name='n', directory=Path(sys.argv[1]), config={})\n"
         "sink.log({'step': 1}); sink.close()\n"
         "assert 'wandb' not in sys.modules\n"
     )
@@ -51,4 +49,4 @@ def test_a_missing_package_is_an_error_that_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # what import finds where it is not installed
     with pytest.raises(ValueError, match=r'observe.wandb="offline" needs .*rlsys\[wandb\]'):
-        WandbSink("offline", project="p", name="n", directory=tmp_path, config={})
+        WandbSink("offline", name="n", directory=tmp_path, config={})

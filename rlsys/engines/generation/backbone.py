@@ -24,9 +24,10 @@ from rlsys.engines.context import context_length
 from rlsys.engines.generation.fused_decoder import FusedDecoder, is_llama_like
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, room
 from rlsys.engines.model_tensors import model_tensors
+from rlsys.engines.released_memory import ReleasedMemory
 from rlsys.engines.routing import Routing, RoutingRecorder, routing_of
 from rlsys.layout.transport.staging import copy_parts
-from rlsys.layout.transport.weights import Shapes, Weights
+from rlsys.layout.transport.weights import Tensors, Weights
 from rlsys.types import ExpertArray
 
 Decode = Callable[[torch.Tensor, torch.Tensor, SlotCache], torch.Tensor]
@@ -51,6 +52,7 @@ class Backbone:
         self._model = model
         self._fused: FusedDecoder | None = None
         self._recorder: RoutingRecorder | None = None
+        self._released: ReleasedMemory | None = None
         self.routing: Routing | None = None
         self.logits = Head(model)
         with torch.no_grad():
@@ -84,12 +86,20 @@ class Backbone:
         return experts
 
     @property
-    def shapes(self) -> Shapes:
-        return {name: tuple(one.shape) for name, one in model_tensors(self._model).items()}
+    def tensors(self) -> Tensors:
+        return model_tensors(self._model)
+
+    def release(self) -> None:
+        """Let the memory of the weights go until the next `load`."""
+        self.logits.release()
+        self._released = ReleasedMemory(model_tensors(self._model).values())
 
     def load(self, weights: Weights) -> None:
-        """Overwrite the weights in place, by those that fit `shapes`."""
-        tensors = model_tensors(self._model)
+        """Overwrite the weights in place, by those that fit `tensors`."""
+        if self._released is not None:
+            self._released.take_back()
+            self._released = None
+        tensors = self.tensors
         copy_parts((tensors[name][box.slices], part) for name, box, part in weights.parts())
         if self._fused is not None:
             with torch.no_grad():

@@ -9,10 +9,16 @@ from rlsys.engines.generation.protocol import GenerationEngine
 
 
 def build_engine(
-    model: AnyModelConfig, rollout: RolloutConfig, sampling: SamplingConfig, *, max_context: int
+    model: AnyModelConfig,
+    rollout: RolloutConfig,
+    sampling: SamplingConfig,
+    *,
+    max_context: int,
+    shares_device: bool = False,
 ) -> GenerationEngine:
-    """Not started yet. `max_context`: tokens of the longest prompt and completion together."""
-    engine = _engine(model, rollout, max_context)
+    """Not started yet. `max_context`: tokens of the longest prompt and completion together.
+    `shares_device`: it is going to `release` its memory in turn with a trainer."""
+    engine = _engine(model, rollout, max_context, shares_device)
     if sampling.interrupt_after is None:
         return engine
     interruption = interruption_of(sampling, load_tokenizer(model.path))
@@ -20,11 +26,19 @@ def build_engine(
     return InterruptingEngine(engine, interruption)
 
 
-def _engine(model: AnyModelConfig, rollout: RolloutConfig, max_context: int) -> GenerationEngine:
+def _engine(
+    model: AnyModelConfig, rollout: RolloutConfig, max_context: int, shares_device: bool
+) -> GenerationEngine:
     if rollout.engine == "vllm":
         from rlsys.engines.generation.vllm_engine import VLLMEngine
 
-        return VLLMEngine(model.path, rollout, dtype=model.dtype, max_context=max_context)
+        return VLLMEngine(
+            model.path,
+            rollout,
+            dtype=model.dtype,
+            max_context=max_context,
+            shares_device=shares_device,
+        )
     from rlsys.engines.generation.torch_engine import TorchEngine
 
     return TorchEngine(

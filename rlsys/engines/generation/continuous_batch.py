@@ -31,7 +31,7 @@ from rlsys.engines.generation.backbone import Backbone
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, SlotCache, room, round_up
 from rlsys.engines.generation.sampling import Cut, sample
 from rlsys.engines.generation.slots import Slots
-from rlsys.layout.transport.weights import Shapes, Weights
+from rlsys.layout.transport.weights import Tensors, Weights
 from rlsys.types import FinishReason, Generation, GenerationRequest
 
 # Bounds the memory of a pass and the time until the next decode step; a longer prompt runs alone.
@@ -73,9 +73,7 @@ class ContinuousBatch:
             routing=self._backbone.routing,
         )
         self._max_cached_tokens = int(kv_cache_gib * 2**30) // self._backbone.bytes_per_token
-        self._cache = SlotCache(
-            max_slots=max_running, max_tokens=self._max_cached_tokens, device=self._device
-        )
+        self._cache = self._empty_cache()
 
     @property
     def num_waiting(self) -> int:
@@ -141,9 +139,20 @@ class ContinuousBatch:
         ]
 
     @property
-    def shapes(self) -> Shapes:
-        """Of the model's tensors, by Hugging Face name."""
-        return self._backbone.shapes
+    def tensors(self) -> Tensors:
+        """Of the model, by Hugging Face name."""
+        return self._backbone.tensors
+
+    def _empty_cache(self) -> SlotCache:
+        return SlotCache(
+            max_slots=self._max_running, max_tokens=self._max_cached_tokens, device=self._device
+        )
+
+    def release(self) -> None:
+        """Let the memory of weights, keys and values go until the next `load`."""
+        assert not self.has_work, "what runs needs them"
+        self._cache = self._empty_cache()
+        self._backbone.release()
 
     def load(self, weights: Weights) -> None:
         """Overwrite the weights by some that fit; the keys and values of running requests stay."""

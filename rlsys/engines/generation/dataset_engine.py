@@ -52,6 +52,9 @@ class DatasetEngine:
 
     async def resume(self) -> None: ...
 
+    async def release(self) -> None:
+        """There is nothing."""
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_waiting=0,

@@ -103,6 +103,9 @@ class InterruptingEngine:
     async def resume(self) -> None:
         await self._engine.resume()
 
+    async def release(self) -> None:
+        await self._engine.release()
+
     def stats(self) -> EngineStats:
         return self._engine.stats()
 

@@ -67,6 +67,9 @@ class MixedEngine:
     async def resume(self) -> None:
         await self._sampling.resume()
 
+    async def release(self) -> None:
+        await self._sampling.release()
+
     def stats(self) -> EngineStats:
         sampled = self._sampling.stats()
         held = self._held.stats().num_generated_tokens

@@ -7,6 +7,8 @@ token with the policy_version of the weights that sampled it.
                                               ▲
     pause() → load(manifest) → resume() ──────┘   running requests keep their KV cache
 
+Where a trainer uses the same device in turn, `release` lets its memory go until the next `load`.
+
 `submit` takes a batch as one unit, in order: with one engine kind, the same batches in the same
 order give the same tokens and log-probabilities whatever the timing.
 """
@@ -70,6 +72,10 @@ class GenerationEngine(Protocol):
         it."""
 
     async def resume(self) -> None: ...
+
+    async def release(self) -> None:
+        """Let the memory of weights, keys and values go; `load` takes it back. Every request has
+        ended (see WeightSwitch.release), and none may be submitted until then."""
 
     def stats(self) -> EngineStats: ...
 

@@ -50,6 +50,8 @@ NO_TOKEN = -1
 # character, or lose its leading space.
 STOP_STRING_MARGIN = 8
 
+UNFINISHED = "\ufffd"  # what a character decodes to that a later token completes
+
 
 class Slots:
     """`context` is the model's limit in tokens, `stop_token_ids` end every request, and
@@ -204,11 +206,20 @@ class Slots:
         completion = int(state["prompt_length"] - state["num_prior_tokens"])
         start = max(completion, int(state["length"]) - num_tokens)
         tail = self._tokens[slot, start : state["length"]].tolist()
-        if start > completion:
-            text = self._decode_text(tail)
-        else:
-            text = text_after(self._decode_text, self._tokens[slot, :start].tolist(), tail)
-        return any(string in text for string in stop)
+
+        def read(tokens: list[int]) -> str:
+            if start > completion:
+                return self._decode_text(tokens)
+            return text_after(self._decode_text, self._tokens[slot, :start].tolist(), tokens)
+
+        text = read(tail)
+        if not any(string in text for string in stop):
+            return False
+        # One that was there before the newest token is injected text's: it has ended nothing.
+        num_known = len(read(tail[:-1]).rstrip(UNFINISHED))
+        return any(
+            text.rfind(string) + len(string) > num_known for string in stop if string in text
+        )
 
     def _reserve(self, num_slots: int, num_tokens: int, num_stop_ids: int) -> None:
         slots, capacity = self._tokens.shape

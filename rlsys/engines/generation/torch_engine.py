@@ -133,8 +133,8 @@ class TorchEngine:
 
     async def prepare(self, manifest: WeightManifest) -> None:
         self._drop_prepared()
-        shapes = self._require_batch().shapes
-        self._prepared = await asyncio.to_thread(open_verified, manifest, shapes)
+        model = self._require_batch().tensors
+        self._prepared = await asyncio.to_thread(open_verified, manifest, model)
 
     async def load(self) -> None:
         batch = self._require_batch()
@@ -157,6 +157,9 @@ class TorchEngine:
 
     async def resume(self) -> None:
         await self._call(lambda: self._set_paused(False))
+
+    async def release(self) -> None:
+        await self._call(self._require_batch().release)
 
     def stats(self) -> EngineStats:
         batch = self._batch

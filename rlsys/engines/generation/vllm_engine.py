@@ -45,8 +45,8 @@ from rlsys.engines.generation.vllm_requests import (
     vllm_params,
     vllm_prompt,
 )
-from rlsys.engines.model_tensors import tensor_shapes
-from rlsys.layout.transport.weights import Shapes, open_verified
+from rlsys.engines.model_tensors import hollow_tensors
+from rlsys.layout.transport.weights import Tensors, open_verified
 from rlsys.types import Generation, GenerationRequest, SamplingParams, WeightManifest
 
 # Between two questions whether workers have prepared new weights: a call to each that has no other
@@ -63,6 +63,8 @@ class VLLMEngine:
 
     `path`: Hugging Face name or directory. `max_context` limits prompt and completion together, in
     tokens, below the model's own limit; None: that limit, or what the KV cache holds if it is less.
+    `shares_device`: it is going to be asked to `release` its memory, for which vLLM allocates it in
+    another way on GPUs.
     """
 
     def __init__(
@@ -72,12 +74,15 @@ class VLLMEngine:
         *,
         dtype: str,
         max_context: int | None = None,
+        shares_device: bool = False,
     ) -> None:
         self._path = path
         self._rollout = rollout
         self._dtype = dtype
         self._max_context = max_context
-        self._shapes: Shapes = {}
+        self._shares_device = shares_device
+        self._is_asleep = False
+        self._hollow: Tensors = {}
         self._stop_token_ids: tuple[int, ...] = ()
         self._decode_text: DecodeText | None = None  # made when a request needs it
         self._llm: Any = None  # vLLM's AsyncLLM, between start and close
@@ -95,7 +100,7 @@ class VLLMEngine:
         Raises ValueError for a model that vLLM cannot serve or could not take new weights of,
         EngineError if vLLM's processes do not come up.
         """
-        self._shapes = await asyncio.to_thread(tensor_shapes, self._path)
+        self._hollow = await asyncio.to_thread(hollow_tensors, self._path)
         self._stop_token_ids = await asyncio.to_thread(end_of_sequence_ids, self._path)
         with (
             tempfile.TemporaryDirectory(prefix="rlsys-vllm-") as sockets,
@@ -162,7 +167,7 @@ class VLLMEngine:
 
     async def prepare(self, manifest: WeightManifest) -> None:
         self._check_alive()
-        weights = await asyncio.to_thread(open_verified, manifest, self._shapes)
+        weights = await asyncio.to_thread(open_verified, manifest, self._hollow)
         with contextlib.closing(weights):  # the workers keep it open from now on
             await self._rpc("rlsys_prepare", pickle.dumps(weights.local))
         while not all(await self._rpc("rlsys_is_prepared")):  # noqa: ASYNC110
@@ -171,6 +176,9 @@ class VLLMEngine:
 
     async def load(self) -> None:
         self._check_alive()
+        if self._is_asleep:
+            await self._call(self._llm.wake_up())
+            self._is_asleep = False
         await self._rpc("rlsys_load")
         await self._call(self._llm.update_weight_version(str(self._prepared)))
         self._version = self._prepared
@@ -183,6 +191,12 @@ class VLLMEngine:
     async def resume(self) -> None:
         self._check_alive()
         await self._call(self._llm.resume_generation())
+
+    async def release(self) -> None:
+        """vLLM's sleep mode, at the level that keeps nothing."""
+        self._check_alive()
+        await self._call(self._llm.sleep(level=2))
+        self._is_asleep = True
 
     def stats(self) -> EngineStats:
         states = self._llm.output_processor.request_states.values() if self._llm else ()
@@ -211,6 +225,7 @@ class VLLMEngine:
             self._rollout,
             dtype=self._dtype,
             max_context=self._max_context,
+            shares_device=self._shares_device,
             sockets=sockets,
         )
 
@@ -222,7 +237,8 @@ class VLLMEngine:
         self._llm.output_handler.add_done_callback(lambda _: self._fail(PROCESSES_ENDED))
         await self._call(self._llm.get_supported_tasks())  # cached: no request waits for it later
         await self._call(self._llm.update_weight_version(str(self._version)))
-        refusals = await self._rpc("rlsys_start", self._shapes)
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._hollow.items()}
+        refusals = await self._rpc("rlsys_start", shapes)
         if any(refusals):
             raise ValueError(f"model.path={self._path!r}: {next(filter(None, refusals))}")
         trial = GenerationRequest(

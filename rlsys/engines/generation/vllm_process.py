@@ -21,9 +21,15 @@ CLOSE_TIMEOUT_S = 10.0  # for what is killed to be gone
 
 
 def start_vllm(
-    path: str, rollout: RolloutConfig, *, dtype: str, max_context: int | None, sockets: str
+    path: str,
+    rollout: RolloutConfig,
+    *,
+    dtype: str,
+    max_context: int | None,
+    shares_device: bool,
+    sockets: str,
 ) -> Any:
-    """An AsyncLLM whose model is loaded; `max_context` as VLLMEngine has it. `sockets` is a
+    """An AsyncLLM whose model is loaded; arguments as VLLMEngine has them. `sockets` is a
     directory for the processes to meet in, which is of no more use when the first request has run.
 
     Raises ValueError for a model that vLLM does not serve, RuntimeError if a process of vLLM's
@@ -62,6 +68,8 @@ def start_vllm(
         )
         if max_context is not None:
             args.max_model_len = min(max_context, args.create_model_config().max_model_len)
+        # On the CPU our worker does without (vllm_worker.py).
+        args.enable_sleep_mode = shares_device and not current_platform.is_cpu()
         if current_platform.is_cpu():
             args.kv_cache_memory_bytes = int(rollout.kv_cache_gib * 2**30)
             args.enforce_eager = True

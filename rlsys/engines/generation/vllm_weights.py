@@ -61,6 +61,9 @@ NOT_AGAIN = (
 # Attributes of layers that hold what vLLM has once computed of weights that it still has.
 DERIVED = ("_bf16x3_weight", "_combined_gate_weight")
 
+# And those that hold packed weights themselves, on the CPU.
+PACKED_INTO = ("cpu_linear", "_cpu_unpacked_conv_weight")
+
 Switch = Callable[[], list[Any]]
 """Replaces weights; returns what they were, which to let go takes as long as to copy."""
 
@@ -132,6 +135,15 @@ class WeightUpdater:
             return replaced
 
         return switch
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """On the CPU, let the memory of all weights go; what `prepare` returns brings others."""
+        for layer in self._packed.values():
+            for name in PACKED_INTO:
+                layer.__dict__.pop(name, None)
+        for tensor in self._own.values():
+            tensor.data = tensor.new_empty(0)
 
     @torch.no_grad()
     def _overwrite(self, weights: Weights) -> list[Any]:

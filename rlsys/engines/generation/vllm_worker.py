@@ -6,6 +6,7 @@ and `rlsys_load`. Added to vLLM's worker are
 
 - weights from shared memory into the running model,
 - sampling by the requests' own random streams, log-probabilities before top-k and top-p,
+- on the CPU the sleep mode that vLLM has on GPUs: memory that is let go for a while,
 - the end of the engine's processes when the process that owns the engine dies, however it dies.
 
 Imports vllm: only vLLM's own processes import this module.
@@ -24,11 +25,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from torch.utils._pytree import tree_leaves
 from vllm.platforms import current_platform
 
 from rlsys.engines.generation.vllm_sampler import replace_sampler
 from rlsys.engines.generation.vllm_weights import WeightUpdater
 from rlsys.engines.model_tensors import as_saved
+from rlsys.engines.released_memory import ReleasedMemory
 from rlsys.layout.transport.weights import Weights
 from rlsys.types import WeightManifest
 
@@ -48,6 +51,7 @@ class Worker(PlatformWorker):
 
     _updater: WeightUpdater
     _update: Update | None = None
+    _asleep: ReleasedMemory | None = None  # keys and values, on the CPU
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _end_with(int(os.environ[OWNER_VARIABLE]))
@@ -80,6 +84,24 @@ class Worker(PlatformWorker):
         """Raises what made it fail."""
         assert self._update is not None
         return self._update.is_ready()
+
+    def sleep(self, level: int = 1) -> None:
+        """Called when nothing runs, at level 2: weights, keys and values are of no more use."""
+        if not current_platform.is_cpu():
+            super().sleep(level)
+            return
+        self._updater.release()
+        # Zeros afterwards, as at the start: kernels read what nobody has written.
+        self._asleep = ReleasedMemory(tree_leaves(self.model_runner.kv_caches))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Memory again; `rlsys_load` brings the weights."""
+        if not current_platform.is_cpu():
+            super().wake_up(tags)
+            return
+        assert self._asleep is not None
+        self._asleep.take_back()
+        self._asleep = None
 
     def rlsys_load(self) -> None:
         """While generation is paused."""

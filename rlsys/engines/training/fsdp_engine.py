@@ -29,6 +29,7 @@ from rlsys.engines.costs import attention_tokens
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.inference import infer
 from rlsys.engines.model_tensors import model_tensors
+from rlsys.engines.released_memory import HostMemory, Offloaded, return_freed_memory
 from rlsys.engines.training.adapters import AdaptedWeight, Adapters
 from rlsys.engines.training.collate import Batch, split_passes
 from rlsys.engines.training.export import export_model
@@ -59,7 +60,7 @@ from rlsys.engines.training.trainer_state import (
     plan_state,
     state_tensors,
 )
-from rlsys.layout.holdings import Holding, holdings, whole
+from rlsys.layout.holdings import Holding, holdings, local_part, whole
 from rlsys.layout.transport.parcels import Parcel
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
@@ -96,6 +97,8 @@ class FSDPEngine:
         self.policy_version = 0
         self._updates: list[StepSums] = []  # of the batch, so far
         self._plan: StatePlan | None = None  # of checkpoints; from `open_snapshots` on
+        self._offloaded: Offloaded | None = None  # the state, while it is released
+        self._host: HostMemory = {}  # where it is then
         self._model_path = model_path
         self._config = trainer
         self._dtype: torch.dtype = getattr(torch, model.dtype)
@@ -297,6 +300,25 @@ class FSDPEngine:
         torch.set_rng_state(state["rng"])
         self.policy_version = step
         self._begin_batch()
+
+    def release(self) -> None:
+        assert not self._updates, "a version is whole only after the last update of its batch"
+        self._begin_update()
+        if self._device.type == "cpu":
+            return_freed_memory()
+        else:
+            self._offloaded = Offloaded(self._on_device(), self._host)
+
+    def take_back(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.take_back()
+            self._offloaded = None
+
+    def _on_device(self) -> list[torch.Tensor]:
+        """All that this rank has there from step to step."""
+        moments = [one for state in self._optimizer.state.values() for one in state.values()]
+        own = [*self._model.parameters(), *self._model.buffers(), *self._tensors.values(), *moments]
+        return [one for one in map(local_part, own) if one.device == self._device]
 
     def export(self, directory: Path) -> None:
         model, adapters, save_beside = self._model, self._adapters, None

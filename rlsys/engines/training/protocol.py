@@ -114,6 +114,14 @@ class TrainingEngine(Protocol):
     def restore(self, file: SnapshotFile, step: int) -> None:
         """Inverse of snapshot, as if nothing had happened since; for the same number of ranks."""
 
+    def release(self) -> None:
+        """Let the device's memory go, between two steps: the state moves to the host's, gradients
+        and buffers are forgotten. Nothing may be asked but `parcel`, until `take_back`. On the CPU
+        the state is where it belongs, and stays."""
+
+    def take_back(self) -> None:
+        """Inverse of release, as if nothing had happened since."""
+
     def export(self, directory: Path) -> None:
         """A Hugging Face checkpoint with its tokenizer, which AutoTokenizer loads and, by the
         head, AutoModelForCausalLM or AutoModelForSequenceClassification. A critic is one of the

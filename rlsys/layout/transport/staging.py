@@ -347,6 +347,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if is_alike and source.is_contiguous() and target.is_contiguous():
         # The C library's copy passes the cache by, torch's does not: twice as fast.
         np.copyto(_raw(target), _raw(source))
+        torch.autograd.graph.increment_version(target)  # whoever has made something of it looks
     else:
         target.copy_(source)
 

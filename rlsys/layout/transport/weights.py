@@ -1,11 +1,10 @@
 """A version of a model's weights as its readers see it: shares of several ranks as one model.
 
-manifest ──► Weights ── check(shapes), verify() ──► parts(), read(name, box) ──► close()
+manifest ──► Weights ── check(model), verify() ──► parts(), read(name, box) ──► close()
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from rlsys.layout.plan import Segment, plan
 from rlsys.layout.transport.staging import Share, Stage
 from rlsys.types import WeightManifest
 
-Shapes = Mapping[str, tuple[int, ...]]  # of model_tensors, by Hugging Face name
+Tensors = Mapping[str, torch.Tensor]  # model_tensors, by Hugging Face name
 
 
 class Weights:
@@ -62,18 +61,18 @@ class Weights:
         for share in self._shares:
             share.verify()
 
-    def check(self, shapes: Shapes) -> None:
-        """Raise ValueError, with the first names, unless each element of these tensors is there
-        once, and nothing else."""
+    def check(self, model: Tensors) -> None:
+        """Raise ValueError, with the first names, unless each element of these tensors, which may
+        be hollow, is there once, as a number of its kind, and nothing else."""
         found = self.shapes
-        some = {name for name, shape in shapes.items() if math.prod(shape)}
+        some = {name for name, tensor in model.items() if tensor.numel()}
         problems = [
             *(f"{name} is missing" for name in some - found.keys()),
-            *(f"{name} is not one of the model's" for name in found.keys() - shapes.keys()),
+            *(f"{name} is not one of the model's" for name in found.keys() - model.keys()),
             *(
                 f"{name} has {problem}"
-                for name in found.keys() & shapes.keys()
-                if (problem := self._misfit(name, found[name], shapes[name]))
+                for name in found.keys() & model.keys()
+                if (problem := self._misfit(name, found[name], model[name]))
             ),
         ]
         if problems:
@@ -83,9 +82,13 @@ class Weights:
                 "load the same model."
             )
 
-    def _misfit(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> str | None:
+    def _misfit(self, name: str, found: tuple[int, ...], tensor: torch.Tensor) -> str | None:
+        shape = tuple(tensor.shape)
         if found != shape:
             return f"shape {found}, the model {shape}"
+        for dtype in {segment.dtype for segment, _ in self._parts[name]} - {tensor.dtype}:
+            if not (dtype.is_floating_point and tensor.dtype.is_floating_point):
+                return f"numbers of {dtype}, the model of {tensor.dtype}"  # which nothing rounds
         boxes = [segment.box for segment, _ in self._parts[name]]
         num_elements = sum(box.num_elements for box in boxes)
         if num_elements != Box.whole(shape).num_elements or without([Box.whole(shape)], boxes):
@@ -100,7 +103,7 @@ class Weights:
                 yield name, segment.box, part
 
     @property
-    def shapes(self) -> Shapes:
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """As far as its parts reach."""
         found: dict[str, tuple[int, ...]] = {}
         for name, box, _ in self.parts():
@@ -123,11 +126,11 @@ class Weights:
         return whole
 
 
-def open_verified(manifest: WeightManifest, shapes: Shapes) -> Weights:
+def open_verified(manifest: WeightManifest, model: Tensors) -> Weights:
     """A version that fits a model, as it was staged. Raises as Weights, `check` and `verify` do."""
     with ExitStack() as opened:
         weights = opened.enter_context(Weights(manifest))
-        weights.check(shapes)
+        weights.check(model)
         weights.verify()
         opened.pop_all()
     return weights

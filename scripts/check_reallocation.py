@@ -1,0 +1,395 @@
+"""Whether weights arrive, bit by bit: from every layout of a trainer to every generation engine.
+
+    python scripts/check_reallocation.py [--families qwen3 ...] [--layouts dp1 ...]
+                                         [--engines torch "vllm tp1" ...] [--start-anew]
+
+Real ranks (processes that meet over gloo) train small random models for a step, in each layout
+other rows, export a checkpoint and stage their shares. Each engine takes the shares of one layout
+after the other, and completes the same prompts, greedily and drawn. In float32 tokens and
+log-probabilities must equal, to the last bit, those of a torch engine that starts from the
+checkpoint. A vLLM takes long to start: one does, from the checkpoint of the last layout; those of
+the others it takes as one process stages them whole. `--start-anew`: each time another one starts.
+
+Prints a line for each cell of the table and JSON last: how many are `equal`, `refused`, `wrong`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Before this folder, in which a script is called as the recipes are.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from rlsys.algorithms.aggregation import token_mean
+from rlsys.algorithms.losses import clipped_surrogate
+from rlsys.config import ModelConfig, RolloutConfig, TrainerConfig
+from rlsys.data.hub import in_short
+from rlsys.engines.causal_lm import hide_progress_bars, load_causal_lm
+from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.engines.generation.torch_engine import TorchEngine
+from rlsys.engines.generation.vllm_engine import VLLMEngine
+from rlsys.engines.model_tensors import model_tensors
+from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.layout.transport.weights import Weights, stage_whole
+from rlsys.mesh import Layout
+from rlsys.tiny_models import build_tokenizer
+from rlsys.types import (
+    Generation,
+    GenerationRequest,
+    MicroBatch,
+    SamplingParams,
+    TrainRow,
+    WeightManifest,
+)
+from scripts.ranks import staying_ranks
+
+LAYOUTS = ("dp1", "dp2", "tp2", "dp2tp2", "pp2", "dp2pp2", "ep2")
+# Ranks of one engine that are vLLM's.
+ENGINES: dict[str, int] = {"torch": 0, "vllm tp1": 1, "vllm tp2": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "llama": {"model_type": "llama", "tie_word_embeddings": False},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "tie_word_embeddings": True,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+    },
+}
+# vLLM pads a vocabulary of 48 to 64, and no kernel of its has smaller heads.
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+}
+CHARACTERS = "0123456789+-*/=. #abcdefghijklmnopqrstuvwxyz,;"
+PROMPTS = ([5, 9, 40], list(range(3, 47)) * 2, [17])
+TIMEOUT_S = 600.0
+
+# Of a layout, its weights; or why a trainer refuses to lay the model out so.
+Trained = dict[str, WeightManifest | str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What came of one layout's weights in one engine."""
+
+    family: str
+    layout: str
+    engine: str
+    result: str  # equal, refused, wrong
+    remark: str = ""
+
+    def __str__(self) -> str:
+        said = f"{self.family:10} {self.layout:7} -> {self.engine:9} {self.result}"
+        return f"{said}: {self.remark}" if self.remark else said
+
+
+def build_model(directory: Path, family: str) -> Path:
+    """Of random weights, norms too, in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = build_tokenizer(CHARACTERS)
+    special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id")}
+    changes = dict(FAMILIES[family])
+    config = AutoConfig.for_model(
+        changes.pop("model_type"), vocab_size=len(tokenizer), **SIZES, **special, **changes
+    )
+    config.eos_token_id = None  # every completion is as long as it may be
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(0.1 * noise if parameter.ndim > 1 else parameter + 0.1 * noise)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def make_rows(seed: int) -> list[TrainRow]:
+    """Eight, of 3 to 24 tokens."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for number in range(8):
+        tokens = rng.integers(3, 3 + len(CHARACTERS), int(rng.integers(3, 25))).astype(np.int32)
+        length = len(tokens) - 1
+        columns = {
+            "sampler_logprobs": np.full(length, -3.0, np.float32),
+            "advantages": np.full(length, rng.normal(), np.float32),
+        }
+        rows.append(
+            TrainRow(
+                prompt_token_ids=tokens[:1],
+                token_ids=tokens[1:],
+                policy_versions=np.zeros(length, np.int32),
+                loss_mask=np.ones(length, np.bool_),
+                columns=columns,
+                group_id=number,
+                group_size=1,
+                group_num_tokens=length,
+            )
+        )
+    return rows
+
+
+@contextlib.contextmanager
+def trained(
+    rank: int, world_size: int, directory: Path, families: Sequence[str], layouts: Sequence[str]
+) -> Iterator[dict[str, Trained]]:
+    """By family, the weights of layouts of as many ranks, each after a step of its own; they stay
+    while the context does. On rank 0 alone; exported to FAMILY-LAYOUT."""
+    found: dict[str, Trained] = {family: {} for family in families}
+    with ExitStack() as opened:
+        for family in families:
+            for layout in layouts:
+                try:
+                    engine = make_trainer(directory / family, layout, rank)
+                except ValueError as refusal:
+                    found[family][layout] = in_short(refusal)
+                    continue
+                opened.enter_context(closing(engine))
+                manifest = published(engine, Layout.parse(layout), LAYOUTS.index(layout) + 1)
+                engine.export(directory / f"{family}-{layout}")
+                if manifest is not None:
+                    found[family][layout] = manifest
+        yield found
+
+
+def kept(of_layouts: Trained, opened: ExitStack) -> Trained:
+    """Opened here, weights outlive their ranks."""
+    found: Trained = {}
+    for layout, manifest in of_layouts.items():
+        if isinstance(manifest, WeightManifest):
+            manifest = opened.enter_context(Weights(manifest)).local
+        found[layout] = manifest
+    return found
+
+
+def make_trainer(path: Path, layout: str, rank: int) -> FSDPEngine:
+    return FSDPEngine(
+        model_path=path,
+        trainer=TrainerConfig(learning_rate=1e-2, layout=layout),
+        model=ModelConfig(),
+        loss=clipped_surrogate(0.2, 0.28),
+        aggregation=token_mean,
+        temperature=1.0,
+        num_total_steps=10,
+        seed=0,
+        rank=rank,
+        world_size=Layout.parse(layout).num_ranks,
+    )
+
+
+def published(engine: FSDPEngine, layout: Layout, version: int) -> WeightManifest | None:
+    """After a step on rows that no other version has seen."""
+    share = make_rows(version)[layout.data_index(engine._ranks.rank) :: layout.num_data]
+    engine.accumulate(MicroBatch(rows=share))
+    engine.optimizer_step()
+    engine.policy_version = version
+    return engine.publish()
+
+
+def requests(name: str) -> list[GenerationRequest]:
+    """Greedy ones, and drawn ones."""
+    return [
+        GenerationRequest(
+            request_id=f"{name} {top_k} {number}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=24, top_k=top_k),
+            seed=number,
+        )
+        for top_k in (1, SamplingParams().top_k)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+
+
+@asynccontextmanager
+async def running(path: Path, num_ranks: int) -> AsyncIterator[GenerationEngine]:
+    """vLLM of so many ranks; for 0 of them the torch engine."""
+    options: dict[str, Any] = {"max_running": 16, "kv_cache_gib": 0.0625}
+    options["num_cpus"] = max(1, num_ranks)
+    if num_ranks:
+        config = RolloutConfig(engine="vllm", tensor_parallel=num_ranks, **options)
+        engine: GenerationEngine = VLLMEngine(str(path), config, dtype="float32")
+    else:
+        engine = TorchEngine(path, RolloutConfig(**options), dtype="float32", stop_token_ids=())
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def completed(engine: GenerationEngine, name: str) -> list[Generation]:
+    """All requests as one batch from the first step on: they are sent while paused."""
+    asked = requests(name)
+    await engine.pause()
+    engine.submit(asked)
+    await engine.resume()
+    ended: dict[str, Generation] = {}
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(ended) < len(asked):
+            ended |= {one.request_id: one for one in await engine.collect()}
+    return [ended[one.request_id] for one in asked]
+
+
+async def taken(engine: GenerationEngine, manifest: WeightManifest) -> list[Generation]:
+    """What it completes under other weights."""
+    await engine.prepare(manifest)
+    await engine.pause()
+    await engine.load()
+    await engine.resume()
+    return await completed(engine, f"version {manifest.version}")
+
+
+def staged(path: Path, version: int, opened: ExitStack) -> WeightManifest:
+    """A checkpoint, as one process has it."""
+    tensors = model_tensors(load_causal_lm(path, dtype="float32"))
+    stage, manifest = stage_whole(version, {name: one.detach() for name, one in tensors.items()})
+    opened.callback(stage.close)
+    return manifest
+
+
+async def expected_of(
+    paths: Mapping[str, Path], num_ranks: int, *, start_anew: bool
+) -> dict[str, list[Generation]]:
+    """By layout, what engines complete that start from its checkpoint, or for vLLM, that take it as
+    a whole."""
+    found: dict[str, list[Generation]] = {}
+    first, *others = reversed(list(paths))
+    with ExitStack() as opened:
+        async with running(paths[first], num_ranks) as engine:
+            found[first] = await completed(engine, first)
+            if num_ranks and not start_anew:
+                for number, layout in enumerate(others, start=1):
+                    found[layout] = await taken(engine, staged(paths[layout], number, opened))
+    for layout in others:
+        if layout not in found:
+            async with running(paths[layout], num_ranks) as engine:
+                found[layout] = await completed(engine, layout)
+    return found
+
+
+async def compared(
+    directory: Path, family: str, of_layouts: Trained, engine_name: str, *, start_anew: bool
+) -> list[Cell]:
+    def cell(layout: str, result: str, remark: str = "") -> Cell:
+        return Cell(family=family, layout=layout, engine=engine_name, result=result, remark=remark)
+
+    manifests = {one: m for one, m in of_layouts.items() if isinstance(m, WeightManifest)}
+    cells = [cell(one, "refused", m) for one, m in of_layouts.items() if isinstance(m, str)]
+    num_ranks = ENGINES[engine_name]
+    paths = {layout: directory / f"{family}-{layout}" for layout in manifests}
+    found: dict[str, list[Generation]] = {}
+    try:
+        async with running(directory / family, num_ranks) as engine:
+            before = await completed(engine, "before")
+            for layout, manifest in manifests.items():
+                found[layout] = await taken(engine, manifest)
+        expected = await expected_of(paths, num_ranks, start_anew=start_anew)
+    except ValueError as refusal:
+        return cells + [cell(layout, "refused", in_short(refusal)) for layout in manifests]
+    for layout, manifest in manifests.items():
+        wrong = difference(found[layout], expected[layout], manifest.version)
+        if not wrong and not difference(found[layout], before, manifest.version):
+            wrong = "the weights before them are still there"
+        cells.append(cell(layout, "wrong" if wrong else "equal", wrong))
+        before = found[layout]
+    return cells
+
+
+def difference(found: Sequence[Generation], expected: Sequence[Generation], version: int) -> str:
+    """In words; empty for none."""
+    apart = 0.0
+    for one, other in zip(found, expected, strict=True):
+        if not (one.policy_versions == version).all():
+            return f"{one.request_id!r} has tokens of versions {set(one.policy_versions.tolist())}"
+        if not np.array_equal(one.token_ids, other.token_ids):
+            return f"{one.request_id!r} has other tokens"
+        apart = max(apart, float(np.abs(one.sampler_logprobs - other.sampler_logprobs).max()))
+    return f"log-probabilities differ by up to {apart}" if apart else ""
+
+
+def check(
+    directory: Path,
+    *,
+    families: Sequence[str] = tuple(FAMILIES),
+    layouts: Sequence[str] = LAYOUTS,
+    engines: Sequence[str] = tuple(ENGINES),
+    start_anew: bool = False,
+    on_cell: Callable[[Cell], None] = lambda cell: None,
+) -> list[Cell]:
+    """The table, or a part of it."""
+    for family in families:
+        build_model(directory / family, family)
+    cells = []
+    with ExitStack() as opened:
+        of_families: dict[str, Trained] = {family: {} for family in families}
+        for num_ranks in sorted({Layout.parse(one).num_ranks for one in layouts}):
+            of_size = [one for one in layouts if Layout.parse(one).num_ranks == num_ranks]
+            with staying_ranks(num_ranks, trained, directory, families, of_size) as (first, *_):
+                for family, of_layouts in first.items():
+                    of_families[family] |= kept(of_layouts, opened)
+        for family, of_layouts in of_families.items():
+            for engine in engines:
+                coming = compared(directory, family, of_layouts, engine, start_anew=start_anew)
+                for cell in sorted(asyncio.run(coming), key=lambda one: layouts.index(one.layout)):
+                    on_cell(cell)
+                    cells.append(cell)
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--start-anew", action="store_true", help="for each cell; 20 s each")
+    arguments = parser.parse_args()
+    hide_progress_bars()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        cells = check(
+            Path(directory),
+            families=arguments.families,
+            layouts=arguments.layouts,
+            engines=arguments.engines,
+            start_anew=arguments.start_anew,
+            on_cell=lambda cell: print(cell, flush=True),
+        )
+    counts = Counter(cell.result for cell in cells)
+    told = {name: counts[name] for name in ("equal", "refused", "wrong")}
+    print(json.dumps(told | {"seconds": round(time.perf_counter() - start)}))
+    sys.exit(bool(counts["wrong"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Weights on their way to a replica on another node, with a real engine in a real actor: damaged,
+lost with the rank that sends them, and damaged again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from actors.calls import Worker, end_all
+from actors.rollout import RayReplica, RolloutActor
+from actors.store_shards import StoreShards
+from rlsys.config import RolloutConfig
+from rlsys.dataflow.arena import PAGE_BYTES
+from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.generation.torch_engine import TorchEngine
+from rlsys.engines.model_tensors import model_tensors
+from rlsys.engines.training.publisher import Publisher
+from rlsys.engines.training.ranks import Ranks
+from rlsys.layout.transport.changes import Changes
+from rlsys.layout.transport.parcels import Parcel
+from rlsys.observe.trace import Tracer
+from rlsys.types import GenerationRequest, SamplingParams, WeightManifest
+from rlsys.workers import ReplicaDied, WeightsGone
+from tests.actors.test_fleet import pid_of, until_gone
+from tests.clusters import cluster_of_one
+from tests.engines.torch_engine_harness import build_model
+
+REPOSITORY = Path(__file__).parents[2]
+LIMIT_S = 600.0  # on a busy machine
+NUMBERS = itertools.count()
+
+
+@ray.remote
+class DyingRank:
+    def parcel(self) -> Parcel:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+@dataclass
+class Sender:
+    """A trainer of one rank on another node, as its readers see it."""
+
+    publisher: Publisher
+    tensors: dict[str, torch.Tensor]
+    damages: list[bool] = field(default_factory=list)  # of the parcels that come next
+    is_dying: bool = False
+    bases: list[int | None] = field(default_factory=list)
+    num_sent_again: int = 0
+
+    def publish(self, version: int) -> WeightManifest:
+        for tensor in self.tensors.values():
+            tensor.mul_(1.001)
+        manifest = self.publisher.publish(version)
+        assert manifest is not None
+        return manifest
+
+    def parcels(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
+        self.bases.append(base)
+        if self.is_dying:
+            rank: Any = DyingRank
+            return [rank.remote().parcel.remote()]
+        parcel = self.publisher.parcel(manifest, node_id, base)
+        assert parcel is not None
+        if self.damages and self.damages.pop(0):
+            content: Any = parcel.content
+            content = content.values if isinstance(content, Changes) else content
+            content[len(content) // 2] ^= 1
+        return [ray.put(parcel)]
+
+    def send_again(self, manifest: WeightManifest) -> None:
+        self.num_sent_again += 1
+
+
+@asynccontextmanager
+async def serving(path: Path, sender: Sender) -> AsyncIterator[RayReplica]:
+    shards = StoreShards(
+        capacity_bytes=16 * PAGE_BYTES,
+        timeout_s=LIMIT_S,
+        heartbeat_timeout_s=LIMIT_S,
+        on_lost=lambda shard: None,
+    )
+    running = asyncio.create_task(shards.run())
+    await shards.ensure(ray.nodes()[0]["NodeID"])
+    actor: Any = RolloutActor
+    engine = partial(TorchEngine, path, RolloutConfig(kv_cache_gib=0.05), dtype="float32")
+    handle = actor.options(num_cpus=1).remote(engine, shards.address, Tracer("rollout-0"))
+    worker = Worker("rollout-0", handle, timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S)
+    learner: Any = sender
+    replica = RayReplica(worker, learner, shards)
+    try:
+        await replica.start(LIMIT_S)
+        yield replica
+    finally:
+        await end_all([worker])
+        await shards.close()
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def served(replica: RayReplica) -> set[int]:
+    """Versions of the tokens of a new request."""
+    asked = GenerationRequest(
+        request_id=f"{next(NUMBERS)}.0.0",
+        prompt_token_ids=(5, 9, 40),
+        sampling=SamplingParams(max_tokens=6),
+        seed=0,
+    )
+    await replica.submit([asked], {})
+    while not (finished := (await replica.collect()).finished):
+        pass
+    return {finished[0].min_version, finished[0].max_version}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with cluster_of_one(num_cpus=2) as cluster:
+        try:
+            environment = {"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}"}}
+            ray.init(
+                address=cluster.address,
+                logging_level="ERROR",
+                log_to_driver=False,
+                runtime_env=environment,
+            )
+            yield cluster
+        finally:
+            ray.shutdown()
+
+
+@pytest.mark.slow
+def test_a_replica_serves_what_it_has_until_whole_weights_have_come(
+    cluster: Any, tmp_path: Path
+) -> None:
+    path = build_model(tmp_path / "model", "qwen3")
+    model = load_causal_lm(path, dtype="float32")
+    tensors = {name: one.detach().clone() for name, one in model_tensors(model).items()}
+    dtypes = dict.fromkeys(tensors, torch.float32)
+    sender = Sender(Publisher(tensors, dtypes, Ranks(0, 1), node="another"), tensors)
+
+    async def scenario() -> None:
+        async with serving(path, sender) as replica:
+
+            def update(version: int) -> Any:
+                return replica.update_weights(sender.publish(version), delayed=False)
+
+            pid = await pid_of(replica.worker)
+            assert await served(replica) == {0}
+            sender.damages = [True, False]
+            await update(1)
+            assert sender.num_sent_again == 1
+            assert await served(replica) == {1}
+            sender.is_dying = True  # the rank is killed while it packs
+            with pytest.raises(WeightsGone, match="rollout-0 came too late to version 2"):
+                await update(2)
+            assert await served(replica) == {1}
+            sender.is_dying = False
+            await update(3)
+            assert await served(replica) == {3}
+            sender.damages = [True, True]
+            with pytest.raises(ReplicaDied, match=r"rank 0's share of version 4 .* is damaged"):
+                await update(4)
+            assert sender.num_sent_again == 2
+            await until_gone(pid)
+        assert sender.bases == [None, None, 1, None, 3, None]
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        sender.publisher.close()

@@ -1,0 +1,29 @@
+"""Memory that is let go below tensors, and comes back."""
+
+from __future__ import annotations
+
+import torch
+
+from rlsys.engines.released_memory import HostMemory, Offloaded, ReleasedMemory
+
+PAGES = 1 << 16  # numbers: several pages of memory
+
+
+def test_offloaded_numbers_come_back_below_all_views() -> None:
+    whole = torch.arange(4 * PAGES, dtype=torch.float32)
+    view, other = whole[PAGES : 2 * PAGES].view(2, -1), torch.randn(PAGES).to(torch.bfloat16)
+    whole.numpy()  # from now on its storage has one size for ever
+    expected = [one.clone() for one in (whole, view, other)]
+    host: HostMemory = {}
+    for _ in range(2):
+        offloaded = Offloaded([view, other, whole], host)
+        assert whole[PAGES:-PAGES].count_nonzero() == 0
+        offloaded.take_back()
+        assert all(map(torch.equal, (whole, view, other), expected))
+    assert len(host) == 2
+
+
+def test_what_lies_beside_released_memory_stays() -> None:
+    beside = [torch.ones(3) for _ in range(64)]
+    ReleasedMemory([torch.randn(1000) for _ in range(64)]).take_back()
+    assert all(one.tolist() == [1, 1, 1] for one in beside)
