@@ -156,6 +156,8 @@ class Evaluator:
         self._worker: Worker | None = None
         self._running: int | None = None  # the step whose model is evaluated now
         self._is_given_up = False  # the model that is evaluated is of a lost history
+        self._is_adding = False  # to the scoreboard, in a thread
+        self._goes_back_to: int | None = None  # the scoreboard, when that is done
         self._has_warned = False
         self._waiting: dict[int, Path] = {}
         self._changed = Signal()
@@ -210,7 +212,10 @@ class Evaluator:
         self._changed.notify()
 
     def _go_back(self, step: int) -> None:
-        self._scoreboard.go_back(step)
+        if not self._is_adding:
+            self._scoreboard.go_back(step)
+        elif self._goes_back_to is None or step < self._goes_back_to:
+            self._goes_back_to = step
         if self._running is not None and self._running > step:
             self._is_given_up = True
         for later in [waiting for waiting in self._waiting if waiting > step]:
@@ -224,7 +229,8 @@ class Evaluator:
                 found = await self._found(path)
                 if self._is_given_up:
                     break
-                line = await asyncio.to_thread(self._scoreboard.add, step, found.metrics, path)
+                if (line := await self._added(step, found, path)) is None:
+                    break
             except WorkerDied as death:
                 reason, self._worker = str(death), None
                 if attempt < MAX_DEATHS:
@@ -241,6 +247,19 @@ class Evaluator:
             reason = "training went back to an earlier one, and comes to it again"
         self._warn(f"the model of step {step} is not evaluated: {reason}")
         await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
+    async def _added(self, step: int, found: Found, path: Path) -> Mapping[str, float] | None:
+        """The line on the scoreboard, which does one thing at a time; None where training went back
+        to an earlier one meanwhile."""
+        self._is_adding = True
+        try:
+            line = await asyncio.to_thread(self._scoreboard.add, step, found.metrics, path)
+            return None if self._is_given_up else line
+        finally:
+            self._is_adding = False
+            if self._goes_back_to is not None:
+                self._scoreboard.go_back(self._goes_back_to)
+                self._goes_back_to = None
 
     async def _found(self, path: Path) -> Found:
         """Raises WorkerDied, also for a worker that gets nothing done for too long."""

@@ -292,6 +292,8 @@ def _rollouts(past: Past, evidence: Evidence) -> list[str]:
             faults.append(f"{name} is beyond the ledger, which ends at step {past.step}")
         elif group not in past.steps.get(step, {}):
             faults.append(f"{name}, but that step did not train the group")
+        elif any(one["index"] == index for one in found[step, group]):
+            faults.append(f"{name} stands twice")
         else:
             found[step, group].append(record)
             faults += [f"{name} {fault}" for fault in _tokens(record, evidence)]

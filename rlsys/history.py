@@ -22,7 +22,7 @@ from rlsys.data.external_log import read_external
 from rlsys.data.shared import SharedGroup
 from rlsys.dataflow.ledger import Event, read_events
 from rlsys.exported import EXPORTED_FILE, export_faults, exported_step
-from rlsys.growing_file import Tally
+from rlsys.growing_file import Tally, ordinary
 from rlsys.json_text import parse_json
 from rlsys.observe.step_log import read_lines
 from rlsys.run_directory import (
@@ -66,7 +66,7 @@ class State:
 def read_state(checkpoint: Checkpoint) -> State:
     """Raises ValueError, with the fix, for one that does not belong to its checkpoint."""
     try:
-        entry = parse_json(checkpoint.controller_file.read_bytes())
+        entry = parse_json(ordinary(checkpoint.controller_file).read_bytes())
         if entry["step"] != checkpoint.step:
             raise ValueError(f"it is of step {entry['step']}")
         prompts = {name: entry["prompts"][name] for name in ("seed", "num_prompts")}
@@ -87,7 +87,7 @@ def read_state(checkpoint: Checkpoint) -> State:
         }
         external = entry.get("external")
         external = None if external is None else Tally.from_dict(external)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{checkpoint.controller_file} does not belong to its checkpoint "
             f"({type(error).__name__}: {error}): it was edited, or written by another version of "

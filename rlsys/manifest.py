@@ -30,6 +30,11 @@ class Entry:
     bytes: int
     crc32: str
 
+    def __post_init__(self) -> None:
+        for name, kind in (("bytes", int), ("crc32", str)):
+            if type(value := getattr(self, name)) is not kind:
+                raise TypeError(f"{name}={value!r} is not of type {kind.__name__}")
+
 
 def write_manifest(directory: Path) -> str:
     """Reads all files below. Returns the checksum of them all."""
@@ -46,10 +51,10 @@ def read_manifest(directory: Path) -> dict[str, Entry]:
     try:
         manifest = parse_json(ordinary(directory / MANIFEST_FILE).read_bytes())
         files = {
-            str(name): Entry(bytes=int(entry["bytes"]), crc32=str(entry["crc32"]))
+            name: Entry(bytes=entry["bytes"], crc32=entry["crc32"])
             for name, entry in manifest["files"].items()
         }
-        told = manifest["crc32"]
+        is_as_told = manifest["crc32"] == _checksum(files)
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST_FILE} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -57,7 +62,7 @@ def read_manifest(directory: Path) -> dict[str, Entry]:
             f"{MANIFEST_FILE} is damaged, or of another version of rlsys "
             f"({type(error).__name__}: {error})"
         ) from None
-    if told != _checksum(files):
+    if not is_as_told:
         raise ValueError(f"{MANIFEST_FILE} was edited: it has another checksum than it says")
     return files
 

@@ -89,6 +89,9 @@ OF_A_START = re.compile(
     r"|\.warm_start|\.beginning|\.evaluated"
 )
 
+# What config.json was before a resume.
+FORMER_CONFIG = re.compile(r"config-(\d+)\.json")
+
 # Models in .evaluating that may wait beside the one that is evaluated; training waits with the
 # next.
 MAX_WAITING = 2
@@ -284,7 +287,8 @@ class RunDirectory(RunFiles):
         """config.json, in one rename; a former one stays beside it, numbered."""
         run_id = self.run_id if self.config.exists() else secrets.token_hex(8)
         if self.config.exists():
-            number = 1 + len(list(self.path.glob("config-*.json")))
+            former = [FORMER_CONFIG.fullmatch(path.name) for path in self.path.iterdir()]
+            number = 1 + max((int(match[1]) for match in former if match), default=0)
             shutil.copyfile(self.config, self.path / f"config-{number}.json")
         resolved = {
             "config": config,
@@ -415,8 +419,9 @@ def read_run_id(path: Path) -> str:
 
 def _former(config: Path) -> str:
     """Where else it may be found."""
-    former = sorted(config.parent.glob("config-*.json"), key=lambda path: path.stat().st_mtime)
-    return f" from a copy, or from {former[-1]}" if former else " from a copy"
+    others = [p for p in config.parent.glob("config-*.json") if p != config and p.is_file()]
+    newest = max(others, key=lambda path: path.stat().st_mtime, default=None)
+    return f" from a copy, or from {newest}" if newest else " from a copy"
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -520,9 +525,9 @@ def _first_run_id(rollouts: Path) -> list[object]:
     """The id in the first line, where there is one to read. A checkpoint knows those that follow by
     their bytes."""
     try:
-        with rollouts.open(encoding="utf-8") as file:
+        with ordinary(rollouts).open("rb") as file:
             first = file.readline()
-        return [json.loads(first).get("run_id")] if first else []
+        return [parse_json(first).get("run_id")] if first else []
     except (OSError, ValueError, AttributeError):  # told where the files of records are looked at
         return []
 

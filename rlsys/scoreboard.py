@@ -1,8 +1,9 @@
 """What the evaluations of a run came to, on disk, and whether it still is.
 
     evaluations.jsonl    a line for each, by their steps
-    .evaluated           what stands there (Tally), or all but the line that is being added; and of
-                         best/ the manifest's checksum, also of the one that is to take its place
+    .evaluated           what stands there (Tally), or all but the line that is being added, and
+                         nothing of it while lines are removed; and of best/ the manifest's
+                         checksum, also of the one that is to take its place
     best/                the best model, with manifest.json and evaluation.json: its line, and the
                          run's id
 
@@ -43,7 +44,7 @@ class Scoreboard:
         self._files = files
         self._run_id = files.run_id
         self._best = [manifest_checksum(files.best)] if files.best.exists() else []
-        self._write_standing(Tally())  # what is cut next is not missed
+        self._write_standing(None)  # what is cut next is not missed
         self._log = StepLog(files.evaluations, after_step=after_step)
         self._steps = {int(line[metrics.STEP]) for line in read_lines(files.evaluations)}
         self._write_standing(self._log.tally)
@@ -53,7 +54,7 @@ class Scoreboard:
 
     def go_back(self, step: int) -> None:
         """Training went back to `step`."""
-        self._write_standing(Tally())
+        self._write_standing(None)
         self._log.go_back(step)
         self._steps = {one for one in self._steps if one <= step}
         self._write_standing(self._log.tally)
@@ -75,6 +76,7 @@ class Scoreboard:
         else:
             shutil.rmtree(exported, ignore_errors=True)
         if step not in self._steps:
+            self._write_standing(self._log.tally)  # which failed, it may be, after the last line
             self._log.append(line)
             self._steps.add(step)
         self._write_standing(self._log.tally)
@@ -83,20 +85,20 @@ class Scoreboard:
     def close(self) -> None:
         self._log.close()
 
-    def _write_standing(self, tally: Tally) -> None:
+    def _write_standing(self, tally: Tally | None) -> None:
         """Raises OSError with the cause and the fix."""
         with writing(self._files.evaluated):
             if self._files.evaluations.exists():
                 with self._files.evaluations.open("rb") as file:
                     os.fsync(file.fileno())  # a crash of the machine must not leave less than told
-            told = {**tally.to_dict(), "best": self._best}
+            told = {**({} if tally is None else tally.to_dict()), "best": self._best}
             write_whole(self._files.evaluated, json.dumps(told) + "\n")
 
 
 def best_of(files: RunFiles) -> dict[str, Any] | None:
     """What the evaluation of best/ came to, and the run's id; None where there is none."""
     try:
-        best: dict[str, Any] = parse_json((files.best / EVALUATION_FILE).read_bytes())
+        best: dict[str, Any] = parse_json(ordinary(files.best / EVALUATION_FILE).read_bytes())
     except FileNotFoundError:
         return None
     return best
@@ -118,20 +120,22 @@ def read_evaluations(path: Path) -> list[dict[str, float]]:
 def damages_of(files: RunFiles) -> list[str]:
     """What was changed of evaluations.jsonl and best/, which is all read; what is gone of them is
     no damage. Raises ValueError as `RunFiles.run_id`."""
-    damages, stood, seals = [], Tally(), None
-    if files.evaluated.exists():
+    damages: list[str] = []
+    stood: Tally | None = None
+    seals: list[str] | None = None
+    if os.path.lexists(files.evaluated):
         try:
             told = parse_json(ordinary(files.evaluated).read_bytes())
             seals = [str(seal) for seal in told.pop("best")]
-            stood = Tally.from_dict(told)
+            stood = Tally.from_dict(told) if told else None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             damages.append(
                 f"{files.evaluated} cannot be read ({type(error).__name__}: {error}): it was "
                 "edited, or written by another version of rlsys"
             )
-    if files.evaluations.exists() and (fault := _fault(files.evaluations, stood)):
+    if os.path.lexists(files.evaluations) and (fault := _fault(files.evaluations, stood)):
         damages.append(f"{files.evaluations} {fault}")
-    if files.best.exists():
+    if os.path.lexists(files.best):
         if faults := faults_of(files.best):
             damages += [f"{files.best} is damaged: {fault}" for fault in faults]
         elif fault := _foreign(files, seals):
@@ -185,15 +189,28 @@ def losses_of(files: RunFiles) -> list[str]:
     return []
 
 
-def _fault(evaluations: Path, stood: Tally) -> str | None:
-    if fault := stood.fault(evaluations):
+def _fault(evaluations: Path, stood: Tally | None) -> str | None:
+    """`stood`: what .evaluated says; None where it says nothing."""
+    if stood is not None and (fault := stood.fault(evaluations)):
         return fault
+    last, number = -1, 0
     try:
         for number, line in enumerate(read_lines(evaluations), start=1):
             if not _is_evaluation(line):
                 return f"has no evaluation in line {number}: it was edited"
+            if line[metrics.STEP] <= last:
+                return (
+                    f"has one of step {line[metrics.STEP]} in line {number}, behind one of step "
+                    f"{last}: lines were doubled or moved"
+                )
+            last = line[metrics.STEP]
     except (OSError, ValueError) as error:
         return f"cannot be read: {error}"
+    if stood is not None and number > stood.num_lines + 1:
+        return (
+            f"has {number:,} lines where there were {stood.num_lines:,}, and one that was being "
+            "added: lines were put there"
+        )
     return None
 
 

@@ -593,6 +593,34 @@ def test_weights_that_other_models_began_with_are_looked_at(tmp_path: Path) -> N
     assert read_evidence(files.path)[1] == [f"{taught} is missing"]
 
 
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("nowhere", "config-1.json; check the path, or restore that file from a copy."),
+        ("config-1.json", "config-1.json does not say what was run (OSError: "),
+    ],
+)
+def test_a_former_configuration_that_leads_nowhere_is_told(
+    tmp_path: Path, target: str, words: str
+) -> None:
+    files = write_run(made_up_run(2), tmp_path / "run")
+    (files.path / "config-1.json").symlink_to(target)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_evidence(files.path)
+
+
+def test_a_rollout_that_stands_twice_at_the_end_of_an_unfinished_run_is_named() -> None:
+    """Where groups may still lack rollouts."""
+    evidence = replace(made_up_run(2), exported=False)
+    assert audit(evidence).faults == []
+    assert audit(replace(evidence, rollouts=evidence.rollouts[:-1])).faults == []
+    last = evidence.rollouts[-1]
+    assert audit(replace(evidence, rollouts=[*evidence.rollouts, last])).faults == [
+        f"rollouts.jsonl: rollout {last['index']} of group {last['group_id']} in step "
+        f"{last['step']} stands twice"
+    ]
+
+
 def test_records_that_a_checkpoint_does_not_know_are_found(tmp_path: Path) -> None:
     """The text is of no interest to any other rule."""
     files = write_run(made_up_run(2), tmp_path / "run")

@@ -179,6 +179,14 @@ def damage(checkpoint: Path, kind: str) -> None:
         case "manifest without a seal":
             manifest = json.loads((checkpoint / "manifest.json").read_text())
             (checkpoint / "manifest.json").write_text(json.dumps({"files": manifest["files"]}))
+        case "infinite size":
+            manifest = (checkpoint / "manifest.json").read_text()
+            infinite = manifest.replace('"bytes": 12', '"bytes": 1e999')
+            (checkpoint / "manifest.json").write_text(infinite)
+        case "name of half a character":
+            manifest = (checkpoint / "manifest.json").read_text()
+            other = manifest.replace('"trainer/weights"', '"\\ud800"')
+            (checkpoint / "manifest.json").write_text(other)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +200,8 @@ def damage(checkpoint: Path, kind: str) -> None:
         ("other manifest", "manifest.json is damaged"),
         ("shorter manifest", "manifest.json was edited: it has another checksum than it says"),
         ("manifest without a seal", "manifest.json is damaged, or of another version of rlsys"),
+        ("infinite size", "manifest.json is damaged, or of another version of rlsys (TypeError"),
+        ("name of half a character", "manifest.json is damaged, or of another version of rlsys"),
     ],
 )
 def test_damage_is_found_by_name(tmp_path: Path, kind: str, words: str) -> None:

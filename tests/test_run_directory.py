@@ -101,6 +101,42 @@ def test_a_run_with_the_id_of_another_is_refused_by_its_rollouts(tmp_path: Path)
         RunDirectory.resume(tmp_path, "demo", CONFIG)
 
 
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def nested(path: Path) -> None:
+    path.write_text("[" * 5000 + "\n")
+
+
+@pytest.mark.parametrize("damage", [a_pipe, nested])
+def test_rollouts_that_cannot_be_read_are_left_to_those_who_tell(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    path = create_with_checkpoint(tmp_path)
+    damage(path / "rollouts.jsonl")
+    RunDirectory.resume(tmp_path, "demo", CONFIG).close()
+
+
+def test_a_former_configuration_is_never_written_over(tmp_path: Path) -> None:
+    path = create_with_checkpoint(tmp_path)
+
+    def go_on(num_steps: int) -> None:
+        with RunDirectory.resume(tmp_path, "demo", changed(num_steps=num_steps)) as run:
+            run.write_config(changed(num_steps=num_steps))
+
+    def former() -> dict[str, int]:
+        found = sorted(path.glob("config-*.json"))
+        return {one.name: json.loads(one.read_text())["config"]["num_steps"] for one in found}
+
+    for num_steps in (101, 102, 103):
+        go_on(num_steps)
+    assert former() == {"config-1.json": 100, "config-2.json": 101, "config-3.json": 102}
+    (path / "config-1.json").unlink()
+    go_on(104)
+    assert former() == {"config-2.json": 101, "config-3.json": 102, "config-4.json": 103}
+
+
 def test_a_directory_in_the_place_of_a_file_is_told_before_a_checkpoint_meets_it(
     tmp_path: Path,
 ) -> None:
@@ -453,6 +489,8 @@ def test_a_damaged_configuration_is_one_sentence(tmp_path: Path, content: bytes)
     with pytest.raises(ValueError, match=r"config.json does not say what .*; restore it from a co"):
         RunDirectory.resume(tmp_path, "demo", CONFIG)
     (path / "config-1.json").touch()
+    (path / "config-2.json").symlink_to("nowhere")
+    (path / "config-3.json").symlink_to("config-3.json")
     with pytest.raises(ValueError, match=r"restore it from a copy, or from \S+/config-1.json, or"):
         RunDirectory.resume(tmp_path, "demo", CONFIG)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -62,9 +63,40 @@ def better_in_the_end(path: Path) -> None:
     path.write_text("".join([*lines[:-1], lines[-1].replace("0.5", "0.9")]))
 
 
+def doubled(path: Path) -> None:
+    path.write_bytes(path.read_bytes() * 2)
+
+
+def last_line_doubled(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, lines[-1]]))
+
+
+def behind(*steps: int) -> Callable[[Path], None]:
+    """Lines that nothing was evaluated for."""
+
+    def add_lines(path: Path) -> None:
+        last = json.loads(path.read_bytes().splitlines()[-1])
+        with path.open("a") as file:
+            file.writelines(json.dumps({**last, "step": step}) + "\n" for step in steps)
+
+    return add_lines
+
+
 def a_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
+
+
+def a_link(path: Path) -> None:
+    """To nothing."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to("nowhere")
+
+
+def a_loop(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to(path.name)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +107,16 @@ def a_pipe(path: Path) -> None:
         ("evaluations.jsonl", no_last_line, "has 3 lines"),
         ("evaluations.jsonl", better_in_the_end, "it was edited or damaged"),
         ("evaluations.jsonl", a_pipe, "is no ordinary file"),
+        ("evaluations.jsonl", doubled, "has one of step 0 in line 5, behind one of step 12"),
+        ("evaluations.jsonl", last_line_doubled, "lines were doubled or moved"),
+        ("evaluations.jsonl", behind(7), "has one of step 7 in line 5, behind one of step 12"),
+        ("evaluations.jsonl", behind(16, 20), "has 6 lines where there were 4, and one that was"),
+        ("evaluations.jsonl", a_link, "evaluations.jsonl is missing"),
+        ("evaluations.jsonl", a_loop, "evaluations.jsonl cannot be read"),
+        (".evaluated", a_link, ".evaluated cannot be read"),
+        (".evaluated", a_loop, ".evaluated cannot be read"),
+        ("best", a_link, "best is damaged: manifest.json is missing"),
+        ("best", a_loop, "best is damaged: manifest.json is damaged"),
         (".evaluated", halve, ".evaluated cannot be read"),
         ("best/model.safetensors", flip, "best is damaged: model.safetensors has another checksum"),
         ("best/model.safetensors", halve, "best is damaged: model.safetensors has 4 bytes"),
@@ -239,3 +281,45 @@ def test_evaluations_are_whole_at_every_moment(
     steps = [json.loads(line)["step"] for line in files.evaluations.read_text().splitlines()]
     assert steps == [0, 4, 8]
     assert losses_of(files) == []
+
+
+def test_lines_that_stood_there_while_some_were_removed_rise_too(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before they were: any number of them may stand there."""
+
+    class Killed(Exception):
+        pass
+
+    def kill(*_: object, **__: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr("rlsys.scoreboard.StepLog", kill)
+    with pytest.raises(Killed):
+        Scoreboard(files, after_step=4)
+    assert damages_of(files) == losses_of(files) == []
+    last_line_doubled(files.evaluations)
+    (fault,) = damages_of(files)
+    assert "lines were doubled or moved" in fault
+
+
+def test_no_second_line_is_added_where_the_first_could_not_be_told(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk may have room for a line and none for a file; the run goes on, and is killed."""
+    board = Scoreboard(files, after_step=12)
+    written = 0
+
+    def write_whole(path: Path, text: str) -> None:
+        nonlocal written
+        written += 1
+        if written > 1:  # what stood before the line is written yet
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("rlsys.scoreboard.write_whole", write_whole)
+    for step in (16, 20, 24):
+        with pytest.raises(OSError, match="the disk is full"):
+            evaluate(files, board, step, 0.1)
+    board.close()
+    assert len(files.evaluations.read_text().splitlines()) == 5
+    assert damages_of(files) == []

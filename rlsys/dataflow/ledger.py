@@ -239,9 +239,10 @@ class Ledger:
 
 def check_fields(event: Event) -> None:
     """Raises LedgerError for what is no event."""
-    if not isinstance(event, dict) or event.get("event") not in FIELDS:
+    what = event.get("event") if isinstance(event, dict) else None
+    if not isinstance(what, str) or what not in FIELDS:
         raise LedgerError(f"{event!r} is no event of a ledger")
-    fields = FIELDS[event["event"]]
+    fields = FIELDS[what]
     if event.keys() != {"event", *fields} or any(
         type(event[name]) is not kind for name, kind in fields.items()
     ):

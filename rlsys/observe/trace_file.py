@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.disk import write_all, writing
+from rlsys.growing_file import ordinary
+from rlsys.json_text import parse_json
 from rlsys.observe.trace import (
     ARROW_IN,
     COUNTER,
@@ -38,7 +40,8 @@ CLOSING = b"\n]\n"
 
 
 class TraceFile:
-    """Appends batches to `path`; continues the file where there is one."""
+    """Appends batches to `path`; continues the file where there is one. Raises ValueError, with the
+    fix, for one that was edited or damaged."""
 
     def __init__(
         self, path: Path, *, clock: Clock | None = None, max_bytes: int = MAX_BYTES
@@ -52,8 +55,9 @@ class TraceFile:
         self._tids: dict[tuple[int, str], int] = {}
         self._origin_ns = 0
         self._path = path
+        self._end = self._continue() if path.exists() else 0
         self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
-        self._end = self._continue()
+        self._file.truncate(self._end)
         entries = []
         if self._end == 0:
             self._origin_ns = self._clock()
@@ -124,26 +128,37 @@ class TraceFile:
     def _continue(self) -> int:
         """Read who the processes and tracks are, and return where the last whole event ends."""
         position = end = 0
-        with self._path.open("rb") as file:
-            for line in file:
-                position += len(line)
-                if not (line.startswith(b"{") and line.endswith(b"\n")):
-                    continue
-                end = position - (2 if line.endswith(b",\n") else 1)
-                if line.startswith(b'{"ph":"M"'):
-                    self._restore(json.loads(line.rstrip(b",\n")))
-        self._file.truncate(end)
+        try:
+            with ordinary(self._path).open("rb") as file:
+                for line in file:
+                    position += len(line)
+                    if not (line.startswith(b"{") and line.endswith(b"\n")):
+                        continue
+                    end = position - (2 if line.endswith(b",\n") else 1)
+                    if line.startswith(b'{"ph":"M"'):
+                        self._restore(parse_json(line.rstrip(b",\n")))
+        except ValueError as error:
+            raise ValueError(
+                f"{self._path} cannot be gone on from ({error}): move it away; the run goes on "
+                "with a new one."
+            ) from error
         return end
 
-    def _restore(self, metadata: dict[str, Any]) -> None:
-        pid, tid, args = metadata["pid"], metadata["tid"], metadata["args"]
-        match metadata["name"]:
-            case "origin":
-                self._origin_ns = args["unix_ns"]
-            case "process_name":
-                self._pids[args["name"]] = pid
-            case "thread_name":
-                self._tids[pid, args["name"]] = tid
+    def _restore(self, metadata: object) -> None:
+        match metadata:
+            case {"name": "origin", "args": {"unix_ns": int(unix_ns)}}:
+                self._origin_ns = unix_ns
+            case {"name": "process_name", "pid": int(pid), "args": {"name": str(name)}}:
+                self._pids[name] = pid
+            case {
+                "name": "thread_name",
+                "pid": int(pid),
+                "tid": int(tid),
+                "args": {"name": str(name)},
+            }:
+                self._tids[pid, name] = tid
+            case _:
+                raise ValueError("it tells of no process, track or origin")
 
 
 def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

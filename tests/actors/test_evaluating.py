@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, cast
+
+import pytest
 
 from actors.calls import Worker, WorkerDied
 from actors.evaluating import MAX_DEATHS, Evaluator, Found
 from rlsys.config import HeldOutConfig, RunConfig
 from rlsys.held_out import export_path
 from rlsys.model_evaluation import Evaluation
-from rlsys.scoreboard import Scoreboard
+from rlsys.scoreboard import Scoreboard, damages_of, read_evaluations
 from tests.histories import files_of_a_run
 from tests.test_held_out import exported, found
 
@@ -234,5 +237,39 @@ def test_a_model_of_a_history_that_is_lost_while_it_is_evaluated_is_in_no_line(
         running.cancel()
         assert [line["step"] for line in world.results] == [10]
         assert len(world.warnings) == 1
+
+    run(work())
+
+
+def test_a_line_that_is_being_added_while_training_goes_back_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a while where a model of many bytes becomes the best one."""
+
+    async def work() -> None:
+        world = World(tmp_path, lambda name: found(0.5))
+        is_adding, has_gone_back = asyncio.Event(), threading.Event()
+        loop, add = asyncio.get_running_loop(), world.board.add
+
+        def slow_add(*args: Any) -> dict[str, float]:
+            loop.call_soon_threadsafe(is_adding.set)
+            assert has_gone_back.wait(PATIENCE_S)
+            return add(*args)
+
+        monkeypatch.setattr(world.board, "add", slow_add)
+        running = asyncio.create_task(world.evaluator.run())
+        await world.after(20)
+        await is_adding.wait()
+        world.evaluator.between_steps.go_back(5)
+        has_gone_back.set()
+        await world.after(10)
+        await world.evaluator.finish()
+        assert [line["step"] for line in world.results] == [10]
+        await world.after(20)
+        await world.evaluator.finish()
+        running.cancel()
+        lines = read_evaluations(world.files.evaluations)
+        assert [line["step"] for line in lines] == [10, 20]
+        assert damages_of(world.files) == []
 
     run(work())

@@ -144,6 +144,7 @@ def test_a_torn_last_line_is_cut_and_the_file_goes_on(tmp_path: Path) -> None:
         {"event": "lost", "group": 0},
         {"event": "dropped", "group": 0, "reason": "stale", "extra": 1},
         [],
+        {"event": []},
     ],
 )
 def test_replay_names_the_event_that_is_none(event: Any) -> None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import pickle
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -138,6 +140,37 @@ def test_a_resumed_run_continues_a_file_that_a_crash_tore(
     named = [(e["name"], e["pid"], e["tid"]) for e in of_phase(events, "M")]
     assert sorted(named) == [("origin", 0, 0), ("process_name", 1, 0), ("thread_name", 1, 1)]
     assert {(e["pid"], e["tid"]) for e in spans} == {(1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("former", "edited", "words"),
+    [
+        (b',"args":{"unix_ns"', b',"others":{"unix_ns"', "it tells of no process"),
+        (b'{"unix_ns":18', b'{"unix_ns":1e999,"":18', "it tells of no process"),
+        (b'"trainer 0"', b'["trainer 0"]', "it tells of no process"),
+        (b'"trainer 0"', b'"trainer \xff"', "'utf-8' codec can't"),
+        (b'"trainer 0"', b"[" * 5000, "it is nested too deeply"),
+    ],
+)
+def test_a_file_that_was_edited_is_refused_as_it_is(
+    tmp_path: Path, former: bytes, edited: bytes, words: str
+) -> None:
+    clock = FakeClock()
+    path = tmp_path / "trace.json"
+    file = TraceFile(path, clock=clock)
+    file.write(busy_tracer(clock, "trainer 0").drain())
+    file.close()
+    content = path.read_bytes().replace(former, edited)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"trace.json cannot .* \({re.escape(words)}.*: move it"):
+        TraceFile(path, clock=clock)
+    assert path.read_bytes() == content
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "trace.json")
+    with pytest.raises(ValueError, match=r"is no ordinary file\): move it away"):
+        TraceFile(tmp_path / "trace.json")
 
 
 def test_the_file_stays_under_its_bound_and_says_what_is_missing(tmp_path: Path) -> None:
