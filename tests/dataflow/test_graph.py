@@ -593,6 +593,9 @@ def sized(size: Any) -> Any:
     return needs_group(size)(lambda rewards: rewards)
 
 
+wrongly: Any = partial  # with keywords that no checker of types would let pass
+
+
 SAID: list[tuple[str, Any, str]] = [
     ("loss", mine(needs=None), r"mine\(\) has needs=None, which is no tuple of names of columns"),
     ("loss", mine(needs="reference_logprobs"), "has needs='reference_logprobs', which is no tuple"),
@@ -604,19 +607,19 @@ SAID: list[tuple[str, Any, str]] = [
     ("loss", mine(candidates="teacher_top_k"), r"needs the columns \['teacher_top_k'\]"),
     ("loss", partial(mine(needs=("a",))), r"needs the columns \['a'\]"),
     ("loss", later, "is given later for its loss, an async function or a generator"),
-    ("loss", partial(mine(), beta=1), "does not take one argument .*keyword argument 'beta'"),
+    ("loss", wrongly(mine(), beta=1), "does not take one argument .*keyword argument 'beta'"),
     ("aggregation", later, "is given later for its aggregation, an async function"),
     ("per_group", later, "is given later for its function, an async function or a generator"),
     ("per_group", yielding, "is given yielding for its function, an async function or a generator"),
     ("per_batch", later, "is given later for its function, an async function or a generator"),
-    ("per_group", partial(grpo_advantage, eps=1.0), r"takes others .*keyword argument 'eps'"),
-    ("per_batch", partial(scale_rl_advantage, eps=1.0), r"takes others .*keyword argument 'eps'"),
+    ("per_group", wrongly(grpo_advantage, eps=1.0), r"takes others .*keyword argument 'eps'"),
+    ("per_batch", wrongly(scale_rl_advantage, eps=1.0), r"takes others .*keyword argument 'eps'"),
     ("per_group", correct, "is given correct for its function, a reward, which takes a rollout"),
     ("per_group", reward_function(lambda ro: 1.0), "a reward, which takes a rollout; give that to"),
     ("per_group", sized("2"), "min_group_size='2' does not fit; give a whole number"),
     ("per_batch", sized(None), "min_group_size=None does not fit; give a whole number"),
     ("score", yielding, "reward 'yielding' is a generator; let it return its value"),
-    ("score", partial(correct, strict=True), r"is called with one rollout \(.*'strict'"),
+    ("score", wrongly(correct, strict=True), r"is called with one rollout \(.*'strict'"),
 ]
 
 

@@ -89,8 +89,10 @@ class StepStatistics:
             float(self._staleness_max),
             *(float(self._counts.get(name, 0)) for name in names),
         ]
-        device = [_total(self._loss), *(_total(self._totals.get(name, [])) for name in names)]
-        told = torch.tensor(host, dtype=torch.float64), torch.stack(device).cpu()
+        parts = [self._loss, *(self._totals.get(name, []) for name in names)]
+        nothing = torch.zeros_like(self._loss[0]) if self._loss else torch.zeros(()).double()
+        device = torch.stack([torch.stack(some).sum() if some else nothing for some in parts])
+        told = torch.tensor(host, dtype=torch.float64), device.cpu()
         if not self._counts_here:
             told = torch.zeros_like(told[0]), torch.zeros_like(told[1])
         vector = torch.cat((told[0], squared_norm.reshape(1), told[1]))
@@ -134,7 +136,3 @@ def over_updates(updates: Sequence[StepSums]) -> StepSums:
 def _added_up(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = sorted({name for part in parts for name in part})
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
-
-
-def _total(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
