@@ -42,6 +42,9 @@ KL_SAMPLER_TRAINER = "kl/sampler_trainer"  # mean(log μ − log π_prox), nats 
 KL_SAMPLER_TRAINER_K3 = "kl/sampler_trainer_k3"
 VALUE_MEAN = "value/mean"  # of a critic, over tokens
 SCORE_MEAN = "score/mean"  # of a reward model, over rows
+# Of those that a loss tells (rlsys/algorithms/metrics.py).
+EXPLAINED_VARIANCE = "value/explained_variance"
+EFFECTIVE_SAMPLE_FRAC = "offpolicy/effective_sample_frac"
 
 ROLLOUTS_ISSUED = "rollouts/issued"  # these three count since the run began
 ROLLOUTS_TRAINED = "rollouts/trained"
@@ -76,6 +79,25 @@ THROUGHPUT_TRAINED_ROLLOUTS = "throughput/trained_rollouts_per_s"
 # What the clock decides: two runs that agree in everything else may differ here. How many rollouts
 # wait before a stage at the end of a step is such an accident too.
 TIMING_FAMILIES = ("time/", "throughput/", "queue/")
+
+# Losses tell this one. All others above are told by rlsys itself, and so are these families.
+_OF_LOSSES = (PREFERENCE_ACCURACY,)
+_OWN = frozenset(
+    name for word, name in globals().items() if word.isupper() and isinstance(name, str)
+).difference(_OF_LOSSES)
+_OWN_FAMILIES = (
+    *TIMING_FAMILIES,
+    "eval/",
+    "reward/component/",
+    f"{REWARDS_FAILED}/",
+    f"{ROLLOUTS_DROPPED}/",
+)
+
+
+def is_own(name: str) -> bool:
+    """Whether rlsys tells a metric of this name, here or of held-out completions, so that another
+    would replace it or be replaced by it."""
+    return name in _OWN or of_held_out(name) in _OWN or name.startswith(_OWN_FAMILIES)
 
 
 def column_mean(name: str) -> str:

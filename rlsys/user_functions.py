@@ -41,14 +41,29 @@ def name_of(function: object) -> str:
 def misfit(function: Callable[..., Any], *arguments: object, **named: object) -> TypeError | None:
     """Why it cannot be called with these; None where it can, or does not tell."""
     try:
-        signature = inspect.signature(function)
+        if isinstance(function, functools.partial):  # else a wrong one looks as if it did not tell
+            inspect.signature(function.func).bind_partial(*function.args, **function.keywords)
+        inspect.signature(function).bind(*arguments, **named)
     except ValueError:  # of a function in C
         return None
-    try:
-        signature.bind(*arguments, **named)
     except TypeError as error:
         return error
     return None
+
+
+def said_of(function: object, name: str, default: Any) -> Any:
+    """An attribute of a function, or of the function that a functools.partial is of."""
+    while isinstance(function, functools.partial) and not hasattr(function, name):
+        function = function.func
+    return getattr(function, name, default)
+
+
+def is_deferred(function: Any) -> bool:
+    """Whether a call returns nothing computed yet: that of an async function, or of a generator."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    tests = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(test(one) for test in tests for one in (function, type(function).__call__))
 
 
 def called(what: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:

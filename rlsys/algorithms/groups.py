@@ -7,7 +7,6 @@ object; one without it takes any group.
 
 from __future__ import annotations
 
-import functools
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -15,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from rlsys.algorithms.parameters import parameters
-from rlsys.user_functions import FunctionFailed, called, misfit, name_of
+from rlsys.fields import checked
+from rlsys.user_functions import FunctionFailed, called, misfit, name_of, said_of
 
 GroupAdvantage = Callable[..., torch.Tensor | None]
 F = TypeVar("F", bound=Callable[..., object])
@@ -32,11 +32,10 @@ def needs_group(size: int) -> Callable[[F], F]:
 
 
 def min_group_size(function: object) -> int:
-    """The smallest group of which a function says something; 1 unless it says otherwise."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    size: int = getattr(function, "min_group_size", 1)
-    return size
+    """The smallest group of which a function says something; 1 unless it says otherwise. Raises
+    ValueError where that is no whole number."""
+    size = said_of(function, "min_group_size", 1)
+    return int(checked(size, int, f"{name_of(function)}: min_group_size"))
 
 
 def check_group_size(function: object, group_size: int) -> None:

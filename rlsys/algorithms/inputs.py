@@ -15,11 +15,14 @@ functions of the same names:
     needs              columns, beside the fields, that `columns` must hold       default ()
     uses_advantages    whether it reads `advantages`                              default True
     whole_groups       whether all rows of a group must lie in one pass           default False
+    of_pairs           whether its value is that of a pair, and so to be      default False
+                       aggregated as one
     candidates         column that names tokens, K ids and K values at each       default None
                        token, whose log-probabilities by the trainer are
                        `candidate_logprobs`
 
-A loss that wraps others asks for what it and they ask for.
+A loss that wraps others asks for what it and they ask for; a functools.partial, for what its
+function asks for. The functions raise ValueError for an attribute of another type.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from rlsys.user_functions import name_of, said_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,27 +116,61 @@ ScoreLossFn = Callable[[ScoreInputs], TokenLoss]
 
 
 def needs_of(loss: object) -> tuple[str, ...]:
-    """Names of the columns that a loss or a correction asks for."""
-    needs: tuple[str, ...] = getattr(loss, "needs", ())
-    return needs
+    """Names of the columns that a loss or a correction asks for, that of candidates among them."""
+    needs = said_of(loss, "needs", ())
+    if not isinstance(needs, tuple | list) or not all(map(_is_name, needs)):
+        raise ValueError(
+            f"{name_of(loss)} has {needs=}, which is no tuple of names of columns; give it one, "
+            'such as needs = ("reference_logprobs",).'
+        )
+    candidates = candidates_of(loss)
+    return tuple(dict.fromkeys(needs if candidates is None else (*needs, candidates)))
 
 
 def uses_advantages(loss: object) -> bool:
     """Whether a policy's loss reads `advantages`; where it does not, any will do."""
-    uses: bool = getattr(loss, "uses_advantages", True)
-    return uses
+    return _said(loss, "uses_advantages", True)
 
 
 def whole_groups(loss: object) -> bool:
     """Whether all rows of a group must lie in one pass, as the two rows of a pair."""
-    whole: bool = getattr(loss, "whole_groups", False)
-    return whole
+    return _said(loss, "whole_groups", False)
+
+
+def of_pairs(loss: object) -> bool:
+    """Whether each place has the value of its pair, whose weight must not grow with its length."""
+    return _said(loss, "of_pairs", False)
 
 
 def candidates_of(loss: object) -> str | None:
     """Name of the column with the tokens whose log-probabilities a policy's loss asks for."""
-    name: str | None = getattr(loss, "candidates", None)
-    return name
+    candidates: str | None = said_of(loss, "candidates", None)
+    if candidates is not None and not _is_name(candidates):
+        raise ValueError(
+            f"{name_of(loss)} has {candidates=}, which is no name of a column; give it one, such "
+            'as candidates = "teacher_top_k".'
+        )
+    return candidates
+
+
+def check_said(loss: object) -> None:
+    """Raise ValueError for an attribute of another type than those functions read."""
+    for read in (needs_of, uses_advantages, whole_groups, of_pairs):
+        read(loss)
+
+
+def _said(loss: object, name: str, default: bool) -> bool:
+    value = said_of(loss, name, default)
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"{name_of(loss)} has {name}={value!r}, which says neither yes nor no; give it "
+            f"{name} = True or False."
+        )
+    return value
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and bool(name)
 
 
 def _column(columns: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rlsys.metrics import EFFECTIVE_SAMPLE_FRAC, EXPLAINED_VARIANCE
+
 
 def derived_metrics(means: Mapping[str, float]) -> dict[str, float]:
     """Those whose parts are there:
@@ -25,9 +27,9 @@ def derived_metrics(means: Mapping[str, float]) -> dict[str, float]:
         error = means["value/error_squared"] - means["value/error"] ** 2
         # Rounding alone, of float32 sums, leaves about 1e-7 of the square.
         if spread > 1e-6 * means["value/return_squared"]:
-            found["value/explained_variance"] = 1 - error / spread
+            found[EXPLAINED_VARIANCE] = 1 - error / spread
     if means.get("offpolicy/weight_squared", 0.0) > 0:
-        found["offpolicy/effective_sample_frac"] = (
+        found[EFFECTIVE_SAMPLE_FRAC] = (
             means["offpolicy/weight"] ** 2 / means["offpolicy/weight_squared"]
         )
     return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar, dataclass_transform
 
-from rlsys.user_functions import name_of
+from rlsys.user_functions import is_deferred, misfit, name_of
 
 T = TypeVar("T")
 
@@ -57,4 +57,14 @@ def _check(owner: str, name: str, annotation: str, value: Any) -> None:
             raise ValueError(
                 f"{owner}: {name}={name_of(value)} is no {what}; give one that stands under "
                 f"{what!r} in docs/algorithms.md, or of your own."
+            )
+        if is_deferred(value):
+            raise ValueError(
+                f"{owner}: {name}={name_of(value)} is an async function or a generator, whose call "
+                "computes nothing yet; give a plain function that returns its values."
+            )
+        if what != "advantage" and (error := misfit(value, None)):
+            raise ValueError(
+                f"{owner}: {name}={name_of(value)} does not take one argument ({error}); let it "
+                "take LossInputs alone, and give it other values with functools.partial."
             )

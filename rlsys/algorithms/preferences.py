@@ -36,6 +36,7 @@ class PairLoss:
     denominator: ClassVar[str] = "none"
     uses_advantages: ClassVar[bool] = False
     whole_groups: ClassVar[bool] = True
+    of_pairs: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("preference", "reference_logprobs")
 
 
@@ -155,6 +156,7 @@ class bradley_terry:
     centre: float = 0.0
     needs: ClassVar[tuple[str, ...]] = ("preference",)
     whole_groups: ClassVar[bool] = True
+    of_pairs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.centre < math.inf:

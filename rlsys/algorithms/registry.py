@@ -243,6 +243,12 @@ def works_along_rollouts(given: object) -> bool:
     return entry is not None and "row_offsets" in inspect.signature(entry.target).parameters
 
 
+def comes_with_rlsys(given: object) -> bool:
+    while isinstance(given, functools.partial):
+        given = given.func
+    return _entry_of(given) is not None
+
+
 def tables() -> str:
     """Markdown: a table per kind, in the order of the registry."""
     lines = []

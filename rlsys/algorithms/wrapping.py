@@ -8,10 +8,11 @@ from rlsys.algorithms.inputs import (
     LossFn,
     candidates_of,
     needs_of,
+    of_pairs,
     uses_advantages,
     whole_groups,
 )
-from rlsys.user_functions import name_of
+from rlsys.user_functions import name_of, said_of
 
 
 class Wrapper:
@@ -43,6 +44,10 @@ class Wrapper:
         return getattr(self.loss, "interpolates_proximal", False)
 
     @property
+    def of_pairs(self) -> bool:
+        return of_pairs(self.loss)
+
+    @property
     def candidates(self) -> str | None:
         return candidates_of(self.loss)
 
@@ -54,7 +59,7 @@ DENOMINATORS = ("sampler", "proximal", "none", "interpolated")
 def denominator_of(loss: LossFn) -> str:
     """By whose policy a loss divides. Raises ValueError for one that does not say, or says
     something else."""
-    denominator: str | None = getattr(loss, "denominator", None)
+    denominator: str | None = said_of(loss, "denominator", None)
     if denominator is None:
         raise ValueError(
             f"{name_of(loss)} does not say by whose policy it divides, so a weight on it may count "

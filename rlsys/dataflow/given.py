@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rlsys.config import require
 from rlsys.dataflow.stages import ROW_COLUMNS, Column, Head
 from rlsys.fields import checked
-from rlsys.user_functions import misfit, name_of
+from rlsys.rewards.reward import takes_rollout
+from rlsys.user_functions import is_deferred, misfit, name_of
 
 if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
     from rlsys.algorithms.registry import Kind
@@ -87,6 +88,16 @@ def check_function(stage: str, what: str, given: Any, *kinds: Kind) -> None:
         f"flow.{stage} is given the class {getattr(given, '__name__', given)} for its {what}; make "
         f"one of it: {getattr(given, '__name__', given)}(...).",
     )
+    require(
+        not is_deferred(given),
+        f"flow.{stage} is given {name_of(given)} for its {what}, an async function or a generator, "
+        "whose call computes nothing yet; give a plain function that returns its values.",
+    )
+    require(
+        not takes_rollout(given),
+        f"flow.{stage} is given {name_of(given)} for its {what}, a reward, which takes a rollout; "
+        "give that to flow.score, and here a function of tensors.",
+    )
     from rlsys.algorithms.registry import check_kind
 
     check_kind(f"flow.{stage}", given, what, kinds)
@@ -113,6 +124,9 @@ def check_loss(loss: Callable[..., Any], head: Head) -> None:
         f"flow.train: loss {name_of(loss)} does not take one argument ({error}); let it take "
         f"{inputs} alone, and give it other values with functools.partial.",
     )
+    from rlsys.algorithms.inputs import check_said
+
+    check_said(loss)
 
 
 def check_aggregation(aggregation: Callable[..., Any]) -> None:
@@ -122,6 +136,19 @@ def check_aggregation(aggregation: Callable[..., Any]) -> None:
         error is None,
         f"flow.train: aggregation {name_of(aggregation)} does not take three numbers ({error}); "
         "let it take (group_size, group_num_tokens, row_num_tokens) alone.",
+    )
+
+
+def check_pairs(loss: Callable[..., Any], aggregation: Callable[..., Any]) -> None:
+    """An aggregation of the user's own may be any."""
+    from rlsys.algorithms.aggregation import sequence_mean
+    from rlsys.algorithms.inputs import of_pairs
+    from rlsys.algorithms.registry import comes_with_rlsys
+
+    require(
+        not of_pairs(loss) or aggregation is sequence_mean or not comes_with_rlsys(aggregation),
+        f"flow.train: {name_of(loss)} has the loss of a pair at each of its tokens, of which "
+        f"{name_of(aggregation)} makes no mean over pairs; use aggregation=sequence_mean.",
     )
 
 

@@ -30,6 +30,7 @@ from rlsys.dataflow.given import (
     check_is,
     check_loss,
     check_names,
+    check_pairs,
     check_read,
     check_rollouts,
     check_tokens,
@@ -69,6 +70,7 @@ from rlsys.dataflow.stages import (
 )
 from rlsys.dataflow.store import StreamStore
 from rlsys.fields import checked
+from rlsys.metrics import REWARD_MEAN, SCORE_MEAN, VALUE_MEAN, column_mean, is_own
 from rlsys.rewards.reward import as_rewards
 from rlsys.user_functions import name_of
 
@@ -355,6 +357,7 @@ class Dataflow:
         check_columns("train", columns, watch)
         check_loss(loss, model.head)
         check_aggregation(aggregation)
+        check_pairs(loss, aggregation)
         require(
             model.may_train,
             f"flow.train({model.name!r}): it has no trainer; give flow.model a TrainedRoleConfig.",
@@ -450,7 +453,8 @@ class Dataflow:
 
     def check(self) -> None:
         """Raise ValueError for what only the whole graph shows: a column that nobody reads, a stage
-        that cannot wait for the step, no rows, a model that nobody runs, or trains as it says."""
+        that cannot wait for the step, no rows, a model that nobody runs, or trains as it says, a
+        column whose mean is called as another metric."""
         self.stage(SourceStage)
         self.trained(self.main.name)
         readers = {column.name for stage in self.stages for column in stage.reads}
@@ -488,6 +492,7 @@ class Dataflow:
                     "that.",
                 )
         self._check_models_used()
+        self._check_means()
 
     def check_groups(self, group_size: int) -> None:
         """Raise ValueError unless groups are as large as the configuration has them."""
@@ -671,6 +676,19 @@ class Dataflow:
                 f"model {name!r} has a TrainedRoleConfig, and no stage trains it; add a "
                 "flow.train, or give flow.model a RoleConfig.",
             )
+
+    def _check_means(self) -> None:
+        """A column's mean and a metric of rlsys's own must not have the same name."""
+        told_of = {"value": VALUE_MEAN, "score": SCORE_MEAN}  # by such a main model, no other
+        free = {REWARD_MEAN, *told_of.values()} - {told_of.get(self.main.head)}
+        for stage in self.stages:
+            for column in stage.writes:
+                mean = column_mean(column.name)
+                require(
+                    column.per == "token" or mean in free or not is_own(mean),
+                    f"stage {stage.name!r} writes column {column.name!r}, whose mean would stand "
+                    f"in metrics.jsonl as {mean!r}, as another number does; give it another name.",
+                )
 
     def _check_first_source(self) -> None:
         found = self.all(SourceStage)

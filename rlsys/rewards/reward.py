@@ -16,6 +16,7 @@ from typing import Any, overload
 
 from rlsys.fields import checked
 from rlsys.types import Rollout
+from rlsys.user_functions import misfit
 
 RewardValue = float | Mapping[str, float]
 RewardFunction = Callable[[Rollout], RewardValue] | Callable[[Rollout], Awaitable[RewardValue]]
@@ -137,6 +138,15 @@ def check_columns(functions: Sequence[Reward | RewardFunction], columns: Collect
                 )
 
 
+def takes_rollout(function: Callable[..., Any]) -> bool:
+    """Whether it is a reward, or says of a parameter that it is a rollout."""
+    signature = _signature(function)
+    annotations = [one.annotation for one in signature.parameters.values()] if signature else []
+    return isinstance(function, Reward) or any(
+        annotation in (Rollout, "Rollout", "rlsys.Rollout") for annotation in annotations
+    )
+
+
 def check_column_name(column: object, maker: str) -> None:
     """Raise ValueError for an argument of `maker`, such as exact_match, that names no column."""
     if isinstance(column, Rollout):
@@ -176,22 +186,27 @@ def _check_function(name: str, function: object) -> None:
         raise ValueError(
             f"reward {name!r} is {function!r}, which is no function; give one that takes a rollout."
         )
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of a function in C, which does not tell
-        return
-    if signature.return_annotation in (Reward, "Reward"):
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"reward {name!r} is a generator; let it return its value, not yield it.")
+    signature = _signature(function)
+    if signature is not None and signature.return_annotation in (Reward, "Reward"):
         raise ValueError(
             f"{name} makes a reward and is none itself; call it, as in rewards=[{name}()]."
         )
-    try:
-        signature.bind(None)
-    except TypeError as error:
+    if error := misfit(function, None):
+        takes = f"takes {signature}, and " if signature else ""
         raise ValueError(
-            f"reward {name!r} takes {signature}, and is called with one rollout ({error}); let it "
-            "take the rollout alone: columns of the dataset are in rollout.metadata, other values "
-            "come with functools.partial."
-        ) from None
+            f"reward {name!r} {takes}is called with one rollout ({error}); let it take the rollout "
+            "alone: columns of the dataset are in rollout.metadata, other values come with "
+            "functools.partial."
+        )
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except ValueError:  # of a function in C, which does not tell, or a partial with wrong arguments
+        return None
 
 
 def _check_number(value: object, what: str) -> None:

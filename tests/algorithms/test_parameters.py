@@ -13,6 +13,11 @@ import pytest
 from rlsys import algorithms as alg
 from rlsys.algorithms.registry import REGISTRY, Entry
 
+
+async def later(given: Any) -> Any:
+    return given
+
+
 CASES: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
     (alg.clipped_surrogate, ("a", 0.2), r"clipped_surrogate: clip_low='a' is no number; give one"),
     (alg.clipped_surrogate, (True, 0.2), "clip_low=True is no number"),
@@ -34,6 +39,9 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
     (alg.observed, (None,), "observed: loss=None is no loss"),
     (alg.corrected, (alg.cispo(), alg.cispo()), r"correction=cispo\(.*\) is no correction"),
     (alg.corrected, (alg.reinforce, alg.tis()), "is the class reinforce; make one of it: reinf"),
+    (alg.with_kl, (later, "k3", 0.1), "with_kl: loss=later is an async function or a generator"),
+    (alg.dynamic_sampling, (later,), "advantage=later is an async function or a generator"),
+    (alg.with_kl, (lambda: 1, "k3", 0.1), r"loss=<lambda> does not take one argument \(too many"),
     (alg.dynamic_sampling, (3,), "dynamic_sampling: advantage=3 is no advantage"),
     (alg.icepop, (2, 5), r"icepop\(2, 5\) drops tokens on which the policies agree; use bounds ar"),
     (alg.sequence_icepop, (0.1, 0.5), "drops tokens on which the policies agree"),

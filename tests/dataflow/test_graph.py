@@ -1,5 +1,6 @@
 """The graph refuses what could never run, with the names in the message."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from rlsys.algorithms import (
     decoupled_clipped_surrogate,
     distill,
     dynamic_sampling,
+    entropy_bonus,
     gae,
     grpo_advantage,
     interpolate_proximal,
@@ -38,10 +40,13 @@ from rlsys.algorithms import (
     whitened,
     with_kl,
 )
+from rlsys.algorithms.groups import needs_group
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig
 from rlsys.data.shared import Shared
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, Column, GenerateStage, Prompts, TrainStage
+from rlsys.rewards.reward import reward as reward_function
+from rlsys.types import Rollout
 
 PROMPTS = Prompts(config=DataConfig())
 
@@ -577,6 +582,126 @@ def test_what_a_stage_cannot_use_is_told_by_value_rule_and_fix(call: Any, messag
     judge, rollouts, reward = judged(flow)
     with pytest.raises(ValueError, match=message):
         call(flow, judge, rollouts, reward)
+
+
+@dataclass(frozen=True)
+class mine:
+    """A loss with attributes."""
+
+    def __init__(self, **said: Any) -> None:
+        for name, value in said.items():
+            object.__setattr__(self, name, value)
+
+    def __call__(self, inputs: Any) -> Any:
+        return inputs.trainer_logprobs, {}
+
+
+async def later(values: Any) -> Any:
+    return values
+
+
+def yielding(values: Any) -> Any:
+    yield values
+
+
+def correct(rollout: Rollout) -> float:
+    return 1.0
+
+
+def sized(size: Any) -> Any:
+    return needs_group(size)(lambda rewards: rewards)
+
+
+wrongly: Any = partial  # with keywords that no checker of types would let pass
+
+
+SAID: list[tuple[str, Any, str]] = [
+    ("loss", mine(needs=None), r"mine\(\) has needs=None, which is no tuple of names of columns"),
+    ("loss", mine(needs="reference_logprobs"), "has needs='reference_logprobs', which is no tuple"),
+    ("loss", mine(needs=(1,)), r"has needs=\(1,\), which is no tuple"),
+    ("loss", with_kl(mine(needs="abc"), "k3", 0.1), "has needs='abc', which is no tuple"),
+    ("loss", mine(uses_advantages="no"), "uses_advantages='no', which says neither yes nor no"),
+    ("loss", mine(whole_groups=1), "whole_groups=1, which says neither yes nor no; give it"),
+    ("loss", mine(candidates=("a",)), r"candidates=\('a',\), which is no name of a column"),
+    ("loss", mine(candidates="teacher_top_k"), r"needs the columns \['teacher_top_k'\]"),
+    ("loss", partial(mine(needs=("a",))), r"needs the columns \['a'\]"),
+    ("loss", later, "is given later for its loss, an async function or a generator"),
+    ("loss", wrongly(mine(), beta=1), "does not take one argument .*keyword argument 'beta'"),
+    ("aggregation", later, "is given later for its aggregation, an async function"),
+    ("per_group", later, "is given later for its function, an async function or a generator"),
+    ("per_group", yielding, "is given yielding for its function, an async function or a generator"),
+    ("per_batch", later, "is given later for its function, an async function or a generator"),
+    ("per_group", wrongly(grpo_advantage, eps=1.0), r"takes others .*keyword argument 'eps'"),
+    ("per_batch", wrongly(scale_rl_advantage, eps=1.0), r"takes others .*keyword argument 'eps'"),
+    ("per_group", correct, "is given correct for its function, a reward, which takes a rollout"),
+    ("per_group", reward_function(lambda ro: 1.0), "a reward, which takes a rollout; give that to"),
+    ("per_group", sized("2"), "min_group_size='2' does not fit; give a whole number"),
+    ("per_batch", sized(None), "min_group_size=None does not fit; give a whole number"),
+    ("score", yielding, "reward 'yielding' is a generator; let it return its value"),
+    ("score", wrongly(correct, strict=True), r"is called with one rollout \(.*'strict'"),
+]
+
+
+@pytest.mark.parametrize(("stage", "function", "message"), SAID)
+def test_what_a_function_of_ones_own_says_of_itself_is_checked(
+    stage: str, function: Any, message: str
+) -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    reward = Column("reward") if stage == "score" else flow.score(rollouts, [lambda rollout: 1.0])
+    calls: dict[str, Any] = {
+        "score": lambda: flow.score(rollouts, [function]),
+        "per_group": lambda: flow.per_group(function, reward),
+        "per_batch": lambda: flow.per_batch(function, reward),
+    }
+    call = calls.get(stage, lambda: trained(flow, rollouts, reward, **{stage: function}))
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("head", "name", "is_refused"),
+    [
+        ("logits", "staleness", True),
+        ("logits", "score", False),
+        ("score", "score", True),
+        ("score", "value", False),
+    ],
+)
+def test_the_mean_of_a_column_is_no_other_metric(head: Any, name: str, is_refused: bool) -> None:
+    flow = Dataflow()
+    model = flow.model("model", head=head)
+    rows = flow.dataset(PROMPTS, group_size=2)
+    judge = flow.model("judge", RoleConfig(), head="score")
+    column = flow.infer(judge, rows, writes=name)
+    loss = mine(uses_advantages=False)
+    flow.train(model, rows, loss=loss, aggregation=token_mean, watch=[column])
+    if not is_refused:
+        return flow.check()
+    with pytest.raises(ValueError, match=f"in metrics.jsonl as '{name}/mean', as another number"):
+        flow.check()
+    return None
+
+
+def half(group_size: int, group_num_tokens: int, row_num_tokens: int) -> tuple[float, float]:
+    return 0.5 / row_num_tokens, 0.5
+
+
+def test_losses_of_pairs_are_means_over_pairs() -> None:
+    def train(loss: Any, aggregation: Any, head: Any = "logits") -> None:
+        flow = Dataflow()
+        model = flow.model("model", head=head)
+        pairs = flow.dataset(PROMPTS, group_size=2)
+        flow.train(model, pairs, PREFERENCE, loss=loss, aggregation=aggregation)
+
+    for aggregation in (token_mean, constant_length(8)):
+        for loss in (simpo(), entropy_bonus(simpo(), 0.1), partial(simpo())):
+            with pytest.raises(ValueError, match=r"no mean over pairs; use aggregation=sequence_m"):
+                train(loss, aggregation)
+        with pytest.raises(ValueError, match=r"bradley_terry.* no mean over pairs"):
+            train(bradley_terry(), aggregation, "score")
+    for aggregation in (sequence_mean, half):
+        train(simpo(), aggregation)
 
 
 def test_parts_are_names_and_no_column_is_written_twice_by_one_stage() -> None:

@@ -529,6 +529,25 @@ def matrix(inputs: LossInputs) -> Any:
     return -inputs.trainer_logprobs, {"my/mean": MeanOver(inputs.entropy[:, None])}
 
 
+def telling(name: Any) -> Any:
+    def loss(inputs: LossInputs) -> TokenLoss:
+        return -inputs.trainer_logprobs, {name: inputs.entropy.detach()}
+
+    return loss
+
+
+TOLD = [
+    "loss",
+    "step",
+    "learning_rate",
+    "staleness/max",
+    "entropy",
+    "kl/sampler_trainer",
+    "reward/mean",
+    "prompts",
+]
+
+
 @pytest.mark.parametrize(
     ("loss", "error", "message"),
     [
@@ -541,6 +560,14 @@ def matrix(inputs: LossInputs) -> Any:
             r"^loss a_number returned my/number 0.5 \(float\) for \d+ tokens; ret",
         ),
         (matrix, ValueError, r"^loss matrix returned my/mean as MeanOver with shape"),
+        (
+            telling("grad_norm"),
+            ValueError,
+            r"^loss loss returned a metric called 'grad_norm', as one that rlsys tells itself, .*; "
+            r"give it another name, such as 'my/grad_norm'\.$",
+        ),
+        *((telling(name), ValueError, "as one that rlsys tells itself") for name in TOLD),
+        (telling(3), ValueError, "returned a metric called 3, which is no text"),
         (lambda inputs: None, ValueError, r"^loss <lambda> returned None \(NoneType\); return a"),
         (
             lambda inputs: (inputs.entropy, inputs.entropy),

@@ -115,6 +115,20 @@ def test_training_that_goes_back_writes_its_steps_again(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines] == [1.0] * 3 + [2.0] * 3
 
 
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        *[(name, True) for name in ("step", "loss", "grad_norm", "entropy", "staleness/max")],
+        *[(name, True) for name in ("reward/mean", "kl/sampler_trainer", "updates/repeated")],
+        *[(name, True) for name in ("time/mine", "rollouts/dropped/mine", "prompts", "is_best")],
+        *[(name, False) for name in ("preference/accuracy", "kl/reference", "checkpoint")],
+        *[(name, False) for name in ("my/loss", "clip_frac", "rewards/margins")],
+    ],
+)
+def test_what_rlsys_tells_is_told_apart_from_what_losses_tell(name: str, own: bool) -> None:
+    assert metrics.is_own(name) is own
+
+
 def test_reasons_come_largest_first_and_without_zeros() -> None:
     line = {
         "rollouts/dropped": 9.0,

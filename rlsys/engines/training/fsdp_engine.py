@@ -409,10 +409,7 @@ class FSDPEngine:
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._statistics = StepStatistics(
-            counts=self._layout.counts(self._ranks.rank),
-            names=self._ranks.union if self._layout.pp > 1 else None,
-        )
+        self._statistics = StepStatistics(counts=self._layout.counts(self._ranks.rank))
         self._accumulated: list[tuple[Role, Sequence[Sequence[TrainRow]], Loss, Aggregation]] = []
         self._optimizer.zero_grad()
         let_go(self._role.network)  # of what a pass that failed has gathered

@@ -14,6 +14,7 @@ import torch
 
 from rlsys.algorithms.aggregation import Aggregation
 from rlsys.algorithms.inputs import MeanOver, TokenLoss
+from rlsys.metrics import is_own
 from rlsys.user_functions import called, name_of, printable
 
 
@@ -42,6 +43,7 @@ def call_loss(
             f"it from inputs.{of}, without detach, item or torch.no_grad on the way."
         )
     for metric, values in metrics.items():
+        _check_metric_name(name, metric)
         if isinstance(values, MeanOver):
             if values.values.dim() != 1:
                 raise ValueError(
@@ -67,6 +69,19 @@ def call_aggregation(
             f"{what} returned {_shown(returned)}; return two numbers, the weight of a token and "
             "the rollout's part of the denominator."
         ) from None
+
+
+def _check_metric_name(name: str, metric: object) -> None:
+    if not isinstance(metric, str):
+        raise ValueError(
+            f"loss {name} returned a metric called {metric!r}, which is no text; give it a name, "
+            "such as 'my/margin'."
+        )
+    if is_own(metric):
+        raise ValueError(
+            f"loss {name} returned a metric called {metric!r}, as one that rlsys tells itself, and "
+            f"one of the two would be lost; give it another name, such as 'my/{metric}'."
+        )
 
 
 def _check_shape(name: str, what: str, values: object, count: int, unit: str) -> None:

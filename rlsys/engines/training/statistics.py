@@ -2,12 +2,13 @@
 
     add(...) per pass ──► reduce(ranks, squared gradient norm) ──► StepSums, equal on every rank
 
-Counts, denominators and metrics are summed in float64 and sent together, once a step.
+Counts, denominators and metrics are summed in float64 and sent together, once a step. A pass tells
+whatever metrics it likes: each is a mean over those passes, of all ranks, that tell it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,21 +33,20 @@ class StepSums:
 
     @property
     def means(self) -> dict[str, float]:
-        return {name: total / max(self.counts[name], 1.0) for name, total in self.totals.items()}
+        """Without those of nothing, such as of a rank whose passes had no tokens."""
+        return {
+            name: total / self.counts[name]
+            for name, total in self.totals.items()
+            if self.counts[name]
+        }
 
 
 class StepStatistics:
     """`counts`: this rank's rows are its own, or it is the one that speaks for those that have the
-    same. `names`: all ranks' names of metrics, of this one's, where not all have seen them."""
+    same."""
 
-    def __init__(
-        self,
-        *,
-        counts: bool = True,
-        names: Callable[[list[str]], list[str]] | None = None,
-    ) -> None:
+    def __init__(self, *, counts: bool = True) -> None:
         self._counts_here = counts
-        self._names = names
         self._denominator = 0.0
         self._num_rollouts = 0
         self._num_tokens = 0
@@ -79,9 +79,8 @@ class StepStatistics:
             self._counts[name] = self._counts.get(name, 0) + len(values)
 
     def reduce(self, ranks: Ranks, squared_norm: torch.Tensor) -> StepSums:
-        """A collective. Every rank that counts has seen the same metric names: a pass without
-        tokens, which a rank without rows runs, has them too."""
-        names = sorted(self._totals) if self._names is None else self._names(sorted(self._totals))
+        """A collective."""
+        names = ranks.union(self._totals)
         host = [
             float(self._num_rollouts),
             float(self._num_tokens),
@@ -90,8 +89,10 @@ class StepStatistics:
             float(self._staleness_max),
             *(float(self._counts.get(name, 0)) for name in names),
         ]
-        device = [_total(self._loss), *(_total(self._totals.get(name, [])) for name in names)]
-        told = torch.tensor(host, dtype=torch.float64), torch.stack(device).cpu()
+        parts = [self._loss, *(self._totals.get(name, []) for name in names)]
+        nothing = torch.zeros_like(self._loss[0]) if self._loss else torch.zeros(()).double()
+        device = torch.stack([torch.stack(some).sum() if some else nothing for some in parts])
+        told = torch.tensor(host, dtype=torch.float64), device.cpu()
         if not self._counts_here:
             told = torch.zeros_like(told[0]), torch.zeros_like(told[1])
         vector = torch.cat((told[0], squared_norm.reshape(1), told[1]))
@@ -127,10 +128,11 @@ def over_updates(updates: Sequence[StepSums]) -> StepSums:
         staleness_mean=sum(update.staleness_mean * update.num_rollouts for update in updates)
         / num_rollouts,
         staleness_max=max(update.staleness_max for update in updates),
-        totals={name: sum(update.totals[name] for update in updates) for name in updates[0].totals},
-        counts={name: sum(update.counts[name] for update in updates) for name in updates[0].counts},
+        totals=_added_up([update.totals for update in updates]),
+        counts=_added_up([update.counts for update in updates]),
     )
 
 
-def _total(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+def _added_up(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = sorted({name for part in parts for name in part})
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
