@@ -47,6 +47,9 @@ from .signals import cancel_on_signals
 from .store import StoreClient
 from .team import Team, hired
 
+# Of the trainer while it publishes its first weights; another one ends the run.
+MAX_DEATHS = 2
+
 
 class Job:
     """One run inside its directory."""
@@ -330,12 +333,13 @@ class Job:
                 await team.learner.release()
             return manifest
 
-        try:
-            return await published()
-        except LearnerDied as death:
-            self._console.warn(f"{death}; the trainer starts again")
-            await team.learner.restart(self._first_step)
-            return await published()
+        for _ in range(MAX_DEATHS):
+            try:
+                return await published()
+            except LearnerDied as death:
+                self._console.warn(f"{death}; the trainer starts again")
+                await team.learner.restart(self._first_step)
+        return await published()
 
     def _checkpoint(
         self,
