@@ -49,8 +49,8 @@ def test_imports_go_one_way() -> None:
 
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
-    "user_functions json_text disk",
-    "algorithms types errors fields mesh lora hf_config metrics interrupts pipes blocking",
+    "user_functions json_text disk fields metrics",
+    "algorithms types errors mesh lora hf_config interrupts pipes blocking",
     "file_modes",
     "growing_file",
     "manifest evaluation",

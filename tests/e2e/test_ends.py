@@ -96,6 +96,7 @@ def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
         job.end()
 
 
+@pytest.mark.slow  # how deep in Ray it finds the driver depends on how busy the machine is
 def test_a_signal_to_all_processes_while_actors_are_made_ends_the_run(
     tmp_path: Path, ray_dir: Path
 ) -> None:

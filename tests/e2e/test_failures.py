@@ -57,6 +57,7 @@ def test_a_reward_that_never_works_ends_the_run(body: str, kind: str, tmp_path: 
     assert {e["reason"] for e in ledger if e["event"] == "dropped"} == {f"reward {kind}"}
 
 
+@pytest.mark.slow  # as below, in fewer ways
 def test_a_reward_that_sometimes_fails_is_counted_and_dropped(tmp_path: Path) -> None:
     script = tmp_path / "recipe.py"
     body = "assert rollout.group_id % 3, 'every third'; return 1.0"

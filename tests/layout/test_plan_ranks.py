@@ -119,8 +119,8 @@ def gathered(own: Holder, world_size: int) -> tuple[Holder, ...]:
     ("family", "before", "after"),
     [
         ("qwen3", "dp2tp2", "tp2pp2"),
-        ("llama", "tp2pp2", "dp2x2"),
-        ("qwen3_moe", "dp2ep2", "tp2ep2"),
+        pytest.param("llama", "tp2pp2", "dp2x2", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "dp2ep2", "tp2ep2", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_carry_a_plan_out(family: str, before: str, after: str, tmp_path: Path) -> None:
