@@ -43,6 +43,7 @@ from scripts.ranks import on_ranks
 REPEATS = 5
 NUM_STEPS = 20  # of an optimizer
 NUM_RUNNING = 4  # requests, while weights change
+STEP_S = 0.3  # between two updates, in which readers let go of the version before
 TIMEOUT_S = 600.0
 
 T = TypeVar("T")
@@ -133,6 +134,7 @@ async def _update(engine: GenerationEngine, publish: Publish) -> dict[str, float
     """Medians over some updates."""
     found: dict[str, list[float]] = {}
     for number in range(REPEATS + 1):
+        await asyncio.sleep(STEP_S)
         if engine.stats().num_running:
             await _until_more_is_sampled(engine)
         manifest, wait_s, extra_mb = await asyncio.to_thread(publish)

@@ -16,8 +16,9 @@ changes that model in bfloat16 to another node, over 20 optimizer steps at a lea
 Prints one line of JSON last. `plan_s`, `part_s`: seconds (of one core) of the slowest plan, and
 until a node of engines knows its part; `bytes_moved` of all plans beside the least that any has to
 move. GB/s (medians) of staging with digests, of verifying, and of one thread's memcpy. `gb_per_s`:
-from the trainer's call to the engine's first token under new weights. `vllm_update_ms`,
-`vllm_pause_ms` of the small model, `pause_500mb_ms` of the large one beside memcpy of as much.
+from the trainer's call until the engine can go on, while nothing runs. `vllm_update_ms`,
+`vllm_pause_ms` of the small model, `pause_500mb_ms` of the large one beside memcpy of as much, with
+requests that run.
 `wait_ratio_*`: the trainer's wait over that for a gathered file; `gather_broadcast_ratio`: of the
 time until two readers have what they need; `peak_extra_mb`: of a trainer that publishes;
 `delta_ratio`: bytes sent of changes over those of whole versions.
