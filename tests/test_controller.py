@@ -105,6 +105,7 @@ class World:
     prompts: Any = field(default_factory=SimulatedPrompts)
     fleet: SimulatedFleet = field(default_factory=SimulatedFleet)
     carried: OpenWork = field(default_factory=OpenWork)
+    weights: WeightManifest | None = None
     first_step: int = 0
     saved: list[OpenWork] = field(default_factory=list)
     writes: Callable[[int, OpenWork], Awaitable[None]] | None = None  # which may take time
@@ -142,6 +143,7 @@ class World:
             between=self.between,
             curriculum=self.curriculum,
             carried=self.carried,
+            weights=self.weights,
             first_step=self.first_step,
             clock=asyncio.get_running_loop().time,
         )
@@ -184,6 +186,27 @@ def share_devices(w: World) -> SharedDevices:
         replica.devices = devices
         devices.generation_takes(replica.name)
     return devices
+
+
+@pytest.mark.parametrize("make", [world, colocated])
+def test_a_trainer_that_dies_before_its_first_weights_are_loaded(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights that a replica waits for are gone with it; others come when it has restarted."""
+    w = make(num_steps=2)
+    w.weights = WeightManifest(version=0)
+    (replica,) = w.replicas
+    load = replica.update_weights
+
+    async def update_weights(manifest: WeightManifest, *, delayed: bool) -> float:
+        if manifest is w.weights:
+            w.learner.die()
+            raise WeightsGone("version 0 is gone with its trainer")
+        return await load(manifest, delayed=delayed)
+
+    monkeypatch.setattr(replica, "update_weights", update_weights)
+    run_in_virtual_time(w.run())
+    assert w.ledger.num_trained == 8
 
 
 @settings(max_examples=150, deadline=None)

@@ -150,7 +150,6 @@ class Controller:
     async def run(self) -> None:
         """Train until config.num_steps. Raises the first error of any loop, after ending all."""
         try:
-            await self._generation.pool.start()
             async with asyncio.TaskGroup() as tasks:
                 loops = [
                     tasks.create_task(loop, name=name)

@@ -107,6 +107,7 @@ class GenerationSide:
         groups, open the gate. All that may go is sent at once, so that what a replica gets together
         does not depend on timing."""
         state = self._state
+        await self.pool.first_admitted()
         while True:
             with state.waiting(self._stage, "gate"):
                 await state.may_issue.until(self._has_work)

@@ -69,12 +69,14 @@ class ReplicaPool:
         self._turns = turns
         self._fleet = fleet
         self._initial = replicas
+        self._awaited = set(replicas)  # places of those that are yet to be admitted
+        self._settled = Signal()
         self._newest = newest
         self._partials = partials
         self._on_collected = on_collected
         self._on_death = on_death
         self._router = router
-        self._present: dict[str, Replica] = {}  # that have an engine
+        self._present = {one.name: one for one in replicas.values()}  # that have an engine
         self._serving: dict[str, Replica] = {}  # and have been admitted
         self._versions: dict[str, int] = {}  # of those that serve
         self._history = 0  # counts roll-backs: versions of different histories are no equals
@@ -83,14 +85,10 @@ class ReplicaPool:
         self._weights_published = Signal()
         self._num_places = state.config.rollout.num_replicas
 
-    async def start(self) -> None:
-        """Admit the replicas that are there together, so that the first requests spread over
-        them."""
-        admitted = [self._admit(replica) for replica in self._initial.values()]
-        died = await asyncio.gather(*admitted, return_exceptions=True)
-        for outcome in died:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, ReplicaDied):
-                raise outcome
+    async def first_admitted(self) -> None:
+        """Waits until each of the replicas that were there is admitted or dead, so that the first
+        requests spread over them."""
+        await self._settled.until(lambda: not self._awaited)
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         places = range(self._num_places)
@@ -166,10 +164,11 @@ class ReplicaPool:
                         replica = await self._fleet.hire(number)
                         self._present[replica.name] = replica
                     self._state.progress.notify()
-                if replica.name not in self._serving:
-                    await self._admit(replica)
+                await self._admit(replica)
+                self._settle(number)
                 await self._collect(replica)
             except ReplicaDied as death:
+                self._settle(number)
                 name = f"rollout-{number}" if replica is None else replica.name
                 num_fruitless = 0 if name in self._fruitful else num_fruitless + 1
                 await self._bury(name, replica, death)
@@ -181,6 +180,10 @@ class ReplicaPool:
             replica = None
             if num_fruitless:
                 await asyncio.sleep(BACKOFF_S * 2 ** (num_fruitless - 1))
+
+    def _settle(self, number: int) -> None:
+        self._awaited.discard(number)
+        self._settled.notify()
 
     async def _admit(self, replica: Replica) -> None:
         """Load the newest weights, and take part from then on."""
