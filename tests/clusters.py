@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 # For a busy machine: Ray's own limit, five times ten seconds, takes a node that has no turn for
@@ -35,3 +36,21 @@ def cluster_of_one(**head_options: Any) -> Iterator[Any]:
             yield cluster
         finally:
             cluster.shutdown()
+
+
+@contextmanager
+def joined_cluster(test_file: str, *, num_cpus: int) -> Iterator[Any]:
+    """A cluster of one that this process has joined; actors find what `test_file` defines."""
+    directory = Path(test_file).parent
+    environment = {"env_vars": {"PYTHONPATH": f"{Path(__file__).parents[1]}:{directory}"}}
+    with cluster_of_one(num_cpus=num_cpus) as cluster:
+        try:
+            ray.init(
+                address=cluster.address,
+                logging_level="ERROR",
+                log_to_driver=False,
+                runtime_env=environment,
+            )
+            yield cluster
+        finally:
+            ray.shutdown()

@@ -187,7 +187,6 @@ class ReplicaPool:
 
     async def _admit(self, replica: Replica) -> None:
         """Load the newest weights, and take part from then on."""
-        self._present[replica.name] = replica
         while True:
             async with self._turns.generations():
                 gone = await self._load_newest(replica)

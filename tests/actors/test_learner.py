@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 from actors.calls import Worker, WorkerDied, WorkerError
@@ -33,9 +32,8 @@ from rlsys.types import MicroBatch, StepResult, WeightManifest
 from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied
 from tests.actors.no_rows import NO_ROWS
-from tests.clusters import cluster_of_one
+from tests.clusters import joined_cluster
 
-REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
 
 
@@ -214,18 +212,8 @@ class World:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with cluster_of_one(num_cpus=2) as cluster:
-        try:
-            environment = {"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}"}}
-            ray.init(
-                address=cluster.address,
-                logging_level="ERROR",
-                log_to_driver=False,
-                runtime_env=environment,
-            )
-            yield
-        finally:
-            ray.shutdown()
+    with joined_cluster(__file__, num_cpus=2):
+        yield
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -28,10 +27,9 @@ from rlsys.types import MicroBatch, StepResult
 from rlsys.workers import LearnerDied
 from scripts.ranks import on_ranks
 from tests.actors.no_rows import NO_ROWS
-from tests.clusters import NODE_OPTIONS, cluster_of_one
+from tests.clusters import NODE_OPTIONS, joined_cluster
 from tests.engines.training_harness import make_engine, make_rows, tiny_model
 
-REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
 NUM_PARTS = 3
 
@@ -85,18 +83,8 @@ def undisturbed(rank: int, world_size: int, directory: Path) -> list[StepResult]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with cluster_of_one(num_cpus=0) as cluster:
-        try:
-            environment = {"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}"}}
-            ray.init(
-                address=cluster.address,
-                logging_level="ERROR",
-                log_to_driver=False,
-                runtime_env=environment,
-            )
-            yield cluster
-        finally:
-            ray.shutdown()
+    with joined_cluster(__file__, num_cpus=0) as cluster:
+        yield cluster
 
 
 @contextlib.contextmanager

@@ -34,10 +34,9 @@ from rlsys.observe.trace import Tracer
 from rlsys.types import GenerationRequest, SamplingParams, WeightManifest
 from rlsys.workers import ReplicaDied, WeightsGone
 from tests.actors.test_fleet import pid_of, until_gone
-from tests.clusters import cluster_of_one
+from tests.clusters import joined_cluster
 from tests.engines.torch_engine_harness import build_model
 
-REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 600.0  # on a busy machine
 NUMBERS = itertools.count()
 
@@ -59,6 +58,7 @@ class Sender:
     is_dying: bool = False
     bases: list[int | None] = field(default_factory=list)
     num_sent_again: int = 0
+    distrusted: list[int] = field(default_factory=list)
 
     def publish(self, version: int) -> WeightManifest:
         for tensor in self.tensors.values():
@@ -82,6 +82,9 @@ class Sender:
 
     def send_again(self, manifest: WeightManifest) -> None:
         self.num_sent_again += 1
+
+    def distrust(self, manifest: WeightManifest, why: str) -> None:
+        self.distrusted.append(manifest.version)
 
 
 @asynccontextmanager
@@ -127,18 +130,8 @@ async def served(replica: RayReplica) -> set[int]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with cluster_of_one(num_cpus=2) as cluster:
-        try:
-            environment = {"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}"}}
-            ray.init(
-                address=cluster.address,
-                logging_level="ERROR",
-                log_to_driver=False,
-                runtime_env=environment,
-            )
-            yield cluster
-        finally:
-            ray.shutdown()
+    with joined_cluster(__file__, num_cpus=2) as cluster:
+        yield cluster
 
 
 @pytest.mark.slow
@@ -174,6 +167,7 @@ def test_a_replica_serves_what_it_has_until_whole_weights_have_come(
             with pytest.raises(ReplicaDied, match=r"rank 0's share of version 4 .* is damaged"):
                 await update(4)
             assert sender.num_sent_again == 2
+            assert sender.distrusted == [4]
             await until_gone(pid)
         assert sender.bases == [None, None, 1, None, 3, None]
 
