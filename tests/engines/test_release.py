@@ -70,7 +70,8 @@ def test_an_engine_that_was_released_goes_on_as_if_it_never_was(
             assert let_go > 0.9 * (weight_bytes + cache_bytes)
 
             await switch.switch(publish(models[0], 3))
-            assert_same(await generate(switch, "after"), before, atol=0)
+            # Which requests share a forward pass depends on time, and with it the last digit.
+            assert_same(await generate(switch, "after"), before, atol=1e-5)
 
             # In the middle of completions, and with one that comes meanwhile.
             sampled = running.stats().num_generated_tokens
