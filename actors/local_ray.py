@@ -66,7 +66,8 @@ SHUTDOWN_TIMEOUT_S, DEAD_SHUTDOWN_TIMEOUT_S = 15.0, 1.0
 
 LOOK_EVERY_S = 0.2  # whether Ray's processes still live
 VITAL = ("gcs_server", "raylet")  # its other processes serve people who look on
-STUCK_S = 10.0  # a loop that has not turned for so long waits for Ray
+STUCK_S = 10.0  # a loop that has not turned for so long waits for Ray, where that is dead
+DEAF_S = 30.0  # and where it lives, but may have got the signal that this process has got
 SIGNAL_S = 1.0  # until a signal to all processes has reached this one too
 
 MIN_OPEN_FILES = 256  # with one worker of each kind; a few dozen more for each other one
@@ -130,11 +131,17 @@ async def ends_with_ray() -> AsyncIterator[None]:
     on for a minute, and then end this process without a word of ours."""
     task = asyncio.current_task()
     assert task is not None
+    loop = asyncio.get_running_loop()
     watching = asyncio.create_task(_cancel_without_ray(task))
+
+    def is_signalled() -> bool:
+        by_ray = 1 if watching.done() else 0
+        return task.cancelling() > by_ray or _has_signal(loop)
+
     is_over = threading.Event()
     threading.Thread(
         target=_end_without_ray,
-        args=(asyncio.get_running_loop(), is_over),
+        args=(loop, is_signalled, is_over),
         name="rlsys-ray-watch",
         daemon=True,
     ).start()
@@ -142,7 +149,7 @@ async def ends_with_ray() -> AsyncIterator[None]:
         yield
     except BaseException as error:
         is_signal = isinstance(error, asyncio.CancelledError) and (
-            not watching.done() or task.cancelling() > 1
+            not watching.done() or is_signalled()
         )
         dead = _dead(VITAL)
         if not dead or is_signal or not isinstance(error, Exception | asyncio.CancelledError):
@@ -153,21 +160,24 @@ async def ends_with_ray() -> AsyncIterator[None]:
         watching.cancel()
 
 
-def _end_without_ray(loop: asyncio.AbstractEventLoop, is_over: threading.Event) -> None:
-    """End this process when Ray is dead and the loop's thread is inside a call of Ray's: it would
-    wait there for a minute, deaf to signals, until Ray ends the process without a word of ours. The
-    janitor ends whatever else there is."""
+def _end_without_ray(
+    loop: asyncio.AbstractEventLoop, is_signalled: Callable[[], bool], is_over: threading.Event
+) -> None:
+    """End this process when the loop's thread is inside a call of Ray's that Ray will not answer,
+    because it is dead, or as deaf as a signal to all processes leaves it: it would wait there for a
+    minute, until Ray ends the process without a word of ours. The janitor ends whatever else there
+    is."""
     while not is_over.wait(LOOK_EVERY_S):
-        if not (dead := _dead(VITAL)):
+        if not (dead := _dead(VITAL)) and not is_signalled():
             continue
         answered = threading.Event()
         with contextlib.suppress(RuntimeError):  # closed
             loop.call_soon_threadsafe(answered.set)
-            if not answered.wait(STUCK_S) and not is_over.is_set():
-                has_signal = _has_signal(loop)
-                said = "Interrupted." if has_signal else f"error: {_without(dead)}"
+            if not answered.wait(STUCK_S if dead else DEAF_S) and not is_over.is_set():
+                interrupted = is_signalled()
+                said = "Interrupted." if interrupted else f"error: {_without(dead)}"
                 print(said, file=sys.stderr, flush=True)
-                os._exit(INTERRUPTED if has_signal else 1)
+                os._exit(INTERRUPTED if interrupted else 1)
 
 
 def _has_signal(loop: Any) -> bool:
