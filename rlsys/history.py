@@ -70,7 +70,8 @@ def read_state(checkpoint: Checkpoint) -> State:
         if entry["step"] != checkpoint.step:
             raise ValueError(f"it is of step {entry['step']}")
         prompts = {name: entry["prompts"][name] for name in ("seed", "num_prompts")}
-        if any(type(value) is not int or value < 0 for value in prompts.values()):
+        least = {"seed": 0, "num_prompts": 1}
+        if any(type(value) is not int or value < least[name] for name, value in prompts.items()):
             raise ValueError(f"prompts are {prompts}")
         retired = entry["retired"]
         if any(type(row) is not int or row < 0 for row in retired):

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,9 +173,18 @@ def swapped_early_issues(files: RunFiles) -> None:
 
 def former_state(files: RunFiles) -> None:
     """As controller.json was before it knew of the records."""
+    edit_state(files, lambda state: state.pop("records"))
+
+
+def no_prompts(files: RunFiles) -> None:
+    edit_state(files, lambda state: state["prompts"].update(num_prompts=0))
+
+
+def edit_state(files: RunFiles, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Of the newest checkpoint, with its manifest."""
     directory = checkpoint(files, NUM_STEPS)
     state = json.loads((directory / "controller.json").read_text())
-    del state["records"]
+    edit(state)
     (directory / "controller.json").write_text(json.dumps(state))
     write_manifest(directory)
 
@@ -237,6 +247,7 @@ def disordered_rollouts(files: RunFiles) -> None:
         ),
         (no_beginning, r"/.beginning is missing. A reference or a critic begins with the weights"),
         (former_state, r"controller.json does not belong .*written by another version of rlsys"),
+        (no_prompts, r"controller.json does not belong .*prompts are \{.*'num_prompts': 0\}"),
         (
             no_ledger,
             r"ledger.jsonl is missing, and \S+/step_000012 builds on .* a copy; without one",

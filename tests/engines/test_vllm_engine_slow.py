@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +149,20 @@ if __name__ == "__main__":
 """
 
 
-def test_a_killed_owner_takes_the_engine_along(tmp_path: Path) -> None:
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A directory for temporary files, whose name leaves room for those of sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as name:
+        yield Path(name)
+
+
+def test_a_killed_owner_takes_the_engine_along(tmp_path: Path, temporary: Path) -> None:
     path = build_tiny_model(tmp_path / "model")
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
     owner = subprocess.Popen(
         [sys.executable, str(script), str(path)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -164,6 +173,7 @@ def test_a_killed_owner_takes_the_engine_along(tmp_path: Path) -> None:
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait(timeout=300)
     assert gone(processes, within_s=10)
+    assert [path.name for path in temporary.iterdir() if path.is_file()] == []
 
 
 def test_it_lives_in_an_asynchronous_ray_actor(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.utils._pytree import tree_leaves
@@ -59,6 +60,7 @@ class Worker(PlatformWorker):
 
     def rlsys_start(self, shapes: Mapping[str, list[int]]) -> str | None:
         """Before the first request. `shapes`: the Hugging Face model's tensors."""
+        self._forget_where_ranks_met()
         replace_sampler(self.model_runner)
         try:
             self._updater = WeightUpdater(
@@ -70,6 +72,12 @@ class Worker(PlatformWorker):
         except ValueError as error:
             return str(error)
         return None
+
+    def _forget_where_ranks_met(self) -> None:
+        """A file in the temporary directory, which nobody would remove."""
+        scheme, _, path = self.distributed_init_method.partition("://")
+        if scheme == "file":
+            Path(path).unlink(missing_ok=True)
 
     def rlsys_prepare(self, pickled_manifest: bytes) -> None:
         """Begin to prepare a version, already found intact and fitting, beside generation.
