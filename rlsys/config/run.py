@@ -203,7 +203,8 @@ class RolloutConfig:
         require(
             not self.num_gpus or self.tensor_parallel <= max(1, self.num_gpus),
             f"rollout.tensor_parallel={self.tensor_parallel} needs as many GPUs for a replica, and "
-            f"rollout.num_gpus={self.num_gpus:g}; use rollout.num_gpus={self.tensor_parallel}.",
+            f"rollout.num_gpus={self.num_gpus:g}; use rollout.num_gpus={self.tensor_parallel}, or "
+            "rollout.tensor_parallel=1, as placement=colocated asks.",
         )
 
     @property
