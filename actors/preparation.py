@@ -125,6 +125,8 @@ def load_prompts(
             pack_rewards(scored.rewards)  # raises for those that cannot travel
     with mistakes.noted():
         interruption_of(config.sampling, tokenizer)
+        if config.sampling.interrupt_after is not None:
+            Alphabet(tokenizer).check(config.sampling.interruption, "sampling.interruption")
     prompts = None
     with mistakes.noted():
         prompts = _read_prompts(config, flow.source, tokenizer, shape)

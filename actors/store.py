@@ -26,7 +26,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlsys.dataflow.arena import Arena, BlockWriter, Lease, map_arena, read_only
+from rlsys.dataflow.arena import Arena, BlockWriter, Lease, has_owner, map_arena, read_only
 from rlsys.dataflow.blocks import (
     Array,
     BlockRef,
@@ -166,14 +166,15 @@ class StoreClient:
         self._blocks: BlockWriter | None = None
         # The answer to a call for the lease after this one, so that no put waits for it.
         self._spare: Any = None
-        self._home = ""
+        self._home = self._home_path = ""
         for shard in address.shards:
             with contextlib.suppress(ShardLost):  # whoever asks for its rows is told
                 self._learn(shard)
         here = [shard for shard in address.shards if self._arenas.get(shard.name) is not None]
         if here:  # several writers of a node spread over its shards
             home = here[zlib.crc32(self._writer.encode()) % len(here)]
-            self._home, self._blocks = home.name, BlockWriter(map_arena(home.path, home.name))
+            self._home, self._home_path = home.name, home.path
+            self._blocks = BlockWriter(map_arena(home.path, home.name))
 
     def put(self, columns: Columns) -> BlockRef:
         """Write rows: per column, one one-dimensional array per row. Blocks while there is no room.
@@ -217,6 +218,8 @@ class StoreClient:
                 f"node {self._node_id} has no shard of the store to write to: it died, or none was "
                 "started there."
             )
+        if not has_owner(self._home_path, self._home):  # its memory stays, as long as it is mapped
+            raise ShardLost(f"shard {self._home} of the store died")
         layout = layout_of(columns)
         home = self._handle(self._home)
         while (block := self._blocks.write(layout, columns)) is None:

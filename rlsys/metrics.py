@@ -100,6 +100,11 @@ def is_own(name: str) -> bool:
     return name in _OWN or of_held_out(name) in _OWN or name.startswith(_OWN_FAMILIES)
 
 
+def is_own_family(name: str) -> bool:
+    """Whether rlsys tells metrics that begin with this name and a slash."""
+    return any(own.startswith(f"{name}/") for own in (*_OWN, *_OWN_FAMILIES))
+
+
 def column_mean(name: str) -> str:
     """Of a column with a value per rollout, over the rollouts of the step."""
     return f"{name}/mean"

@@ -612,7 +612,7 @@ def test_a_dataflow_with_other_groups_than_the_configuration_is_refused() -> Non
 def test_a_replica_that_never_answers_is_a_stall_and_not_a_hang() -> None:
     w = world(cluster=ClusterConfig(call_timeout_s=50.0))
     w.replicas[0].latency_s = lambda: 1e9
-    with pytest.raises(StallError, match=r"50 s.*step 1 lacks 4 groups.*rollout-0"):
+    with pytest.raises(StallError, match=r"650 s .*step 1 lacks 4 groups.*rollout-0"):
         run_in_virtual_time(w.run())
 
 

@@ -22,6 +22,7 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.controller import OpenWork
+from rlsys.controller.learners import Learners
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, Prompts
 from rlsys.rewards import RewardResult, reward
@@ -32,10 +33,31 @@ from rlsys.simulation.workers import (
     SimulatedPrompts,
     exponential,
 )
-from rlsys.types import Completion, Prompt
+from rlsys.types import Completion, Prompt, StepResult
 from rlsys.user_functions import FunctionFailed
 from rlsys.workers import Rows, Written
 from tests.test_controller import World, center, config, no_loss, world
+
+
+def test_no_two_metrics_of_a_step_have_one_name() -> None:
+    """Those of a loss come to be known with the first step."""
+
+    def told(**metrics: dict[str, float]) -> dict[str, float]:
+        learners = Learners(
+            {name: SimulatedLearner() for name in metrics}, main="policy", means={"margin/mean"}
+        )
+        empty = StepResult(policy_version=1, num_tokens=1, train_s=0.0, metrics={})
+        results = [dataclasses.replace(empty, metrics=own) for own in metrics.values()]
+        return learners.result(results).metrics
+
+    own, critics = {"loss": 1.0, "my/x": 2.0}, {"loss": 3.0}
+    assert told(policy=own, critic=critics) == {**own, "critic/loss": 3.0}
+    with pytest.raises(ValueError, match=r"called \['critic/loss'\] are told by a loss"):
+        told(policy={**own, "critic/loss": 1.0}, critic=critics)
+    with pytest.raises(ValueError, match=r"called \['margin/mean'\]"):
+        told(policy={**own, "margin/mean": 7.0})
+    with pytest.raises(ValueError, match=r"called \['margin/mean'\]"):
+        told(policy=own, margin={"mean": 7.0})
 
 
 class critic_loss:
@@ -317,11 +339,35 @@ class Unpublished(SimulatedLearner):
         raise AssertionError("published")
 
 
+class of_pairs:
+    needs = ("preference",)
+    uses_advantages = False
+
+    def __call__(self, *_: Any) -> Any:
+        raise AssertionError("the learner is a fake")
+
+
 class needs_preference:
     needs = ("preference",)
 
     def __call__(self, *_: Any) -> Any:
         raise AssertionError("the learner is a fake")
+
+
+def test_a_stage_tells_the_better_one_of_two_samples() -> None:
+    w = world(group_size=2)
+    w.dataflow = flow = Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=2)
+    preference = flow.per_group(
+        lambda num_tokens: torch.tensor([-1.0, 1.0]), NUM_TOKENS, name="preference"
+    )
+    flow.train(policy, rollouts, preference, loss=of_pairs(), aggregation=no_loss)
+    run_in_virtual_time(w.run())
+    assert w.learner.version == 4
+    for step in w.learner.trained:
+        for rows in step:
+            assert list(rows.scalars["preference"]) == [-1, 1] * (len(rows) // 2)
 
 
 @settings(max_examples=40, deadline=None)

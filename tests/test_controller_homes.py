@@ -215,7 +215,7 @@ def test_a_run_that_has_lost_the_room_for_a_step_waits_and_says_what_is_missing(
     )
     w.chaos = chaos
     message = (
-        r"50 s .*A step of prompts_per_step=3 groups does not fit any more: the store holds 2 "
+        r"650 s .*A step of prompts_per_step=3 groups does not fit any more: the store holds 2 "
         r"groups .* on the 1 node\(s\).* Add a node"
     )
     with pytest.raises(StallError, match=message):
@@ -227,7 +227,12 @@ def test_a_run_that_has_lost_the_room_for_a_step_goes_on_with_the_node_that_come
         await asyncio.sleep(0.5)
         w.replicas[0].die()
 
-    w = two_nodes(groups_on_each=2, seconds=[1.0, 1.0], prompts_per_step=3)
+    w = two_nodes(
+        groups_on_each=2,
+        seconds=[1.0, 1.0],
+        prompts_per_step=3,
+        cluster=ClusterConfig(call_timeout_s=50.0),  # a start may take longer than a call
+    )
     w.fleet = SimulatedFleet(start_s=400.0, home=lambda number: "node-2")
     w.chaos = chaos
     run_in_virtual_time(w.run())

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 
 from rlsys.metrics import EFFECTIVE_SAMPLE_FRAC, EXPLAINED_VARIANCE
 
+OF_VALUES = {"value/return", "value/return_squared", "value/error", "value/error_squared"}
+OF_WEIGHTS = {"offpolicy/weight", "offpolicy/weight_squared"}
+
 
 def derived_metrics(means: Mapping[str, float]) -> dict[str, float]:
     """Those whose parts are there:
@@ -22,13 +25,13 @@ def derived_metrics(means: Mapping[str, float]) -> dict[str, float]:
     the tokens counts under the importance weights w; 1 on-policy.
     """
     found = {}
-    if "value/return_squared" in means:
+    if means.keys() >= OF_VALUES:
         spread = means["value/return_squared"] - means["value/return"] ** 2
         error = means["value/error_squared"] - means["value/error"] ** 2
         # Rounding alone, of float32 sums, leaves about 1e-7 of the square.
         if spread > 1e-6 * means["value/return_squared"]:
             found[EXPLAINED_VARIANCE] = 1 - error / spread
-    if means.get("offpolicy/weight_squared", 0.0) > 0:
+    if means.keys() >= OF_WEIGHTS and means["offpolicy/weight_squared"] > 0:
         found[EFFECTIVE_SAMPLE_FRAC] = (
             means["offpolicy/weight"] ** 2 / means["offpolicy/weight_squared"]
         )

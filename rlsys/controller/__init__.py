@@ -138,7 +138,7 @@ class Controller:
         self._training = TrainingSide(
             self._state,
             turns,
-            Learners(learners, main=flow.main.name),
+            Learners(learners, main=flow.main.name, means=flow.means),
             flow,
             publish=self._generation.pool.publish,
             release_replicas=self._generation.pool.release,
@@ -203,15 +203,18 @@ class Controller:
         return write()
 
     async def _watch(self) -> None:
-        """Raises StallError when nothing at all has happened for cluster.call_timeout_s."""
-        limit = self._state.config.cluster.call_timeout_s
+        """Raises StallError when nothing at all has happened for so long that every call has ended
+        or timed out, and whoever did not answer has a successor."""
+        cluster = self._state.config.cluster
+        limit = cluster.call_timeout_s + cluster.start_timeout_s
         while True:
             try:
                 async with asyncio.timeout(limit):
                     await self._state.progress.next()
             except TimeoutError:
                 raise StallError(
-                    f"nothing has happened for {limit:g} s (cluster.call_timeout_s): "
+                    f"nothing has happened for {limit:g} s (cluster.call_timeout_s and "
+                    "start_timeout_s together): "
                     f"{self._training.describe()}, {len(self._state.groups)} groups are open, "
                     f"{self._generation.pool.describe()}; {self._state.store.describe()}. "
                     f"{self._advice()}"
@@ -225,7 +228,7 @@ class Controller:
                 f"any more: {_capacity(state.store)}. Add a node with room for a replica, or raise "
                 "cluster.store_gib (of each node), and run again with --resume."
             )
-        return "Raise the limit if a part of the run takes longer than that."
+        return "Raise these limits if a part of the run takes longer than that."
 
 
 def _capacity(store: StreamStore) -> str:

@@ -10,7 +10,7 @@ When one of them dies, all go back to the newest step of which every one has its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rlsys.types import StepResult
@@ -20,8 +20,12 @@ from rlsys.workers import Learner
 class Learners(Mapping[str, Learner]):
     """By the name of the model; the graph's main model is the first."""
 
-    def __init__(self, learners: Mapping[str, Learner], *, main: str) -> None:
+    def __init__(
+        self, learners: Mapping[str, Learner], *, main: str, means: Collection[str] = ()
+    ) -> None:
+        """`means`: metrics that are told of columns, which no learner may tell."""
         self._main = main
+        self._means = means
         self._learners = {main: learners[main], **learners}
 
     def __getitem__(self, model: str) -> Learner:
@@ -39,14 +43,22 @@ class Learners(Mapping[str, Learner]):
 
     def result(self, results: Sequence[StepResult]) -> StepResult:
         """Of one step of all models, in their order: the main one's, with the metrics of the others
-        under their names."""
+        under their names. Raises ValueError where two of them, or a column, have the same name."""
+        own = results[0].metrics
         others = {
             f"{model}/{name}": value
             for model, result in zip(self._learners, results, strict=True)
             if model != self._main
             for name, value in result.metrics.items()
         }
-        return replace(results[0], metrics=results[0].metrics | others) if others else results[0]
+        told_twice = {*(own.keys() & others.keys()), *({*own, *others} & {*self._means})}
+        if told_twice:
+            raise ValueError(
+                f"metrics called {sorted(told_twice)} are told by a loss, and are those of a "
+                "column or of another model too, so that one of the two would be lost; let the "
+                "loss give its own another name."
+            )
+        return replace(results[0], metrics={**own, **others}) if others else results[0]
 
     async def hold(self) -> None:
         """All their states, side by side. Raises a group with a LearnerDied."""

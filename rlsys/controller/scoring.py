@@ -156,7 +156,7 @@ class ScoringSide:
                 group = state.groups[batch.group_ids[start]]
                 columns = {
                     column.name: [FACTS[column.name](note) for note in group.rollouts]
-                    if column.name in FACTS
+                    if column.is_fact
                     else batch.scalars[column.name][of_group]
                     for column in stage.reads
                 }

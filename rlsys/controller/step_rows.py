@@ -25,6 +25,7 @@ class GroupColumns:
 
     cells: dict[str, Sequence[Cell]]  # those of one writer are the same list
     scalars: dict[str, Sequence[float]]
+    facts: dict[str, Sequence[float]]
     num_trained_tokens: int
     kept: list[Cell] = field(default_factory=list)
 
@@ -44,9 +45,11 @@ class StepRows:
         }
         # Also those that the step does not read: the observer is told of them.
         scalars: dict[str, Sequence[float]] = dict(self._store.scalars(batch.rows[rows]))
-        scalars |= {name: [fact(note) for note in group.rollouts] for name, fact in FACTS.items()}
         self._groups[group.group_id] = GroupColumns(
-            cells=cells, scalars=scalars, num_trained_tokens=group.num_trained_tokens
+            cells=cells,
+            scalars=scalars,
+            facts={name: [fact(note) for note in group.rollouts] for name, fact in FACTS.items()},
+            num_trained_tokens=group.num_trained_tokens,
         )
 
     def forget(self, group_id: int) -> None:
@@ -69,6 +72,9 @@ class StepRows:
             for name in columns:
                 if name in first.scalars:
                     scalars[name] = [group.scalars[name][place] for _, group, place in chosen]
+                    continue
+                if name not in first.cells:
+                    scalars[name] = [group.facts[name][place] for _, group, place in chosen]
                     continue
                 writer = id(first.cells[name])
                 if writer not in joined:
@@ -112,5 +118,5 @@ class StepRows:
             group.kept = []
 
     def scalars(self, group_id: int) -> dict[str, Sequence[float]]:
-        """Columns with a value per row."""
+        """Columns with a value per row that stages have written."""
         return self._groups[group_id].scalars

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from rlsys.config import require
 from rlsys.dataflow.blocks import BlockRef, Bytes, Columns, Layout, write_block
-from rlsys.layout.transport.shared_memory import SharedMemory, map_shared, open_shared
+from rlsys.layout.transport.shared_memory import SharedMemory, is_there, map_shared, open_shared
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -218,6 +218,12 @@ def map_arena(path: str, shard: str) -> Bytes:
         return map_shared(descriptor)
     finally:
         os.close(descriptor)
+
+
+def has_owner(path: str, shard: str) -> bool:
+    """Whether an arena on this node is still read by anyone: what is written to one whose owner is
+    dead is lost."""
+    return is_there(path, _name(shard))
 
 
 def read_only(arena: Bytes) -> Bytes:

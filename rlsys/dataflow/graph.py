@@ -70,7 +70,14 @@ from rlsys.dataflow.stages import (
 )
 from rlsys.dataflow.store import StreamStore
 from rlsys.fields import checked
-from rlsys.metrics import REWARD_MEAN, SCORE_MEAN, VALUE_MEAN, column_mean, is_own
+from rlsys.metrics import (
+    REWARD_MEAN,
+    SCORE_MEAN,
+    VALUE_MEAN,
+    column_mean,
+    is_own,
+    is_own_family,
+)
 from rlsys.rewards.reward import as_rewards
 from rlsys.user_functions import name_of
 
@@ -362,15 +369,14 @@ class Dataflow:
             model.may_train,
             f"flow.train({model.name!r}): it has no trainer; give flow.model a TrainedRoleConfig.",
         )
-        from rlsys.algorithms.inputs import candidates_of, needs_of, uses_advantages
+        from rlsys.algorithms.inputs import candidates_of, needs_of, of_pairs, uses_advantages
 
-        if PREFERENCE in columns:
-            size = self.source.group_size
-            require(
-                size == 2,
-                f"flow.train({model.name!r}): group_size={size} is no pair, which PREFERENCE is "
-                "about; use group_size=2.",
-            )
+        size = self.source.group_size
+        require(
+            size == 2 or not of_pairs(loss),
+            f"flow.train({model.name!r}): group_size={size} is no pair, which {name_of(loss)} is "
+            "about; use group_size=2.",
+        )
         has = {column.name for column in columns}
         needs = needs_of(loss)
         if model.head == "logits" and uses_advantages(loss):
@@ -676,6 +682,18 @@ class Dataflow:
                 f"model {name!r} has a TrainedRoleConfig, and no stage trains it; add a "
                 "flow.train, or give flow.model a RoleConfig.",
             )
+            require(
+                model.is_main or name not in trained or not is_own_family(name),
+                f"model {name!r} is trained, and its metrics would stand in metrics.jsonl as "
+                f"{name + '/...'!r}, among others of that name; give it another one, such as "
+                "'critic'.",
+            )
+
+    @property
+    def means(self) -> frozenset[str]:
+        """Metrics that tell of columns with a value per row."""
+        columns = (column for stage in self.stages for column in stage.writes)
+        return frozenset(column_mean(column.name) for column in columns if column.per == "row")
 
     def _check_means(self) -> None:
         """A column's mean and a metric of rlsys's own must not have the same name."""
@@ -696,6 +714,11 @@ class Dataflow:
             not found,
             f"rows come from stage {[s.name for s in found]} already; a graph has one source.",
         )
+
+    @property
+    def _has_pairs(self) -> bool:
+        """The rows of a group have an order that means something."""
+        return bool(self.all(DatasetStage))
 
     def _waits_for(self, stage: Stage) -> tuple[str, ...]:
         """Columns in the store that the stage needs; one that reads facts alone waits for the
@@ -720,6 +743,12 @@ class Dataflow:
                 f"stage {stage.name!r} reads column {column.name!r}, which no earlier stage "
                 f"writes (written so far: {sorted(writers)}); add the stage that writes it first.",
             )
+            require(
+                column != PREFERENCE or self._has_pairs,
+                f"stage {stage.name!r} reads PREFERENCE, which says that the first row of a pair "
+                "is the better one, as it is in a dataset; of completions that a model samples, "
+                "let a stage say which is: flow.per_group(function, reward, name='preference').",
+            )
         written = _names(stage.writes)
         for column in stage.writes:
             require(
@@ -728,7 +757,8 @@ class Dataflow:
                 "give one, such as 'values'.",
             )
             require(
-                column.name not in _names(FACTS),
+                column.name not in _names(FACTS)
+                or (column.name == PREFERENCE.name and not self._has_pairs),
                 f"stage {stage.name!r} writes column {column.name!r}, which every row has without "
                 "a stage; give its column another name.",
             )

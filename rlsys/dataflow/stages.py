@@ -54,13 +54,15 @@ class Column:
     per: Per = "row"
     width: int = 1  # values of each row or token; those of a token stand one after another
     value_bytes: int = BYTES_PER_VALUE
+    is_fact: bool = False  # no stage writes it
 
 
 # Of every rollout, for functions over groups and batches, and for losses: what no stage writes, and
 # a recipe names as rlsys.NUM_TOKENS, rlsys.TRUNCATED, rlsys.PREFERENCE.
-NUM_TOKENS = Column("num_tokens")  # of the completion
-TRUNCATED = Column("truncated")  # 1: ended by the limit on tokens, else 0
-PREFERENCE = Column("preference")  # 1: the first of its group, else -1
+NUM_TOKENS = Column("num_tokens", is_fact=True)  # of the completion
+TRUNCATED = Column("truncated", is_fact=True)  # 1: ended by the limit on tokens, else 0
+# Of the pairs of a dataset. 1: the first of its group, else -1.
+PREFERENCE = Column("preference", is_fact=True)
 FACTS = (NUM_TOKENS, TRUNCATED, PREFERENCE)
 
 

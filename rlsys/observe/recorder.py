@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlsys import metrics
 from rlsys.controller import TrainedStep
-from rlsys.controller.state import FACTS
 from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.signal import Signal
 from rlsys.observe.console import RunConsole
@@ -232,8 +231,7 @@ def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:
     columns: defaultdict[str, list[float]] = defaultdict(list)
     for of_group in trained.columns.values():
         for name, values in of_group.items():
-            if name not in FACTS:
-                columns[name] += values
+            columns[name] += values
     components: dict[str, list[float]] = {}
     for note in notes:
         for name, value in note.components.items():
@@ -271,7 +269,7 @@ def _records(trained: TrainedStep) -> list[RolloutRecord]:
         for index, note in enumerate(group.rollouts):
             if note.text is None:
                 continue
-            own = {name: values[index] for name, values in columns.items() if name not in FACTS}
+            own = {name: values[index] for name, values in columns.items()}
             records.append(
                 RolloutRecord(
                     step=trained.step,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -233,6 +235,23 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
 
 def _nothing_dies(shard: ShardAddress) -> None:
     raise AssertionError(f"{shard.name} died")
+
+
+def test_nothing_is_written_to_a_shard_that_has_died(nodes: Nodes) -> None:
+    """Its memory is still there for whoever has mapped it."""
+
+    async def run() -> None:
+        lost: asyncio.Queue[ShardAddress] = asyncio.Queue()
+        async with running_shards([nodes.here], lost.put_nowait) as shards:
+            client = StoreClient(shards.address)
+            block = await client.put_async(rows([1], 3))
+            (shard,) = shards.address.shards
+            os.kill(int(Path(shard.path).parts[2]), signal.SIGKILL)
+            assert (await asyncio.wait_for(lost.get(), TIMEOUT_S)).name == block.shard
+            with pytest.raises(ShardLost, match=f"shard {block.shard} of the store died"):
+                await client.put_async(rows([1], 3))
+
+    asyncio.run(run())
 
 
 def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:

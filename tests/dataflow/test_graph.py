@@ -44,7 +44,15 @@ from rlsys.algorithms.groups import needs_group
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig
 from rlsys.data.shared import Shared
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, Column, GenerateStage, Prompts, TrainStage
+from rlsys.dataflow.stages import (
+    NUM_TOKENS,
+    PREFERENCE,
+    Column,
+    GenerateStage,
+    Model,
+    Prompts,
+    TrainStage,
+)
 from rlsys.rewards.reward import reward as reward_function
 from rlsys.types import Rollout
 
@@ -403,6 +411,52 @@ def test_what_a_dataset_cannot_be_trained_by_is_refused() -> None:
         flow.train(policy, rows, loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean)
     with pytest.raises(ValueError, match="group_size=1 is no pair"):
         flow.train(policy, rows, PREFERENCE, loss=simpo(), aggregation=sequence_mean)
+
+
+def scored(flow: Dataflow, group_size: int = 2) -> tuple[Model, tuple[Column, ...], Column]:
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, PROMPTS, group_size=group_size)
+    return policy, rollouts, flow.score(rollouts, [lambda rollout: 1.0])
+
+
+def test_a_stage_says_which_of_two_samples_is_the_better_one() -> None:
+    flow = Dataflow()
+    policy, rollouts, reward = scored(flow)
+    with pytest.raises(ValueError, match=r"first row of a pair .*per_group\(function, rew"):
+        flow.train(policy, rollouts, PREFERENCE, loss=simpo(), aggregation=sequence_mean)
+    with pytest.raises(ValueError, match="stage 'x' reads PREFERENCE"):
+        flow.per_group(center, PREFERENCE, name="x")
+    preference = flow.per_group(center, reward, name="preference")
+    flow.train(policy, rollouts, preference, loss=simpo(), aggregation=sequence_mean)
+    flow.check()
+    stored = flow.step_reads
+    assert preference in stored
+    of_dataset = Dataflow()
+    of_dataset.model("policy")
+    of_dataset.dataset(PROMPTS, group_size=2)
+    with pytest.raises(ValueError, match="which every row has without"):
+        of_dataset.per_group(center, NUM_TOKENS, name="preference")
+
+
+def test_four_samples_are_no_pair() -> None:
+    flow = Dataflow()
+    policy, rollouts, reward = scored(flow, group_size=4)
+    preference = flow.per_group(center, reward, name="preference")
+    with pytest.raises(ValueError, match=r"group_size=4 is no pair, which simpo\(.*\) is about"):
+        flow.train(policy, rollouts, preference, loss=simpo(), aggregation=sequence_mean)
+
+
+@pytest.mark.parametrize("name", ["reward", "value", "time", "rollouts"])
+def test_a_trained_model_is_not_called_as_metrics_are(name: str) -> None:
+    flow = Dataflow()
+    policy = flow.model("policy")
+    other = flow.model(name, TrainedRoleConfig(), head="value")
+    rows = flow.dataset(PROMPTS, group_size=2)
+    loss = mine(uses_advantages=False)
+    flow.train(policy, rows, loss=loss, aggregation=token_mean)
+    flow.train(other, rows, loss=loss, aggregation=token_mean)
+    with pytest.raises(ValueError, match=f"metrics.jsonl as '{name}/...', among others"):
+        flow.check()
 
 
 def test_groups_of_other_runs_come_without_a_sampler() -> None:

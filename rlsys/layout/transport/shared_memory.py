@@ -88,6 +88,15 @@ def open_shared(path: str, name: str, *, writable: bool) -> int:
     return descriptor
 
 
+def is_there(path: str, name: str) -> bool:
+    """Whether the memory of this name can still be opened."""
+    try:
+        _check_name(path, path, name)
+    except OSError:
+        return False
+    return True
+
+
 def _check_name(link: str, path: str, name: str) -> None:
     if not path.startswith("/proc/"):
         return
