@@ -149,6 +149,21 @@ if __name__ == "__main__":
 """
 
 
+def test_an_engine_whose_processes_are_stopped_does_not_answer(tmp_path: Path) -> None:
+    async def stop() -> None:
+        async with running_engine(build_tiny_model(tmp_path)) as engine:
+            for process in engine_processes(engine):
+                process.suspend()
+            asked = asyncio.create_task(engine.progress())
+            await asyncio.wait([asked], timeout=5.0)
+            assert not asked.done()
+            for process in engine_processes(engine):
+                process.resume()
+            assert await asyncio.wait_for(asked, TIMEOUT_S) == []
+
+    asyncio.run(stop())
+
+
 @pytest.fixture
 def temporary() -> Iterator[Path]:
     """A directory for temporary files, whose name leaves room for those of sockets."""

@@ -49,7 +49,8 @@ class GenerationEngine(Protocol):
         """
 
     async def progress(self) -> list[Generation]:
-        """What the running requests have sampled so far, as ABORTED generations; they run on."""
+        """What the running requests have sampled so far, as ABORTED generations; they run on.
+        Whatever computes them is asked: from an engine that hangs no answer comes."""
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """Cancel; each comes out of `collect` as ABORTED with what it had. Unknown ids are ignored

@@ -146,6 +146,7 @@ class VLLMEngine:
 
     async def progress(self) -> list[Generation]:
         self._check_alive()
+        await self._rpc("rlsys_answer")  # never, from processes that are stopped or hang
         return [
             partial_generation(state)
             for state in self._llm.output_processor.request_states.values()

@@ -1,8 +1,8 @@
 """The vLLM worker of one tensor-parallel rank, with what reinforcement learning asks of it.
 
 vLLM builds `Worker` in a process of its own, from the class's dotted name; VLLMEngine calls
-`rlsys_start` once and, at each weight update, `rlsys_prepare`, `rlsys_is_prepared` until it is so,
-and `rlsys_load`. Added to vLLM's worker are
+`rlsys_start` once, `rlsys_answer` now and then, and at each weight update `rlsys_prepare`,
+`rlsys_is_prepared` until it is so, and `rlsys_load`. Added to vLLM's worker are
 
 - weights from shared memory into the running model,
 - sampling by the requests' own random streams, log-probabilities before top-k and top-p,
@@ -72,6 +72,9 @@ class Worker(PlatformWorker):
         except ValueError as error:
             return str(error)
         return None
+
+    def rlsys_answer(self) -> None:
+        """Nothing is wanted but the answer."""
 
     def _forget_where_ranks_met(self) -> None:
         """A file in the temporary directory, which nobody would remove."""
