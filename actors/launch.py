@@ -48,7 +48,14 @@ from .calls import WorkerError
 from .cluster import check_limits, check_runs_dir
 from .dry_run import describe
 from .job import Job
-from .preparation import check_held_out, check_warm_start, hub_of, load_prompts, with_model
+from .preparation import (
+    check_held_out,
+    check_warm_start,
+    hub_of,
+    load_prompts,
+    models_written_since,
+    with_model,
+)
 from .signals import cancel_on_signals, cancel_without_main_thread, signals_raise
 
 # What goes wrong in the world: told in one message. A ValueError is a user's mistake, and told so
@@ -265,6 +272,8 @@ def _prepare(
             history = _history(directory, config, flow, prompts)
         directory.write_config(to_dict(config))
         console.note(_where_it_goes_on(history, config, directory))
+        for warning in models_written_since(history.checkpoint, flow):
+            console.warn(warning)
     for warning in foresee(config):
         console.warn(warning)
     return directory, Job(ready, flow, held_out, directory, history, prompts, tokenizer, console)

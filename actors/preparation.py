@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlsys.checkpoint import Checkpoint
 from rlsys.config import RunConfig, TrainedRoleConfig, require
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.hub import offline_where_unreachable
@@ -58,6 +59,22 @@ def with_model(
     )
     assert own_model is not None
     return replace(config, model=replace(config.model, path=str(make(own_model))))
+
+
+def models_written_since(checkpoint: Checkpoint, flow: Dataflow) -> list[str]:
+    """What is told of frozen models that may be others than before, by the times of their files."""
+    told = []
+    written_s = checkpoint.path.stat().st_mtime
+    for name, model in flow.models.items():
+        if model.config is None or model.may_train or not model.config.model.path:
+            continue
+        files = Path(model.config.model.path).glob("*")
+        if any(file.stat().st_mtime > written_s for file in files):
+            told.append(
+                f"{model.config.model.path} was written after {checkpoint.path}: if these are "
+                f"other weights than before, the run goes on with another {name}"
+            )
+    return told
 
 
 def load_prompts(

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import rlsys
@@ -28,6 +29,7 @@ from rlsys import (
     WarmStart,
     require,
 )
+from rlsys.run_directory import RunFiles
 
 CHARACTERS = "0123456789+="
 # Share of the teacher's sums that are right; the others are off by 1 or 10.
@@ -125,7 +127,8 @@ def warm_start(cfg: ArithmeticConfig) -> WarmStart:
     return WarmStart(num_steps=cfg.warm_start_steps, batches=lessons(cfg), learning_rate=1e-3)
 
 
-C = TypeVar("C", bound=ArithmeticConfig)
+A = TypeVar("A", bound=ArithmeticConfig)
+C = TypeVar("C", bound=RunConfig)
 Algorithm = Callable[..., Dataflow]  # (cfg, rewards, *, rows)
 
 
@@ -134,7 +137,22 @@ def graph(cfg: ArithmeticConfig, algorithm: Algorithm) -> Dataflow:
     return algorithm(cfg, [correct], rows=problems(cfg))
 
 
-def train(config_class: type[C], algorithm: Algorithm) -> None:
+def model_of_run_before(cfg: C, name: str, train: Callable[[], RunResult]) -> tuple[C, str]:
+    """The path of a model that another run makes for this one, once: a second time finds it, and
+    one that this run has begun with stays what it is. Also the configuration of this run, which
+    may have been killed before it began."""
+    before, own = (RunFiles(Path(cfg.runs_dir) / run) for run in (name, cfg.name))
+    if own.has_checkpoint and before.hf.is_dir():
+        return cfg, str(before.hf)
+    if before.path.is_dir() and cfg.resume is True and not own.path.exists():
+        cfg = replace(cfg, resume="auto")
+    try:
+        return cfg, str(train().model)
+    except ValueError as error:
+        raise ValueError(f"{name}, the run before this one: {error}") from error
+
+
+def train(config_class: type[A], algorithm: Algorithm) -> None:
     """What a recipe's main does: read the command line, run the algorithm on the task."""
     parsed = rlsys.parse(config_class)
     run(parsed.config, algorithm, dry_run=parsed.dry_run)

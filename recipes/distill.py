@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import rlsys
@@ -29,7 +30,7 @@ from recipes.grpo import grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys import Dataflow, OwnModel, Prompts, RewardFn, require
 from rlsys import algorithms as alg
-from rlsys.config import FrozenModelConfig, RoleConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlsys.config import RoleConfig, RolloutConfig, RunConfig, TrainerConfig
 
 TEACHER = OwnModel(name="addition-teacher", characters=CHARACTERS, width=192, num_layers=6)
 
@@ -57,12 +58,9 @@ def distill(
     teacher = flow.model("teacher", cfg.teacher)
     rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
     reward = flow.score(rollouts, rewards)
-    if cfg.top_k:
-        said = flow.infer(teacher, rollouts, writes="teacher_top_k", top_k=cfg.top_k)
-        loss: alg.LossFn = alg.top_k_distill()
-    else:
-        said = flow.infer(teacher, rollouts, writes="teacher_logprobs")
-        loss = alg.distill(alg.cispo(max_ratio=5.0))
+    loss: alg.LossFn = alg.top_k_distill() if cfg.top_k else alg.distill(alg.cispo(max_ratio=5.0))
+    writes = "teacher_top_k" if cfg.top_k else "teacher_logprobs"
+    said = flow.infer(teacher, rollouts, writes=writes, top_k=cfg.top_k)
     flow.train(policy, rollouts, said, loss=loss, aggregation=alg.token_mean, watch=[reward])
     return flow
 
@@ -92,8 +90,8 @@ class Config(arithmetic.ArithmeticConfig, DistillConfig):
     teacher: RoleConfig = field(default_factory=lambda: RoleConfig(num_cpus=0.6))
 
 
-def trained_teacher(cfg: Config) -> RoleConfig:
-    """GRPO on the same task, once: a second run finds it."""
+def taught(cfg: Config) -> Config:
+    """With a teacher, trained once by GRPO on the same task."""
     teaching = QuickstartConfig(
         name=f"{cfg.name}-teacher",
         runs_dir=cfg.runs_dir,
@@ -102,8 +100,9 @@ def trained_teacher(cfg: Config) -> RoleConfig:
         warm_start_steps=cfg.warm_start_steps,
         seed=cfg.seed,
     )
-    found = arithmetic.run(teaching, grpo, own_model=TEACHER)
-    return replace(cfg.teacher, model=FrozenModelConfig(path=str(found.model)))
+    train = partial(arithmetic.run, teaching, grpo, own_model=TEACHER)
+    cfg, path = arithmetic.model_of_run_before(cfg, teaching.name, train)
+    return replace(cfg, teacher=replace(cfg.teacher, model=replace(cfg.teacher.model, path=path)))
 
 
 @rlsys.main
@@ -111,9 +110,8 @@ def main() -> None:
     parsed = rlsys.parse(Config)
     cfg = parsed.config
     arithmetic.graph(cfg, distill)  # its mistakes are told before a teacher is trained
-    if not cfg.teacher.model.path and not parsed.dry_run:
-        cfg = replace(cfg, teacher=trained_teacher(cfg))
-    arithmetic.run(cfg, distill, dry_run=parsed.dry_run)
+    ready = cfg if parsed.dry_run or cfg.teacher.model.path else taught(cfg)
+    arithmetic.run(ready, distill, dry_run=parsed.dry_run)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class Config(arithmetic.ArithmeticConfig, PPOConfig):
 
 def judged(cfg: Config) -> Config:
     """With a reward model, trained once where no path names one; the critic begins as it."""
-    path = cfg.reward_model.model.path or str(reward_model.for_run(cfg).model)
+    cfg, path = reward_model.for_run(cfg, cfg.reward_model.model.path)
     judge = replace(cfg.reward_model, model=replace(cfg.reward_model.model, path=path))
     beginning = replace(cfg.critic.model, path=cfg.critic.model.path or path)
     return replace(cfg, reward_model=judge, critic=replace(cfg.critic, model=beginning))

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import rlsys
-from recipes.arithmetic import CHARACTERS, MODEL, problem, small_trainer
+from recipes.arithmetic import CHARACTERS, MODEL, C, model_of_run_before, problem, small_trainer
 from rlsys import PREFERENCE, Dataflow, Prompts, RunConfig, SamplingConfig, TrainerConfig
 from rlsys.algorithms import bradley_terry, sequence_mean
 
@@ -96,10 +96,14 @@ def train(cfg: Config, *, dry_run: bool = False) -> rlsys.RunResult:
     return rlsys.launch(cfg, flow, own_model=MODEL, dry_run=dry_run)
 
 
-def for_run(cfg: RunConfig) -> rlsys.RunResult:
-    """The reward model of another recipe's run, trained once: a second time finds it."""
+def for_run(cfg: C, path: str) -> tuple[C, str]:
+    """The reward model of another recipe's run: that of the path, where it has one, or one that is
+    trained first (arithmetic.model_of_run_before)."""
+    if path:
+        return cfg, path
     name, where = f"{cfg.name}-reward_model", cfg.runs_dir
-    return train(Config(name=name, runs_dir=where, seed=cfg.seed, resume="auto"))
+    own = Config(name=name, runs_dir=where, seed=cfg.seed, resume="auto")
+    return model_of_run_before(cfg, name, lambda: train(own))
 
 
 @rlsys.main

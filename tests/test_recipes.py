@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ import torch
 
 import rlsys
 from recipes import sums_in_words
+from recipes.arithmetic import model_of_run_before
 from recipes.dapo import penalised_advantage
 from recipes.swarm_nodes import ENDING, node_options, run_nodes
 from rlsys.algorithms import grpo_advantage
@@ -25,6 +27,7 @@ from rlsys.cli import parse
 from rlsys.config import DataConfig, ObserveConfig
 from rlsys.dataflow.stages import PerGroupStage, TrainStage
 from rlsys.fields import to_dict
+from rlsys.run_directory import RunFiles
 from tests.small_recipes import SMALL_RECIPES, config_of, graph_of
 from tests.test_contracts import CONFIGS
 
@@ -43,6 +46,47 @@ def test_a_recipe_is_a_page_whose_graph_runs_and_draws(name: str) -> None:
     assert set(re.findall(r"\b(s\d+)\b", "\n".join(drawn))) == named
     assert any("weights, version v+1" in line for line in drawn)
     assert config_of(name)().name == name  # so that two recipes do not share a directory
+
+
+class Before:
+    """A run whose model another run begins with."""
+
+    def __init__(self, runs_dir: Path) -> None:
+        self.cfg = config_of("ppo")(name="a", runs_dir=str(runs_dir), resume=True)
+        self.own, self.before = RunFiles(runs_dir / "a"), RunFiles(runs_dir / "a-judge")
+        self.num_trained = 0
+
+    def train(self) -> Any:
+        self.num_trained += 1
+        self.before.hf.mkdir(parents=True, exist_ok=True)
+        return SimpleNamespace(model=self.before.hf)
+
+    def found(self) -> Any:
+        """What this run resumes as."""
+        cfg, path = model_of_run_before(self.cfg, "a-judge", self.train)
+        assert path == str(self.before.hf)
+        return cfg.resume
+
+
+def test_a_run_before_another_is_left_alone_once_that_has_begun(tmp_path: Path) -> None:
+    run = Before(tmp_path)
+    assert run.found() is True  # which launch refuses: nothing was there
+    assert run.found() == "auto"  # killed before it began
+    assert run.num_trained == 2
+    (run.own.checkpoints / "step_000001").mkdir(parents=True)
+    assert run.found() is True
+    assert run.num_trained == 2
+    run.before.hf.rmdir()
+    assert run.found() is True
+    assert run.num_trained == 3
+
+
+def test_a_mistake_in_the_run_before_another_says_so(tmp_path: Path) -> None:
+    def train() -> Any:
+        raise ValueError("it differs in seed")
+
+    with pytest.raises(ValueError, match=r"^a-judge, the run before this one: it differs in seed$"):
+        model_of_run_before(Before(tmp_path).cfg, "a-judge", train)
 
 
 def test_a_recipe_of_two_proximal_policies() -> None:

@@ -5,6 +5,7 @@ controller ─► Recorder ─► metrics.jsonl, rollouts.jsonl, trace, wandb, c
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -70,6 +71,7 @@ class Recorder:
         self._num_generated_tokens = 0
         self._num_failed: Counter[str] = Counter()  # in this step
         self._shown_failures: set[str] = set()
+        self._left_out: set[str] = set()  # metrics that were not finite, and are told of
         self._refused_rewards: list[float] | None = None  # in this step; None: never any
         self._num_refused: Counter[str] = Counter()  # groups, by function, in this step
         self._refused_told_at = MAX_REFUSED_STEPS * groups_per_step
@@ -162,7 +164,7 @@ class Recorder:
             metrics.POLICY_VERSION: trained.result.policy_version,
             **_rollout_metrics(trained),
             **self._sampled_mean(trained),
-            **trained.result.metrics,
+            **self._finite(trained),
             metrics.ROLLOUTS_ISSUED: self._ledger.num_issued * self._group_size,
             metrics.ROLLOUTS_TRAINED: self._ledger.num_trained * self._group_size,
             metrics.ROLLOUTS_DROPPED: self._ledger.num_dropped * self._group_size,
@@ -197,6 +199,18 @@ class Recorder:
         self._wandb.log(line)
         self._console.step(line, records)
         self._stepped.notify()
+
+    def _finite(self, trained: TrainedStep) -> dict[str, float]:
+        """Of the metrics that losses tell: weeks of training do not end over one of them."""
+        told = trained.result.metrics
+        finite = {name: value for name, value in told.items() if math.isfinite(value)}
+        for name in told.keys() - finite.keys() - self._left_out:
+            self._left_out.add(name)
+            self._console.warn(
+                f"metric {name}={told[name]} of step {trained.step} is not finite; it is left out "
+                "of metrics.jsonl, here and wherever it is so again"
+            )
+        return finite
 
     def _skipped(self) -> dict[str, float]:
         num = self._ledger.num_skipped

@@ -567,7 +567,8 @@ TOLD = [
             r"give it another name, such as 'my/grad_norm'\.$",
         ),
         *((telling(name), ValueError, "as one that rlsys tells itself") for name in TOLD),
-        (telling(3), ValueError, "returned a metric called 3, which is no text"),
+        (telling(3), ValueError, "returned a metric called 3, which is no name"),
+        (telling(""), ValueError, "returned a metric called '', which is no name"),
         (lambda inputs: None, ValueError, r"^loss <lambda> returned None \(NoneType\); return a"),
         (
             lambda inputs: (inputs.entropy, inputs.entropy),

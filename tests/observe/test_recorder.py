@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +39,25 @@ def recorder_of(**parts: Any) -> recorder.Recorder:
         stepped=Signal(),
         **defaults | parts,
     )
+
+
+def test_a_metric_that_is_not_finite_is_left_out_and_told_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorder, "_rollout_metrics", lambda trained: {})
+    told: list[str] = []
+    lines: list[Mapping[str, float]] = []
+    watcher = recorder_of(
+        console=SimpleNamespace(warn=told.append, step=lambda *_: None),
+        metrics_writer=SimpleNamespace(write=lines.append),
+    )
+    for step, value in enumerate((1.0, math.inf, math.nan, 2.0), 1):
+        result = replace(RESULT, metrics={"loss": 0.5, "my/odds": value})
+        watcher.step_trained(TrainedStep(step=step, result=result, groups=[], columns={}))
+    assert [line.get("my/odds") for line in lines] == [1.0, None, None, 2.0]
+    assert [line["loss"] for line in lines] == [0.5] * 4
+    assert len(told) == 1
+    assert told[0].startswith("metric my/odds=inf of step 2 is not finite")
 
 
 def test_groups_that_are_all_refused_are_told_at_growing_intervals(

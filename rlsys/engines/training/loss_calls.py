@@ -72,9 +72,9 @@ def call_aggregation(
 
 
 def _check_metric_name(name: str, metric: object) -> None:
-    if not isinstance(metric, str):
+    if not isinstance(metric, str) or not metric:
         raise ValueError(
-            f"loss {name} returned a metric called {metric!r}, which is no text; give it a name, "
+            f"loss {name} returned a metric called {metric!r}, which is no name; give it one, "
             "such as 'my/margin'."
         )
     if is_own(metric):

@@ -1,0 +1,31 @@
+"""What is told before Ray starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from actors.preparation import models_written_since
+from rlsys.checkpoint import Checkpoint
+from rlsys.config import FrozenModelConfig, RoleConfig
+from rlsys.dataflow.graph import Dataflow
+
+
+def test_a_frozen_model_that_is_younger_than_the_checkpoint_is_told_of(tmp_path: Path) -> None:
+    flow = Dataflow()
+    flow.model("policy")
+    flow.model("reference", RoleConfig())  # begins as the policy
+    teacher = tmp_path / "teacher"
+    flow.model("teacher", RoleConfig(model=FrozenModelConfig(path=str(teacher))))
+    checkpoint = Checkpoint(7, tmp_path / "step_000007")
+    for directory in (teacher, checkpoint.path):
+        directory.mkdir()
+    weights = teacher / "model.safetensors"
+    weights.write_text("1")
+    os.utime(weights, (1000.0, 1000.0))
+    os.utime(checkpoint.path, (2000.0, 2000.0))
+    assert models_written_since(checkpoint, flow) == []
+    os.utime(weights, (3000.0, 3000.0))
+    (told,) = models_written_since(checkpoint, flow)
+    assert told.startswith(f"{teacher} was written after {checkpoint.path}: ")
+    assert told.endswith("goes on with another teacher")
