@@ -2,13 +2,14 @@
 
     python scripts/chaos.py --runs 20 --seed 1
     python scripts/chaos.py --runs 50 --seed 1 --resume-only
+    python scripts/chaos.py --runs 20 --seed 1 -- --placement colocated --model.dtype bfloat16
 
 Each run trains a tiny model on two Ray nodes of this machine, with two ranks and two replicas, at
-staleness 0, 1 or 4. One to three blows fall on it: a replica, a rank, a reward worker, a shard of
-the store, a keeper of snapshots, a whole node or the recipe's own process is killed, stopped for
-good, or stopped for two seconds. A lost node is replaced, a killed recipe started again with the
-same command. Then the run must end by itself with every step trained, its files must pass the
-audit (scripts/audit.py), and nothing of it may be left.
+staleness 0, 1 or 4; options behind `--` are every run's. One to three blows fall on it: a replica,
+a rank, a reward worker, a shard of the store, a keeper of snapshots, a whole node or the recipe's
+own process is killed, stopped for good, or stopped for two seconds. A lost node is replaced, a
+killed recipe started again with the same command. Then the run must end by itself with every step
+trained, its files must pass the audit (scripts/audit.py), and nothing of it may be left.
 
 With --resume-only every process of a run on this machine is killed at once, and the same command is
 started again; at staleness 0 its numbers must be those of a run that was left alone.
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume-only", action="store_true", help="kill everything at once")
     parser.add_argument("--steps", type=int, default=24, help="optimizer steps of a run")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for one run to end")
+    parser.add_argument("options", nargs="*", metavar="OPTION", help="of every run, behind --")
     given = parser.parse_args(argv)
     kinds = given.kinds.split(",")
     if unknown := set(kinds) - set(ALL_KINDS):
@@ -71,11 +73,14 @@ def _blows(given: argparse.Namespace, kinds: Sequence[str]) -> Iterator[Outcome]
             plan(given.seed, number, num_steps=given.steps, kinds=kinds),
             num_steps=given.steps,
             limit_s=given.limit_s,
+            options=given.options,
         )
 
 
 def _resumes(given: argparse.Namespace) -> Iterator[Outcome]:
-    with undisturbed(seed=given.seed, num_steps=given.steps, limit_s=given.limit_s) as reference:
+    with undisturbed(
+        seed=given.seed, num_steps=given.steps, limit_s=given.limit_s, options=given.options
+    ) as reference:
         for number in range(given.runs):
             when = kills(given.seed, number, num_steps=given.steps)
             yield kill_and_resume(
@@ -84,6 +89,7 @@ def _resumes(given: argparse.Namespace) -> Iterator[Outcome]:
                 seed=given.seed,
                 num_steps=given.steps,
                 limit_s=given.limit_s,
+                options=given.options,
             )
 
 

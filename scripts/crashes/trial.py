@@ -72,8 +72,8 @@ def place() -> Iterator[Place]:
         processes.kill_all(here.mark)
 
 
-def hurt(plan: Plan, *, num_steps: int, limit_s: float) -> Outcome:
-    """A run on two nodes that suffers the blows of the plan."""
+def hurt(plan: Plan, *, num_steps: int, limit_s: float, options: Sequence[str] = ()) -> Outcome:
+    """A run on two nodes, with further options, that suffers the blows of the plan."""
     blows = ", ".join(f"{b.how} {b.kind} after step {b.after_step}" for b in plan.blows)
     outcome = Outcome(number=plan.number, title=f"η = {plan.max_staleness}: {blows}")
     start = time.monotonic()
@@ -81,6 +81,7 @@ def hurt(plan: Plan, *, num_steps: int, limit_s: float) -> Outcome:
         with two_nodes(here.mark, here.directory) as nodes:
             job = here.job(
                 *("--cluster.address", nodes.address),
+                *options,
                 max_staleness=plan.max_staleness,
                 seed=plan.number,
                 num_steps=num_steps,
@@ -98,10 +99,12 @@ def hurt(plan: Plan, *, num_steps: int, limit_s: float) -> Outcome:
 
 
 @contextmanager
-def undisturbed(*, seed: int, num_steps: int, limit_s: float) -> Iterator[Job]:
+def undisturbed(
+    *, seed: int, num_steps: int, limit_s: float, options: Sequence[str] = ()
+) -> Iterator[Job]:
     """A run that is left alone, at η = 0. Raises RuntimeError if even that does not end well."""
     with place() as here:
-        job = here.job(*ONE_NODE, max_staleness=0, seed=seed, num_steps=num_steps)
+        job = here.job(*ONE_NODE, *options, max_staleness=0, seed=seed, num_steps=num_steps)
         if not job.ends(time.monotonic() + limit_s):
             raise RuntimeError(f"an undisturbed run did not end well, see {job.log}")
         yield job
@@ -109,7 +112,13 @@ def undisturbed(*, seed: int, num_steps: int, limit_s: float) -> Iterator[Job]:
 
 
 def kill_and_resume(
-    kills: Kills, reference: Job | None, *, seed: int, num_steps: int, limit_s: float
+    kills: Kills,
+    reference: Job | None,
+    *,
+    seed: int,
+    num_steps: int,
+    limit_s: float,
+    options: Sequence[str] = (),
 ) -> Outcome:
     """A run on a Ray of its own, all of whose processes are killed at once, now and then. With
     η = 0 it must give the numbers of the `reference`, which was left alone."""
@@ -119,7 +128,13 @@ def kill_and_resume(
     )
     start = time.monotonic()
     with place() as here:
-        job = here.job(*ONE_NODE, max_staleness=kills.max_staleness, seed=seed, num_steps=num_steps)
+        job = here.job(
+            *ONE_NODE,
+            *options,
+            max_staleness=kills.max_staleness,
+            seed=seed,
+            num_steps=num_steps,
+        )
         shared_files: set[str] = set()
         for step, delay_s in zip(kills.after_steps, kills.delays_s, strict=True):
             if not job.reaches(step, start + limit_s):
