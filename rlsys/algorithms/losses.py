@@ -74,6 +74,8 @@ class top_k_distill:
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         student, teacher = inputs.candidate_logprobs, inputs.column(self.candidates)
+        if student is not None and not len(student):  # a pass without tokens knows no K
+            teacher = teacher.reshape(0, 2 * student.shape[1] + 1)
         if student is None or teacher.shape != (len(student), 2 * student.shape[1] + 1):
             raise ValueError(
                 f"top_k_distill is given {tuple(teacher.shape)} values of teacher_top_k and "
