@@ -118,12 +118,12 @@ class pass_at_k_advantage:
 def reinforce_plus_plus_advantage(
     rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-4
 ) -> torch.Tensor:
-    """Rewards normalised over the rollouts of a batch: REINFORCE++ where nothing but the rollout's
-    reward is known. [B], [B] -> [B].
+    """Rewards normalised over the rollouts of a batch: REINFORCE++, 2501.03262, where nothing but
+    the rollout's reward is known. [B], [B] -> [B].
 
-    The paper (2501.03262) has a KL penalty in the reward and normalises over
-    the tokens of the batch: `reinforce_plus_plus_token_advantage` does that. Here each rollout
-    counts once, whatever its length.
+    The paper has a KL penalty in the reward and normalises over the tokens of the batch:
+    `reinforce_plus_plus_token_advantage` does that. Here each rollout counts once, whatever its
+    length.
     """
     return _standardised(rewards, _centred(rewards, "REINFORCE++"), epsilon)
 
@@ -158,8 +158,8 @@ def scale_rl_advantage(
     update, that is exact for losses that are proportional to the advantage, with `prompt_mean` and
     the means over rollouts: `sequence_mean`, `sequence_sum`, `token_sum`, `constant_length`.
     `token_mean` divides by tokens: with it that is exact only where the groups that are left out
-    are as long as the others. Terms without an advantage, such as `with_kl`'s, are a mean over all
-    groups as before.
+    are as long as the others. Terms without an advantage, such as `with_kl`'s, stay a mean over
+    all groups.
     """
     centred, mixed = _centred_by_group(rewards, group_index)
     if not mixed.any():
@@ -171,7 +171,8 @@ def scale_rl_advantage(
 def distillation_advantage(
     student_logprobs: torch.Tensor, teacher_logprobs: torch.Tensor
 ) -> torch.Tensor:
-    """−(log π_θ − log π_teacher) per token, detached: on-policy distillation. [N], [N] -> [N].
+    """−(log π_θ − log π_teacher) per token, detached: on-policy distillation, Lu (2025).
+    [N], [N] -> [N].
 
     Its mean over the student's own rollouts is minus the reverse KL divergence.
     """
