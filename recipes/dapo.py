@@ -26,6 +26,7 @@ from recipes import arithmetic
 from recipes.grpo import GRPOConfig
 from rlsys import NUM_TOKENS, Dataflow, Prompts, RewardFn, require
 from rlsys.algorithms import clipped_surrogate, dynamic_sampling, grpo_advantage, token_mean
+from rlsys.rewards import length_penalty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +47,13 @@ class DAPOConfig(GRPOConfig):
 
 def penalised_advantage(
     rewards: torch.Tensor, num_tokens: torch.Tensor, *, max_tokens: int, overlong_tokens: int
-) -> torch.Tensor | None:
-    """GRPO's, of rewards less the penalty for length (equation 13). [G], [G] -> [G]."""
-    too_many = (num_tokens - (max_tokens - overlong_tokens)).clamp(min=0)
-    return grpo_advantage(rewards - too_many / overlong_tokens)
+) -> torch.Tensor:
+    """GRPO's, of rewards and the penalty for length (equation 13). [G], [G] -> [G]."""
+    penalties = [
+        length_penalty(count, max_tokens=max_tokens, cache_tokens=overlong_tokens)
+        for count in num_tokens.tolist()
+    ]
+    return grpo_advantage(rewards + rewards.new_tensor(penalties))
 
 
 def dapo(

@@ -5,7 +5,8 @@
     CISPO               -sg(min(rho, 5)) A log pi: no token loses its gradient
     prompt mean         each prompt weighs the same, whatever its completions' lengths
     batch-std           A_i = (r_i - mean of its group) / std of these over the whole step
-    zero variance       groups of equal rewards have advantage 0 and are not replaced
+    zero variance       groups of equal rewards count neither in that std nor in the mean over
+                        prompts, and no others are sampled for them
 
     curriculum          a prompt that was answered nine times of ten is not issued again
 

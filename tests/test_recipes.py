@@ -99,15 +99,15 @@ def test_a_recipe_of_two_proximal_policies() -> None:
 
 
 def test_dapo_refuses_by_the_reward_and_punishes_length_besides() -> None:
-    """At most 6 tokens, of which the last 4 cost a quarter each."""
+    """At most 6 tokens, of which the last 4 cost a quarter each; more cost no more than 1."""
     advantage = partial(penalised_advantage, max_tokens=6, overlong_tokens=4)
-    rewards, lengths = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0, 4.0, 6.0])
-    expected = grpo_advantage(torch.tensor([1.0, 0.5, -1.0]))
+    rewards, lengths = torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([2.0, 4.0, 6.0, 9.0])
+    expected = grpo_advantage(torch.tensor([1.0, 0.5, -1.0, 0.0]))
     torch.testing.assert_close(advantage(rewards, lengths), expected)
 
     (stage,) = graph_of("dapo").all(PerGroupStage)
     assert [column.name for column in stage.reads] == ["reward", "num_tokens", "reward"]
-    assert stage.function(torch.ones(3), lengths, torch.ones(3)) is None
+    assert stage.function(torch.ones(4), lengths, torch.ones(4)) is None
     assert stage.function(rewards, lengths, rewards) is not None
 
 

@@ -118,12 +118,12 @@ class pass_at_k_advantage:
 def reinforce_plus_plus_advantage(
     rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-4
 ) -> torch.Tensor:
-    """Rewards normalised over the rollouts of a batch: REINFORCE++ where nothing but the rollout's
-    reward is known. [B], [B] -> [B].
+    """Rewards normalised over the rollouts of a batch: REINFORCE++, 2501.03262, where nothing but
+    the rollout's reward is known. [B], [B] -> [B].
 
-    The paper (2501.03262) has a KL penalty in the reward and normalises over
-    the tokens of the batch: `reinforce_plus_plus_token_advantage` does that. Here each rollout
-    counts once, whatever its length.
+    The paper has a KL penalty in the reward and normalises over the tokens of the batch:
+    `reinforce_plus_plus_token_advantage` does that. Here each rollout counts once, whatever its
+    length.
     """
     return _standardised(rewards, _centred(rewards, "REINFORCE++"), epsilon)
 
@@ -138,7 +138,7 @@ def reinforce_plus_plus_baseline_advantage(
     Advantages of a rollout are one number, so each rollout counts once; some implementations
     count it once a token.
     """
-    advantages = _centred_by_group(rewards, group_index)
+    advantages, _ = _centred_by_group(rewards, group_index)
     return _standardised(advantages, _centred(advantages, "REINFORCE++"), epsilon)
 
 
@@ -146,21 +146,33 @@ def reinforce_plus_plus_baseline_advantage(
 def scale_rl_advantage(
     rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-4
 ) -> torch.Tensor:
-    """(r − mean of the group) / standard deviation of these differences over the batch.
-    [B], [B] -> [B].
+    """(r − mean of the group) / standard deviation of these differences, over the groups of a batch
+    whose rewards differ, as if no others had been sampled: ScaleRL, 2510.13786. [B], [B] -> [B].
 
-    ScaleRL, 2510.13786: Â_i / Â_std, "the standard deviation of all advantages in a batch"; not of
-    the raw rewards, as some implementations have it. Groups of equal rewards get exact zeros and
-    are trained on nothing, without being replaced, as in the paper.
+    Â_i / Â_std, "the standard deviation of all advantages in a batch"; not of the raw rewards, as
+    some implementations have it. The paper drops prompts whose rollouts all have the same reward
+    from the loss, and samples no others for them, so that the effective batch has the other prompts
+    alone. Here they stay, with exact zeros; the standard deviation leaves them out, and all
+    advantages are multiplied by (groups of the batch)/(groups whose rewards differ), because the
+    aggregation divides by all of them. Where all groups have the same size, and a step is one
+    update, that is exact for losses that are proportional to the advantage, with `prompt_mean` and
+    the means over rollouts: `sequence_mean`, `sequence_sum`, `token_sum`, `constant_length`.
+    `token_mean` divides by tokens: with it that is exact only where the groups that are left out
+    are as long as the others. Terms without an advantage, such as `with_kl`'s, stay a mean over
+    all groups.
     """
-    advantages = _centred_by_group(rewards, group_index)
-    return _standardised(advantages, advantages, epsilon)
+    centred, mixed = _centred_by_group(rewards, group_index)
+    if not mixed.any():
+        return centred
+    std = centred[mixed[group_index]].std()
+    return centred / (std + epsilon) * (len(mixed) / mixed.sum())
 
 
 def distillation_advantage(
     student_logprobs: torch.Tensor, teacher_logprobs: torch.Tensor
 ) -> torch.Tensor:
-    """−(log π_θ − log π_teacher) per token, detached: on-policy distillation. [N], [N] -> [N].
+    """−(log π_θ − log π_teacher) per token, detached: on-policy distillation, Lu (2025).
+    [N], [N] -> [N].
 
     Its mean over the student's own rollouts is minus the reverse KL divergence.
     """
@@ -181,8 +193,11 @@ def _standardised(values: torch.Tensor, centred: torch.Tensor, epsilon: float) -
     return torch.where(_all_equal(values), 0.0, centred / (values.std() + epsilon))
 
 
-def _centred_by_group(rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
-    """r − mean of its group; exactly 0 where a group's rewards are equal. [B], [B] -> [B]."""
+def _centred_by_group(
+    rewards: torch.Tensor, group_index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """r − mean of its group [B], exactly 0 where a group's rewards are equal; and of which of the P
+    groups they are not, [P] bool."""
     num_groups = int(group_index.max()) + 1 if group_index.numel() else 0
     sums = rewards.new_zeros(num_groups).index_add(0, group_index, rewards)
     counts = torch.bincount(group_index, minlength=num_groups)
@@ -190,8 +205,9 @@ def _centred_by_group(rewards: torch.Tensor, group_index: torch.Tensor) -> torch
     low = low.scatter_reduce(0, group_index, rewards, "amin")
     high = rewards.new_full((num_groups,), -torch.inf)
     high = high.scatter_reduce(0, group_index, rewards, "amax")
+    mixed = low != high  # of NaN too, which is to be seen
     centred = rewards - (sums / counts)[group_index]
-    return torch.where((low == high)[group_index], 0.0, centred)
+    return torch.where(mixed[group_index], centred, 0.0), mixed
 
 
 def _all_equal(values: torch.Tensor) -> torch.Tensor:

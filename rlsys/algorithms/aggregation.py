@@ -45,7 +45,8 @@ def sequence_sum(
 
 @parameters
 class token_sum:
-    """Sum over all tokens of a step, whose number of rollouts is `num_rollouts`.
+    """Sum over all tokens of a step, whose number of rollouts is `num_rollouts`: the definition
+    itself.
 
     Nothing is normalised, so the learning rate must fit the batch: the loss is `sequence_sum`'s
     times num_rollouts. A step of fewer rollouts counts as if it had them all.

@@ -38,7 +38,8 @@ from rlsys.user_functions import name_of
 
 @parameters
 class corrected(Wrapper):
-    """`loss` with each token weighted by `correction`; metrics of both.
+    """`loss` with each token weighted by `correction`, and metrics of both: the definition itself
+    of an importance weight, or of a mask, whose source is told where it is.
 
     Raises ValueError where the gradient would carry w twice, and for a loss that does not say by
     whose policy it divides (`denominator`), unless the correction is a mask.
@@ -99,9 +100,10 @@ def decoupled_clipped_surrogate(
 
 @parameters
 class interpolate_proximal(Wrapper):
-    """`loss` with log π_prox = α log μ + (1 − α) sg(log π_θ), α = 1/staleness, or 0 without any.
+    """`loss` with log π_prox = α log μ + (1 − α) sg(log π_θ), α = 1/staleness, or 0 without any:
+    A-3PO, 2512.06547.
 
-    A-3PO: the proximal policy of decoupled PPO without a forward pass for it.
+    The proximal policy of decoupled PPO without a forward pass for it.
     """
 
     loss: LossFn
@@ -124,7 +126,8 @@ class interpolate_proximal(Wrapper):
 
 @parameters
 class entropy_bonus(Wrapper):
-    """`loss` − coefficient · H(π_θ), with the exact entropy of the trainer's distribution."""
+    """`loss` − coefficient · H(π_θ), with the exact entropy of the trainer's distribution: A3C,
+    1602.01783, after Williams and Peng (1991)."""
 
     loss: LossFn
     coefficient: float
@@ -238,7 +241,9 @@ class distill(Wrapper):
 
 @parameters
 class observed(Wrapper):
-    """`loss` as it is, with metrics of how far π_prox is from the policy μ that sampled.
+    """`loss` as it is, with metrics of how far π_prox is from the policy μ that sampled: estimates
+    of a divergence, Schulman (2020), and diagnostics of importance weights, Owen (2013), chapter
+    9.3.
 
     Means over tokens: `offpolicy/kl` and `/k3` estimate KL(μ ‖ π_prox), `/chi_squared` is
     mean(w²) − 1, `/perplexity_ratio` that of π_prox to μ over a token's rollout; `/weight` and

@@ -30,7 +30,8 @@ class Correction(Protocol):
 
 @parameters
 class tis:
-    """min(w, cap) of each token: truncated importance sampling. cap is 2 (small models) to 8."""
+    """min(w, cap) of each token: truncated importance sampling, Ionides (2008), against the gap
+    between sampler and trainer Yao et al. (2025). cap is 2 (small models) to 8."""
 
     cap: float = 2.0
     weighs: ClassVar[bool] = True
@@ -47,7 +48,7 @@ class tis:
 @parameters
 class sequence_tis:
     """min(w, cap) with one w for a whole rollout: the product over its tokens, or their geometric
-    mean, which does not shrink or grow with the length."""
+    mean, which does not shrink or grow with the length; Liu, Li et al. (2025), as `reject`."""
 
     cap: float = 2.0
     geometric_mean: bool = False
@@ -81,8 +82,8 @@ class icepop:
 
 @parameters
 class sequence_icepop:
-    """w inside [low, high], 0 outside, with one w for a whole rollout: IcePop's mask on the
-    sequence's weight, as `sequence_tis` is tis on it."""
+    """w inside [low, high], 0 outside, with one w for a whole rollout: IcePop's mask,
+    2510.18855, on the sequence's weight, as `sequence_tis` is tis on it."""
 
     low: float = 0.5
     high: float = 5.0
@@ -100,7 +101,7 @@ class sequence_icepop:
 @parameters
 class batch_weights:
     """The weights of column `importance_weights`, such as `batch_normalised_weights` makes over a
-    whole batch (token_advantages.py): truncated, with mean 1."""
+    whole batch (token_advantages.py): truncated, with mean 1; Owen (2013), chapter 9.2."""
 
     weighs: ClassVar[bool] = True
     uses_advantages: ClassVar[bool] = False

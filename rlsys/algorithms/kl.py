@@ -30,14 +30,17 @@ Estimator = Literal["k1", "k2", "k3", "unbiased_k3"]
 
 
 def k1(logprobs_p: torch.Tensor, logprobs_q: torch.Tensor) -> torch.Tensor:
+    """x = log p − log q: Schulman (2020). [N], [N] -> [N]."""
     return log_ratio(logprobs_p, logprobs_q)
 
 
 def k2(logprobs_p: torch.Tensor, logprobs_q: torch.Tensor) -> torch.Tensor:
+    """x²/2: Schulman (2020). [N], [N] -> [N]."""
     return log_ratio(logprobs_p, logprobs_q).square() / 2
 
 
 def k3(logprobs_p: torch.Tensor, logprobs_q: torch.Tensor) -> torch.Tensor:
+    """exp(−x) − 1 + x, at most 10: Schulman (2020). [N], [N] -> [N]."""
     x = log_ratio(logprobs_p, logprobs_q).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1, because exp(−x) − 1 loses every digit where the two policies nearly agree.
     return (torch.expm1(-x) + x).clamp(max=MAX_K3)
@@ -46,9 +49,9 @@ def k3(logprobs_p: torch.Tensor, logprobs_q: torch.Tensor) -> torch.Tensor:
 def unbiased_k3(
     trainer_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor
 ) -> torch.Tensor:
-    """π_θ/μ · k3: corrects for tokens that came from μ and not from π_θ.
+    """π_θ/μ · k3: corrects for tokens that came from μ and not from π_θ; DeepSeek-V3.2, 2512.02556.
 
-    DeepSeek-V3.2, 2512.02556. The gradient flows through the ratio too.
+    The gradient flows through the ratio too.
     """
     return ratio(trainer_logprobs, sampler_logprobs) * k3(trainer_logprobs, ref_logprobs)
 

@@ -13,7 +13,7 @@ from rlsys.algorithms.parameters import parameters
 
 @parameters
 class fixed_kl:
-    """Always `initial`."""
+    """Always `initial`: the constant β of 1909.08593, equation 2."""
 
     initial: float
 

@@ -49,7 +49,8 @@ class reinforce:
 
 @parameters
 class cross_entropy:
-    """−log π_θ: supervised learning, of completions that a dataset holds."""
+    """−log π_θ, the definition itself of maximum likelihood: supervised learning of completions
+    that a dataset holds."""
 
     denominator: ClassVar[str] = "none"
     uses_advantages: ClassVar[bool] = False
@@ -74,6 +75,8 @@ class top_k_distill:
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         student, teacher = inputs.candidate_logprobs, inputs.column(self.candidates)
+        if student is not None and not len(student):  # a pass without tokens knows no K
+            teacher = teacher.reshape(0, 2 * student.shape[1] + 1)
         if student is None or teacher.shape != (len(student), 2 * student.shape[1] + 1):
             raise ValueError(
                 f"top_k_distill is given {tuple(teacher.shape)} values of teacher_top_k and "
@@ -245,12 +248,12 @@ class sapo_soft:
 @parameters
 class dppo_mask:
     """−sg(min(ρ, max_ratio)) · A · log π_θ, without the tokens whose probability has moved too far
-    in the advantage's direction.
+    in the advantage's direction: DPPO with the binary total-variation mask, 2602.04879.
 
-    DPPO with the binary total-variation mask, 2602.04879: a token is dropped if π_θ − μ > max_rise
-    with A > 0, or π_θ − μ < −max_fall with A < 0. Differences of probabilities, not of logarithms:
-    a rare token may multiply its probability, a frequent one may not. Usual values: 0.2. The mask
-    does not bound ρ of a rare token, so it is truncated, at 20 as in verl.
+    A token is dropped if π_θ − μ > max_rise with A > 0, or π_θ − μ < −max_fall with A < 0.
+    Differences of probabilities, not of logarithms: a rare token may multiply its probability, a
+    frequent one may not. Usual values: 0.2. The mask does not bound ρ of a rare token, so it is
+    truncated, at 20 as in verl.
     """
 
     max_rise: float = 0.2

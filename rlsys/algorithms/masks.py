@@ -26,10 +26,10 @@ Over = Literal["token", "mean", "sum", "every"]
 
 @parameters
 class opsm:
-    """0 for every token of a rollout with A < 0 and mean_t log(μ/π_θ) > threshold, else 1.
+    """0 for every token of a rollout with A < 0 and mean_t log(μ/π_θ) > threshold, else 1:
+    off-policy sequence masking, DeepSeek-V3.2, 2512.02556.
 
-    Off-policy sequence masking, DeepSeek-V3.2, 2512.02556: bad rollouts that the policy would
-    hardly sample any more teach it nothing.
+    Bad rollouts that the policy would hardly sample any more teach it nothing.
     """
 
     threshold: float

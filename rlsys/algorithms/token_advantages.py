@@ -106,11 +106,12 @@ def kl_rewards(
 def whitened(
     values: torch.Tensor, *, loss_mask: torch.Tensor | None = None, shift_mean: bool = True
 ) -> torch.Tensor:
-    """(x − mean)/√(variance + 1e-8) over all sampled tokens of the batch, 0 elsewhere. [N] -> [N].
+    """(x − mean)/√(variance + 1e-8) over all sampled tokens of the batch, 0 elsewhere:
+    1909.08593's code. [N] -> [N].
 
     Whitening of advantages, or, with shift_mean=False, which leaves the mean where it is, of
-    rewards: 1909.08593, whose code takes the population's variance, and adds 1e-8: what differs by
-    rounding alone stays small. Equal values become exactly 0, or stay.
+    rewards. That code takes the population's variance, and adds 1e-8: what differs by rounding
+    alone stays small. Equal values become exactly 0, or stay.
     """
     if loss_mask is None:
         loss_mask = torch.ones_like(values, dtype=torch.bool)
@@ -161,11 +162,12 @@ def batch_normalised_weights(
     cap: float = 2.0,
     loss_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """min(w, cap)/mean of these over the batch, w = π_prox/μ: self-normalised importance weights.
+    """min(w, cap)/mean of these over the batch, w = π_prox/μ: self-normalised importance weights,
+    Owen (2013), chapter 9.2.
 
     [N], [N] -> [N], for column `importance_weights`, which correction `batch_weights` reads: the
     mean runs over all sampled tokens of the batch, and no pass of the trainer sees them all. Their
-    mean is 1, so that truncation does not shrink the step; Owen (2013), chapter 9.2.
+    mean is 1, so that truncation does not shrink the step.
     """
     check_cap("cap", cap)
     if loss_mask is None:

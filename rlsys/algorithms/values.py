@@ -27,7 +27,8 @@ class value_loss:
 
 @parameters
 class clipped_value_loss:
-    """½ max((V − R)², (clip(V, V_old ± clip) − R)²): the value loss of PPO's authors' code.
+    """½ max((V − R)², (clip(V, V_old ± clip) − R)²): the value loss of PPO's authors' code,
+    Dhariwal et al. (2017), as 2005.12729 describes it.
 
     V_old is column `values`, what the critic gave when the batch was prepared. Of two predictions
     the worse counts, so a value that has moved by more than `clip` towards its target stops being

@@ -3,7 +3,7 @@
 from rlsys.rewards.example import example_rollout
 from rlsys.rewards.math_answer import math_answer
 from rlsys.rewards.outcome import RewardFailure, RewardResult
-from rlsys.rewards.overlong import overlong_penalty
+from rlsys.rewards.overlong import length_penalty, overlong_penalty
 from rlsys.rewards.packing import PackedRewards, pack_rewards
 from rlsys.rewards.reward import Reward, as_rewards, check_columns, reward
 from rlsys.rewards.runner import RewardRunner
@@ -20,6 +20,7 @@ __all__ = [
     "exact_match",
     "example_rollout",
     "format_reward",
+    "length_penalty",
     "math_answer",
     "numeric_answer",
     "overlong_penalty",

@@ -14,6 +14,47 @@ I = TypeVar("I", LossInputs, ValueInputs, ScoreInputs)  # noqa: E741
 GRADIENT = {LossInputs: "trainer_logprobs", ValueInputs: "values", ScoreInputs: "scores"}
 
 
+def policy_inputs(
+    *,
+    trainer: torch.Tensor,
+    proximal: torch.Tensor,
+    sampler: torch.Tensor,
+    advantages: torch.Tensor,
+    rows: list[int],
+    **others: Any,
+) -> LossInputs:
+    """Tokens of three policies, by their log-probabilities; `others`: further fields."""
+    num_tokens = len(rows)
+    fields_of: dict[str, Any] = {
+        "entropy": torch.ones(num_tokens),
+        "staleness": torch.zeros(num_tokens, dtype=torch.int64),
+    }
+    return LossInputs(
+        trainer_logprobs=trainer.detach().clone().requires_grad_(),
+        proximal_logprobs=proximal,
+        sampler_logprobs=sampler,
+        advantages=advantages,
+        row_index=torch.tensor(rows, dtype=torch.int64),
+        **fields_of | others,
+    )
+
+
+MU = 0.1  # what the sampler gave each token of `three_policies`
+
+
+def three_policies(w: list[float], rho: list[float], rows: list[int], **others: Any) -> LossInputs:
+    """Tokens with π_prox = w · μ and π_θ = ρ · μ, so that a ratio of the wrong two of them shows;
+    advantages −1 unless `others` has them."""
+    sampler = torch.full((len(rows),), MU)
+    return policy_inputs(
+        trainer=(sampler * torch.tensor(rho)).log(),
+        proximal=(sampler * torch.tensor(w)).log(),
+        sampler=sampler.log(),
+        rows=rows,
+        **{"advantages": -torch.ones(len(rows))} | others,
+    )
+
+
 def chosen(inputs: I, index: torch.Tensor | slice) -> I:
     """The tokens (or rows) `index` of the inputs, with a gradient of their own."""
     return mapped(inputs, lambda values: values[index])

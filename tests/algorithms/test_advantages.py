@@ -1,4 +1,5 @@
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -18,8 +19,20 @@ from rlsys.algorithms.advantages import (
     rloo_advantage,
     scale_rl_advantage,
 )
+from rlsys.algorithms.aggregation import (
+    Aggregation,
+    constant_length,
+    prompt_mean,
+    sequence_mean,
+    sequence_sum,
+    token_mean,
+    token_sum,
+)
 from rlsys.algorithms.groups import min_group_size
+from rlsys.algorithms.losses import cispo
+from tests.algorithms.loss_inputs import policy_inputs
 
+BatchAdvantage = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 GroupAdvantage = Callable[[torch.Tensor], torch.Tensor]
 GROUP_ADVANTAGES: list[GroupAdvantage] = [grpo_advantage, dr_grpo_advantage, rloo_advantage]
 
@@ -53,6 +66,127 @@ def test_batch_advantages_by_hand() -> None:
         reinforce_plus_plus_advantage(rewards, groups, epsilon=0.0),
         torch.tensor([-0.75, -1.75, 2.25, 0.25]) / (35 / 12) ** 0.5,
     )
+
+
+# Two mixed groups of two rollouts among two whose rewards are equal, and the rollouts' lengths.
+REWARDS = [0.1, 0.1, 1.0, 0.0, 1.0, 1.0, 4.0, 2.0]
+LENGTHS = [9, 1, 3, 2, 5, 6, 1, 4]
+MIXED_ROWS = [2, 3, 6, 7]
+
+
+def test_scale_rl_is_that_of_the_mixed_groups_alone() -> None:
+    groups = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    found = scale_rl_advantage(torch.tensor(REWARDS), groups, epsilon=0.0)
+    # Centred by group: 1/2, -1/2, 1, -1, of variance 5/6; times the four groups of which two are
+    # mixed.
+    scale = 4 / 2 / (5 / 6) ** 0.5
+    expected = torch.tensor([0.0, 0.0, 0.5, -0.5, 0.0, 0.0, 1.0, -1.0]) * scale
+    torch.testing.assert_close(found, expected)
+    assert (found == 0).tolist() == [row not in MIXED_ROWS for row in range(8)]
+    # ε stands beside the standard deviation, and no group of equal rewards changes that.
+    torch.testing.assert_close(
+        scale_rl_advantage(torch.tensor(REWARDS), groups, epsilon=1.0),
+        expected * (5 / 6) ** 0.5 / ((5 / 6) ** 0.5 + 1),
+    )
+
+
+def test_scale_rl_of_one_mixed_group() -> None:
+    # 1/2 and -1/2 have the variance 1/2; one group of three is mixed.
+    rewards, groups = torch.tensor([5.0, 5.0, 1.0, 0.0, 0.1, 0.1]), torch.tensor([0, 0, 1, 1, 2, 2])
+    found = scale_rl_advantage(rewards, groups, epsilon=0.0)
+    expected = torch.tensor([0.0, 0.0, 0.5, -0.5, 0.0, 0.0]) * 3 * 2**0.5
+    torch.testing.assert_close(found, expected)
+
+
+def scale_rl_step(
+    rows: list[int], lengths: list[int], aggregation: Aggregation
+) -> tuple[float, list[list[float]]]:
+    """Loss of a step of these rollouts, and its gradient in each token's log-probability."""
+    rewards = torch.tensor([REWARDS[row] for row in rows])
+    groups = torch.tensor([row // 2 for row in rows]).unique(return_inverse=True)[1]
+    advantages = scale_rl_advantage(rewards, groups)
+    row_index = torch.cat([torch.full((lengths[row],), i) for i, row in enumerate(rows)])
+    # Each token's policies depend on its rollout and its place in it alone.
+    place = torch.cat([torch.arange(lengths[row]) + row for row in rows])
+    inputs = policy_inputs(
+        trainer=-1 - torch.sin(place),
+        proximal=-1 - torch.sin(place),
+        sampler=-1 - torch.cos(place),
+        advantages=advantages[row_index],
+        rows=row_index.tolist(),
+    )
+    weights, denominator = torch.zeros(len(rows)), 0.0
+    for i, row in enumerate(rows):
+        of_group = lengths[row // 2 * 2] + lengths[row // 2 * 2 + 1]
+        weight, part = aggregation(2, of_group, lengths[row])
+        weights[i] = weight
+        denominator += part
+    loss = (weights[row_index] * cispo()(inputs)[0]).sum() / denominator
+    (gradient,) = torch.autograd.grad(loss, inputs.trainer_logprobs)
+    return loss.item(), [part.tolist() for part in gradient.split([lengths[row] for row in rows])]
+
+
+@pytest.mark.parametrize(
+    "aggregation",
+    [prompt_mean, sequence_mean, sequence_sum, constant_length(9), token_sum(8)],
+)
+def test_groups_of_equal_rewards_change_nothing_of_a_scale_rl_step(
+    aggregation: Aggregation,
+) -> None:
+    """As if they had not been sampled, whatever their lengths."""
+    expected, gradients = scale_rl_step(MIXED_ROWS, LENGTHS, aggregation)
+    assert expected != 0
+    for rows in ([2, 3, 4, 5, 6, 7], list(range(8))):
+        loss, found = scale_rl_step(rows, LENGTHS, aggregation)
+        assert loss == pytest.approx(expected, rel=1e-5)
+        for row, gradient in zip(rows, found, strict=True):
+            if row in MIXED_ROWS:
+                assert gradient == pytest.approx(gradients[MIXED_ROWS.index(row)], rel=1e-5)
+            else:
+                assert not any(gradient)
+
+
+def test_a_token_mean_of_scale_rl_counts_the_lengths_of_equal_groups() -> None:
+    """It divides by the tokens of all groups: right where those have as many as the mixed ones."""
+    alone, _ = scale_rl_step(MIXED_ROWS, LENGTHS, token_mean)  # 3 + 2 + 1 + 4 = 10 tokens
+    # Rollouts 0 and 1 have 10 tokens too, in one group and not in two.
+    with_long, _ = scale_rl_step([0, 1, *MIXED_ROWS], LENGTHS, token_mean)
+    assert with_long == pytest.approx(alone * 3 / 2 * 10 / 20, rel=1e-5)
+    as_long, _ = scale_rl_step([0, 1, *MIXED_ROWS], [4, 1, *LENGTHS[2:]], token_mean)
+    assert as_long == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "advantage",
+    [
+        reinforce_plus_plus_advantage,
+        reinforce_plus_plus_baseline_advantage,
+        scale_rl_advantage,
+    ],
+)
+@given(reward=st.floats(-10, 10, width=32), groups=st.integers(1, 4), size=st.integers(2, 5))
+def test_equal_rewards_of_a_batch_give_exact_zeros(
+    advantage: BatchAdvantage, reward: float, groups: int, size: int
+) -> None:
+    index = torch.arange(groups).repeat_interleave(size)
+    found = advantage(torch.full((groups * size,), reward), index)
+    assert found.tolist() == [0.0] * groups * size
+
+
+@pytest.mark.parametrize("advantage", [reinforce_plus_plus_baseline_advantage, scale_rl_advantage])
+@given(rewards=st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=5))
+def test_groups_of_equal_rewards_each_give_exact_zeros(
+    advantage: BatchAdvantage, rewards: list[float]
+) -> None:
+    """Whatever the rewards of one group are to another's."""
+    index = torch.arange(len(rewards)).repeat_interleave(3)
+    found = advantage(torch.tensor(rewards).repeat_interleave(3), index)
+    assert found.tolist() == [0.0] * len(index)
+
+
+def test_a_reward_that_is_no_number_is_not_taken_for_an_equal_one() -> None:
+    rewards, groups = torch.tensor([math.nan, math.nan, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
+    assert not scale_rl_advantage(rewards, groups).isfinite().any()
 
 
 def test_pass_at_k_by_hand() -> None:

@@ -11,7 +11,7 @@ from rlsys.algorithms.composed import (
     entropy_bonus,
     interpolate_proximal,
 )
-from rlsys.algorithms.corrections import Correction, icepop, sequence_tis, tis
+from rlsys.algorithms.corrections import Correction, icepop, sequence_icepop, sequence_tis, tis
 from rlsys.algorithms.inputs import LossFn, LossInputs, TokenLoss
 from rlsys.algorithms.losses import (
     aipo,
@@ -23,6 +23,7 @@ from rlsys.algorithms.losses import (
     sapo_soft,
 )
 from rlsys.algorithms.masks import opsm
+from tests.algorithms.loss_inputs import three_policies
 
 
 def make_inputs(ratios: list[float]) -> LossInputs:
@@ -60,6 +61,24 @@ def test_weights_by_hand(correction: Correction, ratios: list[float], weights: l
     assert metrics
     assert all(metric.shape == (4,) for metric in metrics.values())
     assert pickle.loads(pickle.dumps(correction)) == correction
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights"),
+    [
+        (tis(2.5), [2.0, 0.5, 2.5, 1.0]),
+        (sequence_tis(3.0), [1.0, 1.0, 3.0, 3.0]),
+        (sequence_tis(3.0, geometric_mean=True), [1.0, 1.0, 2.0, 2.0]),
+        (icepop(0.6, 3.0), [2.0, 0.0, 0.0, 1.0]),
+        (sequence_icepop(0.5, 3.0, geometric_mean=False), [1.0, 1.0, 0.0, 0.0]),
+        (sequence_icepop(0.5, 1.5), [1.0, 1.0, 0.0, 0.0]),
+    ],
+)
+def test_weights_are_the_proximal_policys_over_the_samplers(
+    correction: Correction, weights: list[float]
+) -> None:
+    inputs = three_policies(w=[2.0, 0.5, 4.0, 1.0], rho=[3.0, 3.0, 0.25, 0.75], rows=[0, 0, 1, 1])
+    assert correction(inputs)[0].tolist() == pytest.approx(weights)
 
 
 def test_a_corrected_loss_is_weighted_and_reports_both() -> None:

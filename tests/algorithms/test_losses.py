@@ -44,7 +44,7 @@ from rlsys.algorithms.masks import opsm
 from rlsys.algorithms.metrics import derived_metrics
 from rlsys.algorithms.registry import parse
 from tests.algorithms.examples import LOSSES, POLICY_LOSSES
-from tests.algorithms.loss_inputs import chosen, in_float32, metric_values
+from tests.algorithms.loss_inputs import chosen, in_float32, metric_values, three_policies
 
 
 def made(texts: tuple[str, ...]) -> pytest.MarkDecorator:
@@ -119,6 +119,55 @@ def test_clipped_surrogate_by_hand() -> None:
     assert gradient == pytest.approx([0.0, -0.5, 1.5, 0.0])  # clipped where it moved far enough
     _, metrics = clipped_surrogate(0.2, 0.28)(inputs)
     assert metrics["ratio/clipped_frac"].tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def soft_gate(r: float) -> float:
+    gate = 1 / (1 + math.exp(1 - r))
+    return 4 * gate * (1 - gate) * r
+
+
+@pytest.mark.parametrize(
+    ("text", "weight"),
+    [
+        ("reinforce", 1.0),
+        ("clipped_surrogate(0.2, 0.6)", 1.5),
+        ("clipped_surrogate(0.2, 0.4)", 0.0),
+        ("clipped_surrogate(0.2, 2.5, denominator='proximal')", 3.0),
+        ("clipped_surrogate(0.2, 1.5, denominator='proximal')", 0.0),
+        ("gspo(0.2, 0.6)", 1.5),
+        ("gspo(0.2, 2.5, 'proximal')", 3.0),
+        ("gmpo(2.0)", 1.5),
+        ("gmpo(2.0, 'proximal')", 3.0),
+        ("sapo_soft", soft_gate(1.5)),
+        ("sapo_soft(denominator='proximal')", soft_gate(3.0)),
+        ("cispo", 1.5),
+        ("aipo(5.0)", 1.5),
+        ("m2po(0.5)", 1.5),  # (log 1.5)² = 0.16, (log 3)² = 1.2
+        ("m2po(0.1)", 0.0),
+        ("dppo_mask(0.06, 0.06)", 1.5),  # π_θ − μ = 0.05, π_θ − π_prox = 0.1
+        ("dppo_mask(0.04, 0.04)", 0.0),
+        ("decoupled_clipped_surrogate(0.2, 2.5, 2.0)", 0.5 * 3),
+        ("decoupled_clipped_surrogate(0.2, 2.5, 0.4)", 0.4 * 3),
+        # log π_prox halfway from log μ to log π_θ, at a staleness of 2.
+        ("interpolate_proximal(clipped_surrogate(0.2, 2.5, denominator='proximal'))", 1.5**0.5),
+        ("corrected(reinforce, tis)", 0.5),
+        ("kl_cov(reinforce, 0.5, 0.25)", 1 - 0.25 * (3 - 1)),  # KL's gradient is u − 1
+        ("distill(cispo)", 1.5 * math.log(2)),
+    ],
+)
+def test_the_ratio_is_of_the_two_policies_that_a_loss_names(text: str, weight: float) -> None:
+    """π_prox = ½μ and π_θ = 1½μ, so u = 3: the gradient is −weight · A."""
+    inputs = three_policies(
+        [0.5],
+        [1.5],
+        [0],
+        advantages=torch.ones(1),
+        entropy=torch.full((1,), 3.0),
+        staleness=torch.tensor([2]),
+        columns={"teacher_logprobs": torch.tensor([math.log(0.3)])},
+    )
+    _, gradient = loss_and_gradient(parse(text, "loss"), inputs)
+    assert gradient == pytest.approx([-weight], rel=1e-5)
 
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens_alone() -> None:

@@ -12,10 +12,12 @@ from rlsys.algorithms.inputs import LossInputs, needs_of
 from rlsys.algorithms.masks import (
     clip_cov,
     high_entropy,
+    opsm,
     reject,
     second_moment,
     token_covariance,
 )
+from tests.algorithms.loss_inputs import three_policies
 
 INF = math.inf
 
@@ -79,6 +81,41 @@ def test_weights_by_hand(correction: Correction, ratios: list[float], weights: l
     assert empty.shape == (0,)
     alone, _ = correction(make_inputs(ratios[:1], [0]))
     assert alone.isfinite().all()
+
+
+W, RHO = [1.0, 3.0, 5.0, 0.3], [5.0, 5.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("correction", "w", "rho", "weights"),
+    [
+        # log(μ/π_θ) = log 2 of every token, then −log 2; that of other pairs differs by rollout.
+        (opsm(0.5), [4.0, 4.0, 0.25, 0.25], [0.5] * 4, [0, 0, 0, 0]),
+        (opsm(0.5), [0.25, 0.25, 4.0, 4.0], [2.0] * 4, [1, 1, 1, 1]),
+        (reject("ratio", 0.5, 4.0), W, RHO, [1, 1, 0, 0]),
+        (reject("ratio", 0.5, 4.0, "mean"), W, RHO, [1, 1, 1, 1]),  # √3 and √1.5
+        (reject("ratio", 0.5, 2.0, "sum"), W, RHO, [0, 0, 1, 1]),  # 3 and 1.5
+        (reject("ratio", 0.5, 4.0, "every"), W, RHO, [1, 1, 0, 0]),
+        (reject("k1", -1.0, 1.3), W, RHO, [1, 1, 0, 0]),  # 0, 1.1, 1.6, −1.2
+        (reject("k2", high=0.7), W, RHO, [1, 1, 0, 0]),  # 0, 0.60, 1.30, 0.72
+        (reject("k3", high=0.7), W, RHO, [1, 0, 0, 1]),  # 0, 0.90, 2.39, 0.50
+        # (log ρ)² = 0.48, 0.48 and 1.92, 0.16; of u 1.92 for the first token, of w 4.3.
+        (second_moment(0.5), [8.0, 1.0, 1.0, 1.0], [2.0, 0.5, 4.0, math.exp(0.4)], [1, 1, 0, 1]),
+    ],
+)
+def test_a_mask_compares_the_two_policies_that_it_names(
+    correction: Correction, w: list[float], rho: list[float], weights: list[float]
+) -> None:
+    assert correction(three_policies(w, rho, ROWS))[0].tolist() == weights
+
+
+def test_covariance_is_of_the_policy_that_is_trained() -> None:
+    # log π_θ + H = log 0.1 + 3 = 0.70, log 0.2 + 3 = 1.39; by π_prox 1.39 and 0.70.
+    inputs = three_policies(
+        [2.0, 1.0], [1.0, 2.0], [0, 0], advantages=torch.ones(2), entropy=torch.full((2,), 3.0)
+    )
+    assert token_covariance(inputs).tolist() == pytest.approx([0.697, 1.391], abs=1e-3)
+    assert clip_cov(1.0, 5.0)(inputs)[0].tolist() == [1.0, 0.0]
 
 
 def test_only_uncertain_tokens_are_trained() -> None:

@@ -1,4 +1,5 @@
 import functools
+import inspect
 import pickle
 import re
 from dataclasses import fields
@@ -126,6 +127,19 @@ def test_every_function_is_registered_or_used_by_one_that_is() -> None:
         "uses_advantages",
         "whole_groups",
     }
+
+
+# An arXiv id; an author, or several, with a year; or what is nobody's.
+SOURCE = re.compile(
+    r"\b\d{4}\.\d{5}\b|\b[A-Z][a-z]+( and [A-Z][a-z]+| et al\.)? \(\d{4}\)|the definition itself"
+)
+
+
+@pytest.mark.parametrize("name", [*REGISTRY, "k1", "k2", "k3", "unbiased_k3"])
+def test_everything_says_where_it_is_from(name: str) -> None:
+    """In the first paragraph, which the page's tables have too."""
+    first, *_ = (inspect.getdoc(getattr(rlsys.algorithms, name)) or "").split("\n\n")
+    assert SOURCE.search(" ".join(first.split()))
 
 
 def test_a_loss_of_ones_own_as_the_page_shows_it() -> None:

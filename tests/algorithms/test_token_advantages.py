@@ -133,6 +133,25 @@ def test_reinforce_plus_plus_normalises_returns_over_tokens() -> None:
     torch.testing.assert_close(found, whitened(torch.tensor([0.0, 0.0, 1.0, 5.0])))
 
 
+@given(
+    score=st.floats(-10, 10, width=32),
+    lengths=st.lists(st.integers(0, 5), max_size=5),
+    coefficient=st.sampled_from([0.0, 0.5]),
+)
+def test_equal_scores_at_the_reference_give_exact_zeros(
+    score: float, lengths: list[int], coefficient: float
+) -> None:
+    logprobs = torch.linspace(-3, -1, sum(lengths))
+    found = reinforce_plus_plus_token_advantage(
+        torch.full((len(lengths),), score),
+        logprobs,
+        logprobs if coefficient else logprobs - 1,
+        offsets_of(lengths),
+        coefficient=coefficient,
+    )
+    assert found.tolist() == [0.0] * sum(lengths)
+
+
 def test_whitening_by_hand() -> None:
     values, mask = torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True])
     assert whitened(values, loss_mask=mask).tolist() == [-1.0, 0.0, 1.0]

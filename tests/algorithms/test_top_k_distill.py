@@ -88,6 +88,24 @@ def test_certain_and_impossible_tokens_stay_finite() -> None:
         assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("told", [torch.zeros(0), torch.zeros(0, 5)])
+def test_a_pass_without_tokens_has_no_loss(told: torch.Tensor) -> None:
+    """Such as a rank has that is given no rows: nothing there says how many tokens the teacher
+    told. It takes part in the backward pass of the others."""
+    inputs = inputs_of(logits(0, 3, 4), logits(1, 3, 4), 2)
+    student = torch.zeros(0, told.shape[-1] // 2, requires_grad=True)
+    nothing = torch.zeros(0, requires_grad=True)
+    inputs = replace(
+        inputs,
+        trainer_logprobs=nothing,
+        columns={"teacher_top_k": told},
+        candidate_logprobs=student,
+    )
+    losses, metrics = top_k_distill()(inputs)
+    assert losses.shape == metrics["kl/teacher"].shape == (0,)
+    losses.sum().backward()
+
+
 def test_it_asks_for_likeliest_tokens_alone() -> None:
     loss = entropy_bonus(top_k_distill(), 0.1)
     assert candidates_of(loss) == "teacher_top_k"
