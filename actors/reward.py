@@ -20,13 +20,13 @@ import ray
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure, RewardResult, RewardRunner
 from rlsys.rewards.parts import Parts
-from rlsys.types import Rollout
 from rlsys.workers import RolloutText, RowsLost, Score, Scored, ScoreTask, TellScores, Unreadable
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, begun
+from .rows import TEXT_COLUMNS, as_rollouts
 from .store import StoreAddress, StoreClient
 
-SCORE_COLUMNS = ("prompt_token_ids", "token_ids", "policy_versions")
+SCORE_COLUMNS = (*TEXT_COLUMNS, "policy_versions")
 
 # An actor answers after this time at the latest, with what there is.
 ANSWER_WITHIN_S = 10.0
@@ -134,22 +134,7 @@ class RewardActor(Heartbeat):
             for place in places:
                 piece.tell(place, Unreadable())
             return
-        completions = self._tokenizer.batch_decode(columns["token_ids"], skip_special_tokens=True)
-        rollouts = [
-            Rollout(
-                group_id=task.group_id,
-                index=task.index,
-                prompt_text=task.prompt_text,
-                completion_text=completion,
-                prompt_token_ids=prompt_ids,
-                token_ids=token_ids,
-                finish_reason=task.finish_reason,
-                metadata=task.metadata,
-            )
-            for task, completion, prompt_ids, token_ids in zip(
-                own, completions, columns["prompt_token_ids"], columns["token_ids"], strict=True
-            )
-        ]
+        rollouts = as_rollouts(own, columns, self._tokenizer)
 
         def tell(i: int, outcome: RewardResult | RewardFailure) -> None:
             text = None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlsys.dataflow.stages import EXPERTS_COLUMN, VERSIONS_COLUMN
-from rlsys.types import INJECTED, Float32Array, TrainRow
-from rlsys.workers import Rows, Written
+from rlsys.rewards import RewardFailure
+from rlsys.types import INJECTED, Float32Array, Rollout, TrainRow
+from rlsys.workers import Origin, Rows, Written
 
 from .store import StoreClient
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 # Columns that are fields of a TrainRow; all others are its `columns`.
 FIELDS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
 OPTIONAL_FIELDS = (EXPERTS_COLUMN,)
+
+# What a Rollout is made of.
+TEXT_COLUMNS = ("prompt_token_ids", "token_ids")
 
 
 def read_rows(rows: Rows, store: StoreClient) -> list[TrainRow]:
@@ -47,6 +52,36 @@ def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
         group_size=rows.group_sizes[i],
         group_num_tokens=rows.group_num_tokens[i],
     )
+
+
+def read_rollouts(rows: Rows, store: StoreClient, tokenizer: Any) -> list[Rollout]:
+    """Rows with their origins, as a function over texts sees them. Raises RowsLost."""
+    if not len(rows):
+        return []
+    arrays = store.get_batch({name: rows.cells[name] for name in TEXT_COLUMNS})
+    return as_rollouts(rows.origins, arrays, tokenizer)
+
+
+def as_rollouts(
+    origins: Sequence[Origin], arrays: Mapping[str, Sequence[Any]], tokenizer: Any
+) -> list[Rollout]:
+    """`arrays` has the TEXT_COLUMNS of each; `tokenizer` is the policy's."""
+    completions = tokenizer.batch_decode(arrays["token_ids"], skip_special_tokens=True)
+    return [
+        Rollout(
+            group_id=origin.group_id,
+            index=origin.index,
+            prompt_text=origin.prompt_text,
+            completion_text=completion,
+            prompt_token_ids=prompt_ids,
+            token_ids=token_ids,
+            finish_reason=origin.finish_reason,
+            metadata=origin.metadata,
+        )
+        for origin, completion, prompt_ids, token_ids in zip(
+            origins, completions, *(arrays[name] for name in TEXT_COLUMNS), strict=True
+        )
+    ]
 
 
 def compute_columns(stage: PerBatchStage, rows: Rows, store: StoreClient) -> Written:
@@ -92,3 +127,10 @@ def write_column(
     if per_token:
         return Written(block=store.put({name: list(values)}))
     return Written(scalars={name: [float(value[0]) for value in values]})
+
+
+def write_verdicts(name: str, verdicts: Sequence[float | RewardFailure]) -> Written:
+    """What a judge says of rows, a score each, or why there is none."""
+    failures = {i: one for i, one in enumerate(verdicts) if isinstance(one, RewardFailure)}
+    scores = [math.nan if isinstance(one, RewardFailure) else one for one in verdicts]
+    return Written(scalars={name: scores}, failures=failures)
