@@ -6,18 +6,21 @@ RayPool ──► rows, to the worker with the fewest ──► InferenceActor: 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
+from rlsys.dataflow.stages import VERSIONS_COLUMN
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.observe.trace import TraceBatch, Tracer
+from rlsys.rewards import RewardFailure
 from rlsys.workers import PoolDied, Rows, Written
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, begun, while_loading
-from .rows import read_rollouts, read_rows, write_column, write_verdicts
+from .rows import TEXT_COLUMNS, as_rollouts, read_rows, recorded, write_column
 from .store import StoreAddress, StoreClient
 
 if TYPE_CHECKING:
@@ -63,8 +66,21 @@ class Verdicts:
     tokenizer: Any
 
     def answer(self, rows: Rows, store: StoreClient) -> Written:
-        rollouts = read_rollouts(rows, store, self.tokenizer)
-        return write_verdicts(self.writes, self.engine.judge(rollouts))
+        arrays = store.get_batch({name: rows.cells[name] for name in TEXT_COLUMNS})
+        rollouts = as_rollouts(rows.origins, arrays, self.tokenizer)
+        failures: dict[int, RewardFailure] = {}
+        scores: list[float] = []
+        for place, verdict in enumerate(self.engine.judge(rollouts)):
+            if isinstance(verdict, RewardFailure):
+                failures[place] = verdict
+                verdict = math.nan
+            scores.append(verdict)
+        texts = {
+            place: recorded(rollout, arrays[VERSIONS_COLUMN][place])
+            for place, rollout in enumerate(rollouts)
+            if rows.origins[place].record
+        }
+        return Written(scalars={self.writes: scores}, failures=failures, texts=texts)
 
     def close(self) -> None:
         self.engine.close()

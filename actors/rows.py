@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlsys.dataflow.stages import EXPERTS_COLUMN, VERSIONS_COLUMN
-from rlsys.rewards import RewardFailure
-from rlsys.types import INJECTED, Float32Array, Rollout, TrainRow
-from rlsys.workers import Origin, Rows, Written
+from rlsys.types import INJECTED, Float32Array, Int32Array, Rollout, TrainRow
+from rlsys.workers import Origin, RolloutText, Rows, Written
 
 from .store import StoreClient
 
@@ -22,8 +20,8 @@ if TYPE_CHECKING:
 FIELDS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
 OPTIONAL_FIELDS = (EXPERTS_COLUMN,)
 
-# What a Rollout is made of.
-TEXT_COLUMNS = ("prompt_token_ids", "token_ids")
+# What a function over texts is given, and what is recorded of it.
+TEXT_COLUMNS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
 
 
 def read_rows(rows: Rows, store: StoreClient) -> list[TrainRow]:
@@ -54,18 +52,11 @@ def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
     )
 
 
-def read_rollouts(rows: Rows, store: StoreClient, tokenizer: Any) -> list[Rollout]:
-    """Rows with their origins, as a function over texts sees them. Raises RowsLost."""
-    if not len(rows):
-        return []
-    arrays = store.get_batch({name: rows.cells[name] for name in TEXT_COLUMNS})
-    return as_rollouts(rows.origins, arrays, tokenizer)
-
-
 def as_rollouts(
     origins: Sequence[Origin], arrays: Mapping[str, Sequence[Any]], tokenizer: Any
 ) -> list[Rollout]:
-    """`arrays` has the TEXT_COLUMNS of each; `tokenizer` is the policy's."""
+    """As functions over texts see them. `arrays` has the TEXT_COLUMNS of each; `tokenizer` is the
+    policy's."""
     completions = tokenizer.batch_decode(arrays["token_ids"], skip_special_tokens=True)
     return [
         Rollout(
@@ -79,9 +70,18 @@ def as_rollouts(
             metadata=origin.metadata,
         )
         for origin, completion, prompt_ids, token_ids in zip(
-            origins, completions, *(arrays[name] for name in TEXT_COLUMNS), strict=True
+            origins, completions, arrays["prompt_token_ids"], arrays["token_ids"], strict=True
         )
     ]
+
+
+def recorded(rollout: Rollout, versions: Int32Array) -> RolloutText:
+    return RolloutText(
+        prompt=rollout.prompt_text,
+        completion=rollout.completion_text,
+        token_ids=rollout.token_ids.tolist(),
+        policy_versions=versions.tolist(),
+    )
 
 
 def compute_columns(stage: PerBatchStage, rows: Rows, store: StoreClient) -> Written:
@@ -127,10 +127,3 @@ def write_column(
     if per_token:
         return Written(block=store.put({name: list(values)}))
     return Written(scalars={name: [float(value[0]) for value in values]})
-
-
-def write_verdicts(name: str, verdicts: Sequence[float | RewardFailure]) -> Written:
-    """What a judge says of rows, a score each, or why there is none."""
-    failures = {i: one for i, one in enumerate(verdicts) if isinstance(one, RewardFailure)}
-    scores = [math.nan if isinstance(one, RewardFailure) else one for one in verdicts]
-    return Written(scalars={name: scores}, failures=failures)

@@ -38,12 +38,12 @@ class Origin:
     prompt_text: str
     metadata: Mapping[str, Any]
     finish_reason: FinishReason
+    record: bool  # return the texts for rollouts.jsonl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreTask(Origin):
     cell: Cell
-    record: bool  # return the texts for rollouts.jsonl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,11 +93,13 @@ class Rows:
 class Written:
     """What a stage has made of N rows: columns with a value per token as a block, whose places are
     the rows in their order; columns with a value per row as they are. `failures`, by place: of rows
-    that a judge has no score for, whose values mean nothing."""
+    that a judge has no score for, whose values mean nothing; `texts`: of those that it was to
+    return."""
 
     block: BlockRef | None = None
     scalars: Mapping[str, Sequence[float]] = field(default_factory=dict)
     failures: Mapping[int, RewardFailure] = field(default_factory=dict)
+    texts: Mapping[int, RolloutText] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -86,7 +86,7 @@ class Group:
             completions=[note.num_tokens for note in self.rollouts],
         )
 
-    def origin(self, index: int) -> Origin:
+    def origin(self, index: int, *, record: bool) -> Origin:
         """Of a rollout that has ended."""
         return Origin(
             group_id=self.group_id,
@@ -94,6 +94,7 @@ class Group:
             prompt_text=self.prompt.text,
             metadata=self.prompt.metadata,
             finish_reason=self.rollouts[index].finish_reason,
+            record=record,
         )
 
     @property
