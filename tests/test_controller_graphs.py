@@ -573,7 +573,7 @@ def judged(w: World, pool: SimulatedPool) -> World:
     return w
 
 
-def refused(kind: Any) -> RewardFailure:
+def no_score(kind: Any) -> RewardFailure:
     return RewardFailure(kind=kind, reward="score", message="no score in the reply")
 
 
@@ -596,7 +596,7 @@ def test_a_row_that_a_judge_refuses_drops_its_group(
         asked.append(origin)
         if origin.index == 1 and rng.random() < failing:
             hopeless.add(origin.group_id)
-            return refused("reply")
+            return no_score("reply")
         return None
 
     pool = SimulatedPool(
@@ -616,7 +616,7 @@ def test_a_row_that_a_judge_refuses_drops_its_group(
 
 
 def test_a_judge_that_always_refuses_ends_the_run() -> None:
-    w = judged(world(), SimulatedPool(writes="score", failure=lambda origin: refused("question")))
+    w = judged(world(), SimulatedPool(writes="score", failure=lambda origin: no_score("question")))
     with pytest.raises(RewardsFailed, match=r"8 groups in a row .* 'score': no score in the reply"):
         run_in_virtual_time(w.run())
 

@@ -186,7 +186,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig:
-    """A model beside the policy that is not trained: a reference, a teacher, a reward model."""
+    """A model beside the policy that is not trained: a reference, a teacher, a reward model, a
+    judge."""
 
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """Whose weights; an empty path takes the policy's, as they are at the beginning."""

@@ -11,6 +11,7 @@ place of its score; the others are scored.
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -108,9 +109,9 @@ def question(
     """What the judge is asked about a rollout, in its tokens [P], with room for a reply."""
     told = _told(stage, "ask", stage.ask)
     try:
-        asked = stage.ask(rollout)
+        asked = stage.ask(copy.deepcopy(rollout))  # a group's rollouts share their metadata
     # Whatever a user's function raises is the outcome of its rollout.
-    except Exception as error:  # noqa: BLE001
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         return failure_from(stage.writes[0].name, error, told)
     try:
         token_ids = rendered(asked, tokenizer, f"{told}, its question")
@@ -151,7 +152,7 @@ def score(stage: JudgeStage, reply: str) -> Verdict:
     told, quoted = _told(stage, "parse", stage.parse), repr(reply[-QUOTED_CHARACTERS:])
     try:
         found: Any = stage.parse(reply)
-    except Exception as error:  # noqa: BLE001 - as of ask
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as of ask
         return failure_from(stage.writes[0].name, error, told)
     if found is None:
         message = (

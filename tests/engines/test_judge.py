@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,7 @@ def key_error(_: Any) -> Any:
     ("ask", "kind", "message"),
     [
         (key_error, "exception", r"judge 'judge', ask key_error raised KeyError: 'hint'"),
+        (lambda _: sys.exit(3), "exception", "ask <lambda> raised SystemExit: 3"),
         (lambda _: None, "question", "None is neither a text nor a list of messages; let ask"),
         (lambda _: "", "question", "is empty"),
         (lambda _: "\ud800", "question", "holds half a character"),
@@ -110,6 +112,17 @@ def test_a_question_that_cannot_be_asked_fails_its_rollout(
     assert isinstance(failure, RewardFailure)
     assert (failure.kind, failure.reward) == (kind, "score")
     assert message in failure.message
+
+
+def test_what_ask_does_to_a_rollout_no_other_sees(tokenizer: Any) -> None:
+    def asks(one: Rollout) -> str:
+        assert isinstance(one.metadata, dict)
+        return str(one.metadata.pop("answer"))
+
+    one = rollout()
+    assert [question(stage(asks), one, tokenizer, context=CONTEXT) for _ in range(2)] == [
+        tokenizer("2")["input_ids"]
+    ] * 2
 
 
 def test_the_longest_question_leaves_room_for_the_reply(tokenizer: Any) -> None:
@@ -240,7 +253,8 @@ def test_pass_tokens_bound_what_a_judge_holds(model: Path) -> None:
     rollouts = [rollout(group, 0, "x" * (group % 3)) for group in range(20)]
     try:
         assert small.judge(rollouts) == judge.judge(rollouts)
-        failure = small.judge([rollout(completion="x" * 50)])[0]
+        (failure,) = small.judge([rollout(completion="x" * 50)])
+        assert isinstance(failure, RewardFailure)
         assert "context of 64, less max_tokens=12" in failure.message
     finally:
         judge.close()
