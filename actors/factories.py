@@ -7,26 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlsys.config import MIN_CPUS, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.config import (
+    MIN_CPUS,
+    JudgeConfig,
+    RoleConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainedRoleConfig,
+    TrainerConfig,
+)
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import GenerateStage, InferStage, Model, TrainStage
+from rlsys.dataflow.stages import GenerateStage, InferStage, JudgeStage, Model, TrainStage
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.dataset_engine import DatasetEngine
 from rlsys.engines.generation.mixed_engine import MixedEngine
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.rewards import PackedRewards, RewardRunner
 
+from .inference import Numbers, Verdicts
 from .placement import Need
 
 if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
-    from rlsys.engines.inference import InferenceEngine
     from rlsys.engines.training.protocol import TrainingEngine
 
 
 # Among the names of models, of which none has parentheses.
 EVALUATION = "(evaluation)"
+
+
+# Places in a judge's cache for each of its pass_tokens: they are given out in blocks, and some
+# models keep more than two vectors a head.
+CACHE_SLACK = 1.5
 
 
 def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
@@ -152,12 +166,13 @@ class InferenceFactory:
     beginning: str
     temperature: float
 
-    def __call__(self) -> InferenceEngine:
+    def __call__(self) -> Numbers:
         from rlsys.engines.inference import InferenceEngine
 
         role = self.stage.model.config
         assert isinstance(role, RoleConfig)
-        return InferenceEngine(
+        (column,) = self.stage.writes
+        engine = InferenceEngine(
             role.model.path or self.beginning,
             head=self.stage.model.head,
             dtype=role.model.dtype,
@@ -168,6 +183,47 @@ class InferenceFactory:
             top_k=self.stage.top_k,
             shares_device=0 < role.num_gpus < 1,
         )
+        return Numbers(engine=engine, writes=column.name, per_token=column.per == "token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeFactory:
+    """Of a judge's worker; `tokenizer` is the policy's."""
+
+    config: RunConfig
+    stage: JudgeStage
+    beginning: str
+    tokenizer: Any
+
+    def __call__(self) -> Verdicts:
+        import torch
+
+        from rlsys.data.prompts import load_tokenizer
+        from rlsys.engines.judge import JudgeEngine
+        from rlsys.estimate import model_shape
+
+        role = self.stage.model.config
+        assert isinstance(role, RoleConfig)
+        model = replace(role.model, path=role.model.path or self.beginning)
+        shape = model_shape(model.path)
+        context = min(shape.max_context, role.pass_tokens)
+        values = CACHE_SLACK * role.pass_tokens * shape.kv_values_per_token
+        cache_bytes = values * getattr(torch, model.dtype).itemsize
+        rollout = RolloutConfig(
+            engine=role.engine if isinstance(role, JudgeConfig) else "torch",
+            num_cpus=role.num_cpus,
+            num_gpus=role.num_gpus,
+            kv_cache_gib=cache_bytes / 2**30,
+        )
+        engine = JudgeEngine(
+            self.stage,
+            build_engine(model, rollout, SamplingConfig(), max_context=context),
+            load_tokenizer(model.path),
+            context=context,
+            seed=self.config.seed,
+        )
+        (column,) = self.stage.writes
+        return Verdicts(engine=engine, writes=column.name, tokenizer=self.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

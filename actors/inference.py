@@ -1,69 +1,129 @@
-"""Frozen models as Ray actors: references, teachers, reward models.
+"""Frozen models as Ray actors: references, teachers, reward models, judges.
 
-RayPool ──► rows, to the worker with the fewest ──► InferenceActor: engine, store ──► what it wrote
+RayPool ──► rows, to the worker with the fewest ──► InferenceActor: model, store ──► what it wrote
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
+from rlsys.dataflow.stages import VERSIONS_COLUMN
+from rlsys.engines.generation.protocol import EngineError
 from rlsys.observe.trace import TraceBatch, Tracer
+from rlsys.rewards import RewardFailure
 from rlsys.workers import PoolDied, Rows, Written
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, begun, while_loading
-from .rows import read_rows, write_column
+from .rows import TEXT_COLUMNS, as_rollouts, read_rows, recorded, write_column
 from .store import StoreAddress, StoreClient
 
 if TYPE_CHECKING:
     from rlsys.engines.inference import InferenceEngine
+    from rlsys.engines.judge import JudgeEngine
 
 # Rows that so many workers in a row died of are what they died of.
 MAX_DEATHS = 3
 
 
+class Answerer(Protocol):
+    """What a worker has its model for."""
+
+    def answer(self, rows: Rows, store: StoreClient) -> Written:
+        """Raises RowsLost, and EngineError if its engine dies."""
+
+    def close(self) -> None:
+        """End what would outlive the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What a model computes of rows, with a value per token, or one per row."""
+
+    engine: InferenceEngine
+    writes: str
+    per_token: bool
+
+    def answer(self, rows: Rows, store: StoreClient) -> Written:
+        made = self.engine.infer(read_rows(rows, store))
+        return write_column(self.writes, made, store, per_token=self.per_token)
+
+    def close(self) -> None:
+        """Nothing would."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdicts:
+    """What a judge says of rollouts; `tokenizer` is the policy's."""
+
+    engine: JudgeEngine
+    writes: str
+    tokenizer: Any
+
+    def answer(self, rows: Rows, store: StoreClient) -> Written:
+        arrays = store.get_batch({name: rows.cells[name] for name in TEXT_COLUMNS})
+        rollouts = as_rollouts(rows.origins, arrays, self.tokenizer)
+        failures: dict[int, RewardFailure] = {}
+        scores: list[float] = []
+        for place, verdict in enumerate(self.engine.judge(rollouts)):
+            if isinstance(verdict, RewardFailure):
+                failures[place] = verdict
+                verdict = math.nan
+            scores.append(verdict)
+        texts = {
+            place: recorded(rollout, arrays[VERSIONS_COLUMN][place])
+            for place, rollout in enumerate(rollouts)
+            if rows.origins[place].record
+        }
+        return Written(scalars={self.writes: scores}, failures=failures, texts=texts)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
 @ray.remote(concurrency_groups={"beside": 1, **HEARTBEAT_GROUP})
 class InferenceActor(Heartbeat):
-    """`writes`: the column that it makes of rows, with a value per token, or one per row."""
+    """`writes`: the column that it makes of rows."""
 
     def __init__(
         self,
-        make_engine: Callable[[], InferenceEngine],
+        make_answerer: Callable[[], Answerer],
         writes: str,
-        per_token: bool,
         store: StoreAddress,
         tracer: Tracer,
     ) -> None:
-        self._make_engine = make_engine
+        self._make_answerer = make_answerer
         self._writes = writes
-        self._per_token = per_token
         self._store = StoreClient(store)
         self._tracer = tracer
-        self._engine: Any = None  # an InferenceEngine, from `start` on
+        self._answerer: Answerer | None = None  # from `start` on
 
     def node(self) -> str:
         node_id: str = ray.get_runtime_context().get_node_id()
         return node_id
 
     def start(self, store: StoreAddress) -> None:
-        """Build the engine; the store has a shard on this node."""
+        """Load the model; the store has a shard on this node."""
         self._store = StoreClient(store)
-        self._engine = self._make_engine()
+        self._answerer = self._make_answerer()
 
     def run(self, rows: Rows) -> Written:
-        """Raises RowsLost."""
+        """Raises RowsLost, and EngineError if the worker is of no more use."""
+        assert self._answerer is not None
         with self._tracer.working("inference", self._writes, rows=len(rows)):
-            made = self._engine.infer(read_rows(rows, self._store))
-            return write_column(self._writes, made, self._store, per_token=self._per_token)
+            return self._answerer.answer(rows, self._store)
 
     def use_store(self, store: StoreAddress) -> None:
         self._store = StoreClient(store)
 
     def close(self) -> None:
-        """It holds nothing that would outlive its process."""
+        if self._answerer is not None:
+            self._answerer.close()
 
     @ray.method(concurrency_group="beside")
     def drain_trace(self) -> TraceBatch:
@@ -132,7 +192,7 @@ class RayPool:
                 await asyncio.shield(self._starts[worker])
                 written: Written = await worker.call("run", rows)
                 return written
-            except WorkerDied as death:
+            except (WorkerDied, EngineError) as death:
                 reason = str(death)
                 self._forget(place, worker, reason)
             finally:

@@ -16,11 +16,18 @@ from rlsys.checkpoint import Checkpoint
 from rlsys.config import ModelConfig, RunConfig, TrainedRoleConfig, require
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.hub import offline_where_unreachable
-from rlsys.data.prompts import PromptSource
+from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.rows import LOADERS
 from rlsys.data.vocabulary import check_vocabularies, check_vocabulary
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import DatasetStage, Head, InferStage, ScoreStage, SourceStage
+from rlsys.dataflow.stages import (
+    DatasetStage,
+    Head,
+    InferStage,
+    JudgeStage,
+    ScoreStage,
+    SourceStage,
+)
 from rlsys.engines.generation.interruption import interruption_of
 from rlsys.engines.routing import replayable_routing
 from rlsys.engines.scalar_lm import check_scalar_head
@@ -33,7 +40,9 @@ from rlsys.layout.fits import check_fits
 from rlsys.lora import check_lora
 from rlsys.model_evaluation import held_out_prompts
 from rlsys.rewards import as_rewards, pack_rewards
+from rlsys.rewards.packing import check_travels
 from rlsys.tiny_models import OwnModel
+from rlsys.user_functions import name_of
 
 
 def hub_of(config: RunConfig, flow: Dataflow) -> contextlib.AbstractContextManager[None]:
@@ -147,6 +156,9 @@ def load_prompts(
     for scored in flow.all(ScoreStage):
         with mistakes.noted():
             pack_rewards(scored.rewards)  # raises for those that cannot travel
+    for judged in flow.all(JudgeStage):
+        with mistakes.noted():
+            _check_judge(judged, shape)
     with mistakes.noted():
         interruption_of(config.sampling, tokenizer)
         if config.sampling.interrupt_after is not None:
@@ -187,8 +199,9 @@ def _usable_paths(
     that holds no model, one of another vocabulary, or one without the head of its role; what is
     wrong with a path of several roles is told of the first."""
     usable, seen = {""}, {""}
+    judges = {stage.model.name for stage in flow.all(JudgeStage)}  # which read text, not tokens
     for name, model in flow.models.items():
-        if model.config is None:
+        if model.config is None or name in judges:
             continue
         path, setting = model.config.model.path, f"{name}.model.path"
         if path not in seen:
@@ -205,6 +218,23 @@ def _usable_paths(
                 elif not model.may_train:
                     _note_no_head(setting, model.head, lacking)
     return usable
+
+
+def _check_judge(stage: JudgeStage, shape: ModelShape) -> None:
+    """Raise ValueError for a path without a model that writes, for replies that leave no room for a
+    question, and for functions that cannot travel. `shape`: the main model's."""
+    assert stage.model.config is not None
+    path, setting = stage.model.config.model.path, f"{stage.model.name}.model.path"
+    if path:
+        shape = model_shape(path, setting=setting)
+        load_tokenizer(path, setting=setting)
+    require(
+        stage.max_tokens < shape.max_context,
+        f"flow.judge({stage.model.name!r}): max_tokens={stage.max_tokens} leaves no room for a "
+        f"question in the judge's context of {shape.max_context} tokens; use less.",
+    )
+    for name, function in (("ask", stage.ask), ("parse", stage.parse)):
+        check_travels(f"flow.judge({stage.model.name!r}): {name} {name_of(function)}", function)
 
 
 def _note_no_head(setting: str, head: Head, lacking: list[str] | None) -> None:

@@ -17,16 +17,15 @@ from typing import Any
 
 import ray
 
+from rlsys.dataflow.stages import VERSIONS_COLUMN
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure, RewardResult, RewardRunner
 from rlsys.rewards.parts import Parts
-from rlsys.types import Rollout
-from rlsys.workers import RolloutText, RowsLost, Score, Scored, ScoreTask, TellScores, Unreadable
+from rlsys.workers import RowsLost, Score, Scored, ScoreTask, TellScores, Unreadable
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, begun
+from .rows import TEXT_COLUMNS, as_rollouts, recorded
 from .store import StoreAddress, StoreClient
-
-SCORE_COLUMNS = ("prompt_token_ids", "token_ids", "policy_versions")
 
 # An actor answers after this time at the latest, with what there is.
 ANSWER_WITHIN_S = 10.0
@@ -129,37 +128,17 @@ class RewardActor(Heartbeat):
         assert self._runner is not None
         own = [tasks[place] for place in places]
         try:
-            columns = await self._store.get_async([task.cell for task in own], SCORE_COLUMNS)
+            columns = await self._store.get_async([task.cell for task in own], TEXT_COLUMNS)
         except RowsLost:
             for place in places:
                 piece.tell(place, Unreadable())
             return
-        completions = self._tokenizer.batch_decode(columns["token_ids"], skip_special_tokens=True)
-        rollouts = [
-            Rollout(
-                group_id=task.group_id,
-                index=task.index,
-                prompt_text=task.prompt_text,
-                completion_text=completion,
-                prompt_token_ids=prompt_ids,
-                token_ids=token_ids,
-                finish_reason=task.finish_reason,
-                metadata=task.metadata,
-            )
-            for task, completion, prompt_ids, token_ids in zip(
-                own, completions, columns["prompt_token_ids"], columns["token_ids"], strict=True
-            )
-        ]
+        rollouts = as_rollouts(own, columns, self._tokenizer)
 
         def tell(i: int, outcome: RewardResult | RewardFailure) -> None:
             text = None
             if own[i].record:
-                text = RolloutText(
-                    prompt=rollouts[i].prompt_text,
-                    completion=rollouts[i].completion_text,
-                    token_ids=rollouts[i].token_ids.tolist(),
-                    policy_versions=columns["policy_versions"][i].tolist(),
-                )
+                text = recorded(rollouts[i], columns[VERSIONS_COLUMN][i])
             piece.tell(places[i], Scored(outcome=outcome, text=text))
 
         self._runner.submit(rollouts, tell=tell, fail=piece.fail)

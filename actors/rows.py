@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlsys.dataflow.stages import EXPERTS_COLUMN, VERSIONS_COLUMN
-from rlsys.types import INJECTED, Float32Array, TrainRow
-from rlsys.workers import Rows, Written
+from rlsys.types import INJECTED, Float32Array, Int32Array, Rollout, TrainRow
+from rlsys.workers import Origin, RolloutText, Rows, Written
 
 from .store import StoreClient
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # Columns that are fields of a TrainRow; all others are its `columns`.
 FIELDS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
 OPTIONAL_FIELDS = (EXPERTS_COLUMN,)
+
+# What a function over texts is given, and what is recorded of it.
+TEXT_COLUMNS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
 
 
 def read_rows(rows: Rows, store: StoreClient) -> list[TrainRow]:
@@ -46,6 +49,38 @@ def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
         group_id=rows.group_ids[i],
         group_size=rows.group_sizes[i],
         group_num_tokens=rows.group_num_tokens[i],
+    )
+
+
+def as_rollouts(
+    origins: Sequence[Origin], arrays: Mapping[str, Sequence[Any]], tokenizer: Any
+) -> list[Rollout]:
+    """As functions over texts see them. `arrays` has the TEXT_COLUMNS of each; `tokenizer` is the
+    policy's."""
+    completions = tokenizer.batch_decode(arrays["token_ids"], skip_special_tokens=True)
+    return [
+        Rollout(
+            group_id=origin.group_id,
+            index=origin.index,
+            prompt_text=origin.prompt_text,
+            completion_text=completion,
+            prompt_token_ids=prompt_ids,
+            token_ids=token_ids,
+            finish_reason=origin.finish_reason,
+            metadata=origin.metadata,
+        )
+        for origin, completion, prompt_ids, token_ids in zip(
+            origins, completions, arrays["prompt_token_ids"], arrays["token_ids"], strict=True
+        )
+    ]
+
+
+def recorded(rollout: Rollout, versions: Int32Array) -> RolloutText:
+    return RolloutText(
+        prompt=rollout.prompt_text,
+        completion=rollout.completion_text,
+        token_ids=rollout.token_ids.tolist(),
+        policy_versions=versions.tolist(),
     )
 
 

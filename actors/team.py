@@ -28,7 +28,9 @@ from rlsys.dataflow.stages import (
     PER,
     GenerateStage,
     InferStage,
+    JudgeStage,
     PerBatchStage,
+    RowStage,
     ScoreStage,
     TrainStage,
 )
@@ -40,7 +42,14 @@ from rlsys.rewards import pack_rewards
 
 from .calls import Worker, WorkerError, end_all
 from .evaluating import EvaluationActor, EvaluationFactory
-from .factories import EVALUATION, InferenceFactory, RewardFactory, RolloutFactory, TrainerFactory
+from .factories import (
+    EVALUATION,
+    InferenceFactory,
+    JudgeFactory,
+    RewardFactory,
+    RolloutFactory,
+    TrainerFactory,
+)
 from .fleet import RayFleet
 from .inference import InferenceActor, RayPool
 from .learner import RayLearner
@@ -284,22 +293,14 @@ class _Actors:
             writes=bool(computed) or any(one.model == model for one in own),
         )
 
-    def pool(self, stage: InferStage, on_death: Callable[[str], None]) -> RayPool:
+    def pool(self, stage: RowStage, on_death: Callable[[str], None]) -> RayPool:
         role = stage.model.config
         assert isinstance(role, RoleConfig)
 
         def start(worker: int) -> Worker:
-            make_engine = InferenceFactory(
-                config=self._config,
-                stage=stage,
-                beginning=str(self._checkpoints.beginning(self._config.model.path)),
-                temperature=self._temperature,
-            )
-            column = stage.writes[0]
             options = self._places.roles[stage.model.name][worker].options
-            name = f"{stage.model.name}-{worker}"
-            per_token = column.per == "token"
-            return self._start(name, InferenceActor, options, make_engine, column.name, per_token)
+            name, column = f"{stage.model.name}-{worker}", stage.writes[0].name
+            return self._start(name, InferenceActor, options, self._answerer(stage), column)
 
         return RayPool(
             start,
@@ -307,6 +308,17 @@ class _Actors:
             num_workers=role.num_workers,
             on_death=on_death,
             model=stage.model.name,
+        )
+
+    def _answerer(self, stage: RowStage) -> InferenceFactory | JudgeFactory:
+        config = self._config
+        beginning = str(self._checkpoints.beginning(config.model.path))
+        if isinstance(stage, JudgeStage):
+            return JudgeFactory(
+                config=config, stage=stage, beginning=beginning, tokenizer=self._tokenizer
+            )
+        return InferenceFactory(
+            config=config, stage=stage, beginning=beginning, temperature=self._temperature
         )
 
     @property

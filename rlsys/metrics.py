@@ -19,7 +19,8 @@ REWARD_STD = "reward/std"  # of the population: all rewards that the step trains
 # refused since the step before, told from the first refusal, or the first group of another run, on:
 # how good the policy is, where groups are chosen by their rewards.
 REWARD_SAMPLED_MEAN = "reward/sampled_mean"
-REWARDS_FAILED = "rewards/failed"  # rollouts whose reward function raised, hung or gave no number
+# Rollouts whose reward function raised, hung or gave no number, or that a judge has no score for.
+REWARDS_FAILED = "rewards/failed"
 
 ZERO_ADVANTAGE_FRAC = "groups/zero_advantage_frac"  # groups whose rewards are all equal
 EXTERNAL_FRAC = "groups/external_frac"  # groups that another run sampled; told where there are some

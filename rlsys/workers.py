@@ -30,14 +30,20 @@ class FinishedRollout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScoreTask:
+class Origin:
+    """What a function over texts is told of a rollout beside its tokens."""
+
     group_id: int
     index: int
-    cell: Cell
     prompt_text: str
     metadata: Mapping[str, Any]
     finish_reason: FinishReason
     record: bool  # return the texts for rollouts.jsonl
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreTask(Origin):
+    cell: Cell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +83,7 @@ class Rows:
     group_ids: Sequence[int]
     group_sizes: Sequence[int]
     group_num_tokens: Sequence[int]  # completion tokens of the row's whole group
+    origins: Sequence[Origin] = ()  # for a judge alone
 
     def __len__(self) -> int:
         return len(self.group_ids)
@@ -85,10 +92,14 @@ class Rows:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
     """What a stage has made of N rows: columns with a value per token as a block, whose places are
-    the rows in their order; columns with a value per row as they are."""
+    the rows in their order; columns with a value per row as they are. `failures`, by place: of rows
+    that a judge has no score for, whose values mean nothing; `texts`: of those that it was to
+    return."""
 
     block: BlockRef | None = None
     scalars: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    failures: Mapping[int, RewardFailure] = field(default_factory=dict)
+    texts: Mapping[int, RolloutText] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,11 +21,11 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
-from rlsys.controller import OpenWork
+from rlsys.controller import OpenWork, RewardsFailed
 from rlsys.controller.learners import Learners
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, Prompts
-from rlsys.rewards import RewardResult, reward
+from rlsys.rewards import RewardFailure, RewardResult, reward
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.simulation.workers import (
     SimulatedLearner,
@@ -35,7 +35,7 @@ from rlsys.simulation.workers import (
 )
 from rlsys.types import Completion, Prompt, StepResult
 from rlsys.user_functions import FunctionFailed
-from rlsys.workers import Rows, Written
+from rlsys.workers import Origin, Rows, Written
 from tests.test_controller import World, center, config, no_loss, world
 
 
@@ -558,3 +558,79 @@ def test_a_part_that_a_rollout_lacks_ends_the_run() -> None:
     flow.train(flow.models["policy"], rollouts, advantages, loss=no_loss, aggregation=no_loss)
     with pytest.raises(ValueError, match=r"a rollout has \['shape'\] alone"):
         run_in_virtual_time(w.run())
+
+
+def judged(w: World, pool: SimulatedPool) -> World:
+    """Groups are scored by a judge alone."""
+    w.dataflow = flow = Dataflow()
+    policy, judge = flow.model("policy"), flow.model("judge", RoleConfig())
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=w.config.group_size)
+    score = flow.judge(judge, rollouts, ask=lambda rollout: "", parse=lambda reply: 0.0)
+    advantages = flow.per_group(center, score)
+    flow.train(policy, rollouts, advantages, loss=no_loss, aggregation=no_loss)
+    flow.check()
+    w.pools = {"judge": pool}
+    return w
+
+
+def no_score(kind: Any) -> RewardFailure:
+    return RewardFailure(kind=kind, reward="score", message="no score in the reply")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    max_staleness=st.integers(0, 2),
+    losing=st.sampled_from([0.0, 0.2]),
+    failing=st.sampled_from([0.1, 0.3]),
+)
+def test_a_row_that_a_judge_refuses_drops_its_group(
+    seed: int, max_staleness: int, losing: float, failing: float
+) -> None:
+    """Whatever else happens to the rows of its call; the ledger raises if a group ends twice."""
+    rng = random.Random(seed)
+    asked: list[Origin] = []
+    hopeless: set[int] = set()
+
+    def failure(origin: Origin) -> RewardFailure | None:
+        asked.append(origin)
+        if origin.index == 1 and rng.random() < failing:
+            hopeless.add(origin.group_id)
+            return no_score("reply")
+        return None
+
+    pool = SimulatedPool(
+        writes="score",
+        latency_s=exponential(rng, 0.3),
+        losing=lambda: rng.random() < losing,
+        failure=failure,
+    )
+    w = world(seed, num_replicas=2, asynchrony=AsyncConfig(max_staleness=max_staleness))
+    run_in_virtual_time(judged(w, pool).run())
+    trained = {g for step in w.learner.trained for rows in step for g in rows.group_ids}
+    assert len(trained) == w.ledger.num_trained == 16
+    assert not trained & hopeless
+    assert w.ledger.drop_reasons["reward reply"] <= len(hopeless) <= len(w.observer.failures)
+    assert {(origin.prompt_text, origin.finish_reason) for origin in asked} == {("?", "stop")}
+    assert w.store.bytes_live == w.store.num_rows == 0
+
+
+def test_a_judge_that_always_refuses_ends_the_run() -> None:
+    w = judged(world(), SimulatedPool(writes="score", failure=lambda origin: no_score("question")))
+    with pytest.raises(RewardsFailed, match=r"8 groups in a row .* 'score': no score in the reply"):
+        run_in_virtual_time(w.run())
+
+
+def test_nothing_of_their_texts_travels_to_other_models() -> None:
+    w = with_four_models(world(num_replicas=1), random.Random(0))
+    told: list[int] = []
+
+    class Noting(SimulatedPool):
+        async def run(self, rows: Any) -> Any:
+            told.append(len(rows.origins))
+            return await super().run(rows)
+
+    w.pools = {**w.pools, "judge": Noting(writes="score")}
+    run_in_virtual_time(w.run())
+    assert told
+    assert not any(told)

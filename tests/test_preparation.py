@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 import rlsys
 from recipes import arithmetic, distill, ppo, reward_model
 from recipes.dpo import DPOConfig, dpo
+from recipes.quickstart import QuickstartConfig as arithmetic_grpo
 from rlsys import DataConfig, FrozenModelConfig, HeldOutConfig, ModelConfig, RoleConfig
-from rlsys.tiny_models import OwnModel, build_tokenizer
+from rlsys.algorithms import cispo, grpo_advantage, token_mean
+from rlsys.tiny_models import OwnModel, build_tiny_model, build_tokenizer
 from tests.engines.scalar_models import scalar_model
 
 CHARACTERS = arithmetic.CHARACTERS
@@ -96,6 +99,52 @@ def test_a_policy_without_adapters_is_not_its_own_reference(tmp_path: Path) -> N
     )
     with pytest.raises(ValueError, match=r"'policy', adapters=False\) .*; set model\.lora"):
         rlsys.launch(cfg, dpo(cfg), own_model=arithmetic.MODEL, dry_run=True)
+
+
+def dry_judge(
+    tmp_path: Path, path: Path, *, ask: Any = lambda rollout: "?", max_tokens: int = 8
+) -> None:
+    cfg = arithmetic_grpo(runs_dir=str(tmp_path))
+    flow = rlsys.Dataflow()
+    prompts = rlsys.Prompts(config=cfg.data, rows=arithmetic.problems(cfg))
+    rollouts = flow.generate(flow.model("policy"), prompts, group_size=cfg.group_size)
+    role = RoleConfig(model=FrozenModelConfig(path=str(path)))
+    judge = flow.model("judge", role)
+    reward = flow.judge(
+        judge, rollouts, ask=ask, parse=float_of, max_tokens=max_tokens, writes="reward"
+    )
+    advantages = flow.per_group(grpo_advantage, reward)
+    flow.train(flow.main, rollouts, advantages, loss=cispo(), aggregation=token_mean)
+    rlsys.launch(cfg, flow, own_model=arithmetic.MODEL, dry_run=True)
+
+
+def float_of(reply: str) -> float:
+    return float(reply)
+
+
+def test_a_judge_may_have_any_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry_judge(tmp_path, build_tiny_model(tmp_path / "judge", width=32, num_layers=1))
+    out = capsys.readouterr().out
+    assert "judge reward" in out
+    assert "float32 weights of each worker" in out
+
+
+def test_a_judge_that_could_not_answer_is_told_before_the_run(tmp_path: Path) -> None:
+    mute = build_tiny_model(tmp_path / "mute", width=32, num_layers=1)
+    for file in mute.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"^judge\.model\.path=.* holds no tokenizer"):
+        dry_judge(tmp_path, mute)
+    with pytest.raises(ValueError, match=r"^judge\.model\.path=\S+/gone' is no dir"):
+        dry_judge(tmp_path, tmp_path / "gone")
+    small = build_tiny_model(tmp_path / "small", width=32, num_layers=1, max_context=64)
+    with pytest.raises(ValueError, match=r"'judge'\): max_tokens=64 leaves no room .* of 64 tok"):
+        dry_judge(tmp_path, small, max_tokens=64)
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"'judge'\): ask <lambda> runs in .*cannot be pickled"):
+        dry_judge(tmp_path, small, ask=lambda rollout: str(lock))
 
 
 def test_a_reward_model_that_fits_is_taken(

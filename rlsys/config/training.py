@@ -186,7 +186,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig:
-    """A model beside the policy that is not trained: a reference, a teacher, a reward model."""
+    """A model beside the policy that is not trained: a reference, a teacher, a reward model, a
+    judge."""
 
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """Whose weights; an empty path takes the policy's, as they are at the beginning."""
@@ -198,7 +199,8 @@ class RoleConfig:
     """GPUs that Ray reserves for one of them. Shares of one let several roles use it: they work
     there one at a time, and are in host memory while they do not."""
     pass_tokens: int = 16384
-    """Tokens of one forward pass, at most; a single longer rollout still gets a pass of its own."""
+    """Tokens of one forward pass, at most; a single longer rollout still gets a pass of its own.
+    Of a judge: of all questions and replies whose keys and values it holds at once."""
 
     def __post_init__(self) -> None:
         conform(self, "role")
@@ -216,6 +218,14 @@ class RoleConfig:
             self.pass_tokens >= 1,
             f"pass_tokens={self.pass_tokens} of a role admits no rollout; use at least 1.",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig(RoleConfig):
+    """A model beside the policy that scores rollouts by what it writes about them (flow.judge)."""
+
+    engine: Literal["torch", "vllm"] = "torch"
+    """What it generates with. torch: embedded, starts at once. vllm: for real work."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,10 +28,11 @@ from typing import Any
 from rlsys.config import RunConfig, require
 from rlsys.controller.between_steps import BetweenSteps
 from rlsys.controller.checkpointing import Checkpointing
+from rlsys.controller.failures import RewardsFailed
 from rlsys.controller.generation import GenerationSide, Prompts
 from rlsys.controller.inference import InferenceSide
 from rlsys.controller.learners import Learners
-from rlsys.controller.scoring import RewardsFailed, ScoringSide
+from rlsys.controller.scoring import ScoringSide
 from rlsys.controller.state import NO_WORK, Group, Observer, OpenWork, RunState, TrainedStep
 from rlsys.controller.training import TrainingSide
 from rlsys.controller.turns import Turns

@@ -1,4 +1,4 @@
-"""Frozen models between sampling and training: references, teachers, reward models.
+"""Frozen models between sampling and training: references, teachers, reward models, judges.
 
 store ─► rows that a stage can read ─► Pool ─► store: the column that it writes
 """
@@ -9,8 +9,9 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
+from rlsys.controller.failures import FailedRewards
 from rlsys.controller.state import RunState
-from rlsys.dataflow.stages import InferStage
+from rlsys.dataflow.stages import JudgeStage, RowStage
 from rlsys.dataflow.store import RowBatch, Subscription
 from rlsys.workers import Pool, Rows, RowsLost, Written
 
@@ -25,10 +26,11 @@ class InferenceSide:
     """`pools`: by the name of the model."""
 
     def __init__(
-        self, state: RunState, stages: Sequence[InferStage], pools: Mapping[str, Pool]
+        self, state: RunState, stages: Sequence[RowStage], pools: Mapping[str, Pool]
     ) -> None:
         self._state = state
-        self._stages: list[tuple[InferStage, Pool, Subscription]] = []
+        self._stages: list[tuple[RowStage, Pool, Subscription]] = []
+        self._failures = {stage.name: FailedRewards(state) for stage in stages}
         for stage in stages:
             pool = pools[stage.model.name]
             share = -(-state.config.rollouts_per_step // (CALLS_PER_WORKER * pool.num_workers))
@@ -38,7 +40,7 @@ class InferenceSide:
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         return {stage.name: self._infer(stage, pool, rows) for stage, pool, rows in self._stages}
 
-    async def _infer(self, stage: InferStage, pool: Pool, rows: Subscription) -> None:
+    async def _infer(self, stage: RowStage, pool: Pool, rows: Subscription) -> None:
         """Consumes rollouts. Waits for one, and for a worker; takes what is there."""
         async with asyncio.TaskGroup() as calls:
             slots = asyncio.Semaphore(CALLS_PER_WORKER * pool.num_workers)
@@ -50,12 +52,12 @@ class InferenceSide:
                 call = calls.create_task(self._run(stage, pool, batch))
                 call.add_done_callback(lambda _: slots.release())
 
-    async def _run(self, stage: InferStage, pool: Pool, batch: RowBatch) -> None:
+    async def _run(self, stage: RowStage, pool: Pool, batch: RowBatch) -> None:
         """Rows that were lost on the way come again, less those that are dropped when the death of
         their shard is told."""
         store = self._state.store
         try:
-            written = await pool.run(self._rows(batch))
+            written = await pool.run(self._rows(stage, batch))
         except RowsLost:
             await asyncio.sleep(RETRY_S)
             store.requeue(stage.name, batch.rows)
@@ -63,28 +65,41 @@ class InferenceSide:
         if written.block is not None and store.is_lost(written.block.shard):
             store.requeue(stage.name, batch.rows)
             return
+        for place, failure in written.failures.items():
+            self._failures[stage.name].failed(batch.rows[place], batch.group_ids[place], failure)
         self._write(stage, batch, written)
         store.release(stage.name, batch.rows)
         self._state.progress.notify()
 
-    def _rows(self, batch: RowBatch) -> Rows:
+    def _rows(self, stage: RowStage, batch: RowBatch) -> Rows:
         groups = [self._state.groups[group_id] for group_id in batch.group_ids]
+        origins = []
+        if isinstance(stage, JudgeStage):
+            origins = [
+                group.origin(i, record=self._state.records(group.group_id))
+                for group, i in zip(groups, batch.indices, strict=True)
+            ]
         return Rows(
             cells=batch.cells,
             scalars=batch.scalars,
             group_ids=batch.group_ids,
             group_sizes=[len(group.rows) for group in groups],
             group_num_tokens=[0] * len(batch),  # of groups that may not be whole yet
+            origins=origins,
         )
 
-    def _write(self, stage: InferStage, batch: RowBatch, written: Written) -> None:
-        """Of rows whose group was dropped meanwhile, the bytes go back."""
+    def _write(self, stage: RowStage, batch: RowBatch, written: Written) -> None:
+        """Of rows whose group was dropped, the bytes go back."""
         store = self._state.store
         live = [place for place, row in enumerate(batch.rows) if store.is_live(row)]
         block = written.block
         if block is not None and len(live) < len(batch):
             store.discard(block, set(range(len(batch))).difference(live))
+        for place in written.texts.keys() & live:
+            group = self._state.groups[batch.group_ids[place]]
+            group.rollouts[batch.indices[place]].text = written.texts[place]
         if live:
+            self._failures[stage.name].succeeded()
             store.write(
                 stage.name,
                 [batch.rows[place] for place in live],

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rlsys.algorithms.groups import run_group_function
+from rlsys.controller.failures import FailedRewards
 from rlsys.controller.state import FACTS, Group, RunState
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.selection import FIRST_COMPLETE, whole_groups
@@ -24,19 +25,12 @@ from rlsys.workers import RolloutText, Score, Scorer, ScoreTask, Unreadable
 # Calls to the scorer under way at a time: enough that a slow rollout holds up no other batch.
 MAX_SCORE_CALLS = 64
 
-# Steps' worth of groups that may fail, with none between them that does not, before the run ends.
-MAX_FAILED_STEPS = 2
-
-
-class RewardsFailed(RuntimeError):
-    """Too many groups in a row had no reward: the reward function is broken."""
-
 
 class ScoringSide:
     def __init__(self, state: RunState, scorer: Scorer, flow: Dataflow) -> None:
         self._state = state
         self._scorer = scorer
-        self._num_failed_in_a_row = 0
+        self._failures = FailedRewards(state)
         step_rows = state.config.rollouts_per_step
         self._loops: dict[str, Coroutine[Any, Any, None]] = {}
         for score in flow.all(ScoreStage):
@@ -85,7 +79,7 @@ class ScoringSide:
             if isinstance(score, Unreadable):
                 continue
             if isinstance(score.outcome, RewardFailure):
-                self._failed(rows[place], tasks[place].group_id, score.outcome)
+                self._failures.failed(rows[place], tasks[place].group_id, score.outcome)
             else:
                 results[place] = score.outcome, score.text
         live_rows: list[int] = []
@@ -104,7 +98,7 @@ class ScoringSide:
                 for name, value in _values(stage, result).items():
                     scalars[name].append(value)
         if live_rows:
-            self._num_failed_in_a_row = 0
+            self._failures.succeeded()
             store.write(stage.name, live_rows, scalars=scalars)
         store.release(stage.name, [rows[place] for place in scores])
         self._state.progress.notify()
@@ -126,21 +120,6 @@ class ScoringSide:
             finish_reason=group.rollouts[batch.indices[i]].finish_reason,
             record=self._state.records(group.group_id),
         )
-
-    def _failed(self, row: int, group_id: int, failure: RewardFailure) -> None:
-        """One failed rollout drops its group, whose baseline would be wrong without it."""
-        state = self._state
-        state.observer.reward_failed(failure)
-        if group_id not in state.groups or row not in state.groups[group_id].rows:
-            return
-        self._num_failed_in_a_row += 1
-        if self._num_failed_in_a_row >= MAX_FAILED_STEPS * state.config.prompts_per_step:
-            raise RewardsFailed(
-                f"{self._num_failed_in_a_row} groups in a row were dropped because of reward "
-                f"{failure.reward!r}: {failure.message}\nNo step can be filled; mend the reward "
-                "function and run again."
-            )
-        state.drop(group_id, f"reward {failure.kind}")
 
     async def _per_group(self, stage: PerGroupStage, groups: Subscription) -> None:
         """Consumes groups whose columns are all there. Waits for one; computes at once."""

@@ -20,7 +20,7 @@ from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, TRUNCATED
 from rlsys.dataflow.store import StreamStore
 from rlsys.rewards import RewardFailure
 from rlsys.types import FinishReason, Prompt, StepResult, WeightManifest
-from rlsys.workers import FinishedRollout, Part, RolloutText
+from rlsys.workers import FinishedRollout, Origin, Part, RolloutText
 
 
 @dataclass(kw_only=True)
@@ -84,6 +84,17 @@ class Group:
         return GroupLengths(
             prompt=self.rollouts[0].num_prompt_tokens,
             completions=[note.num_tokens for note in self.rollouts],
+        )
+
+    def origin(self, index: int, *, record: bool) -> Origin:
+        """Of a rollout that has ended."""
+        return Origin(
+            group_id=self.group_id,
+            index=index,
+            prompt_text=self.prompt.text,
+            metadata=self.prompt.metadata,
+            finish_reason=self.rollouts[index].finish_reason,
+            record=record,
         )
 
     @property

@@ -6,8 +6,8 @@ import reprlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlsys.config import require
-from rlsys.dataflow.stages import ROW_COLUMNS, Column, Head
+from rlsys.config import VLLM_TEMPERATURES, JudgeConfig, RoleConfig, require
+from rlsys.dataflow.stages import ROW_COLUMNS, Column, Head, Model
 from rlsys.fields import checked
 from rlsys.rewards.reward import takes_rollout
 from rlsys.user_functions import is_deferred, misfit, name_of
@@ -101,6 +101,63 @@ def check_function(stage: str, what: str, given: Any, *kinds: Kind) -> None:
     from rlsys.algorithms.registry import check_kind
 
     check_kind(f"flow.{stage}", given, what, kinds)
+
+
+def check_judge(model: Model, *, max_tokens: int, temperature: float) -> None:
+    """Raise ValueError for a model that is no judge, and for replies that it could not write."""
+    told, role = f"flow.judge({model.name!r})", model.config
+    if not isinstance(role, RoleConfig):
+        raise ValueError(
+            f"{told}: a judge is a frozen model beside those that are trained; give flow.model a "
+            "RoleConfig, whose empty path takes the policy's weights of the beginning."
+        )
+    require(
+        model.head == "logits",
+        f"{told}: a judge writes its reply, which takes head 'logits', and this model has "
+        f"{model.head!r}; leave head out, or run it with flow.infer.",
+    )
+    require(
+        role.num_gpus in (0, 1),
+        f"{told}: num_gpus={role.num_gpus:g}; a judge keeps its weights on its device, and "
+        "generates on one: use 0 or 1.",
+    )
+    checked(max_tokens, int, f"{told}: max_tokens")
+    require(
+        1 <= max_tokens < role.pass_tokens,
+        f"{told}: max_tokens={max_tokens} lies outside 1 to {role.pass_tokens - 1}, what "
+        "pass_tokens leaves for a reply beside its question; use less, or raise pass_tokens.",
+    )
+    checked(temperature, float, f"{told}: temperature")
+    require(
+        temperature >= 0,
+        f"{told}: temperature={temperature} is negative; use 0 for the likeliest tokens.",
+    )
+    lowest, highest = VLLM_TEMPERATURES
+    uses_vllm = isinstance(role, JudgeConfig) and role.engine == "vllm"
+    require(
+        not temperature or not uses_vllm or lowest <= temperature <= highest,
+        f"{told}: temperature={temperature}, and vLLM samples from {lowest} to {highest}; use one "
+        "of these, or 0.",
+    )
+
+
+def check_text_function(told: str, function: Any, takes: str) -> None:
+    """`told`: what it is given to; `takes`: its one argument, in words."""
+    require(
+        callable(function) and not isinstance(function, type),
+        f"{told} is given {reprlib.repr(function)}; give a function of {takes}.",
+    )
+    require(
+        not is_deferred(function),
+        f"{told} is given {name_of(function)}, an async function or a generator, whose call "
+        "computes nothing yet; give a plain function.",
+    )
+    error = misfit(function, None)
+    require(
+        error is None,
+        f"{told}: {name_of(function)} does not take one argument ({error}); let it take {takes} "
+        "alone, and give it other values with functools.partial.",
+    )
 
 
 def check_tokens(function: Callable[..., Any], columns: Sequence[Column]) -> None:

@@ -9,7 +9,7 @@ that it writes. Edges follow from the columns. The controller runs this object.
 Rows are rollouts, or completions that a dataset holds. A stage runs as soon as what it reads is
 there:
 
-    for each row    infer (a frozen model), score
+    for each row    infer (a frozen model), judge, score
     for each group  per_group
     for each step   per_batch, infer (a model that is trained: its weights at the step's beginning)
     for each step   train; rows stream in where nothing else waits for the whole step
@@ -21,18 +21,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from rlsys.config import TrainedRoleConfig, require
+from rlsys.config import JudgeConfig, TrainedRoleConfig, require
 from rlsys.dataflow.given import (
     check_aggregation,
     check_columns,
     check_function,
     check_group_size,
     check_is,
+    check_judge,
     check_loss,
     check_names,
     check_pairs,
     check_read,
     check_rollouts,
+    check_text_function,
     check_tokens,
 )
 from rlsys.dataflow.memory import FreedRows
@@ -47,6 +49,7 @@ from rlsys.dataflow.stages import (
     PROXIMAL_COLUMN,
     ROLLOUT_COLUMNS,
     SAMPLER_COLUMN,
+    Ask,
     Column,
     Controller,
     ControlStage,
@@ -55,13 +58,16 @@ from rlsys.dataflow.stages import (
     GroupFn,
     Head,
     InferStage,
+    JudgeStage,
     Model,
+    Parse,
     Per,
     PerBatchStage,
     PerGroupStage,
     Prompts,
     RewardFn,
     Role,
+    RowStage,
     ScoreStage,
     SourceStage,
     Stage,
@@ -202,6 +208,11 @@ class Dataflow:
         `adapters=False`: what a policy that is trained by adapters (model.lora) would say without
         them. So it is its own reference, which takes no memory."""
         self._check_model("infer", model)
+        require(
+            not isinstance(model.config, JudgeConfig),
+            f"flow.infer({model.name!r}) generates nothing, and a JudgeConfig says with what; give "
+            "flow.model a RoleConfig, or use flow.judge.",
+        )
         check_rollouts("infer", rollouts)
         checked(top_k, int, "flow.infer: top_k")
         require(top_k >= 0, f"flow.infer: top_k={top_k} is negative; use 0 for none.")
@@ -224,6 +235,44 @@ class Dataflow:
                 model=model,
                 top_k=top_k,
                 adapters=adapters,
+            )
+        )
+
+    def judge(
+        self,
+        model: Model,
+        rollouts: Sequence[Column],
+        *,
+        ask: Ask,
+        parse: Parse,
+        writes: str = "score",
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+    ) -> Column:
+        """The score that a frozen language model gives each rollout by what it writes about it:
+        `ask(rollout)` is the question, a text or a list of chat messages, which the judge's own
+        chat template renders; `parse(reply)` is the score of a reply of at most `max_tokens`
+        tokens, or None for a reply that says none. The judge has its own tokenizer.
+
+        At temperature 0 a reply is of the likeliest tokens; above it a rollout has random numbers
+        of its own, which are the same when it is judged again. A rollout without a score drops its
+        group, as one does whose reward function fails. Both functions run in the judge's process
+        and have no time limit of their own: they should take milliseconds."""
+        self._check_model("judge", model)
+        check_rollouts("judge", rollouts)
+        check_judge(model, max_tokens=max_tokens, temperature=temperature)
+        check_text_function(f"flow.judge({model.name!r}, ask=)", ask, "a rollout")
+        check_text_function(f"flow.judge({model.name!r}, parse=)", parse, "the reply")
+        return self._add(
+            JudgeStage(
+                name=f"judge {writes}",
+                reads=tuple(rollouts),
+                writes=(Column(writes),),
+                model=model,
+                ask=ask,
+                parse=parse,
+                max_tokens=max_tokens,
+                temperature=temperature,
             )
         )
 
@@ -578,10 +627,14 @@ class Dataflow:
         return {column.name for stage in self.step_stages for column in stage.writes}
 
     @property
-    def row_stages(self) -> list[InferStage]:
+    def row_stages(self) -> list[RowStage]:
         """Frozen models, which take rows as they come."""
         step_stages = self.step_stages
-        return [stage for stage in self.all(InferStage) if stage not in step_stages]
+        return [
+            stage
+            for stage in self.stages
+            if isinstance(stage, InferStage | JudgeStage) and stage not in step_stages
+        ]
 
     @property
     def step_reads(self) -> tuple[Column, ...]:
@@ -686,12 +739,22 @@ class Dataflow:
 
     def _check_models_used(self) -> None:
         trained = {stage.model.name for stage in self.all(TrainStage)}
-        run = trained | {stage.model.name for stage in self.all(InferStage)}
+        of_rows: dict[str, str] = {}
+        for stage in self.row_stages:
+            name = stage.model.name
+            require(
+                name not in of_rows,
+                f"stages {of_rows.get(name)!r} and {stage.name!r} run the frozen model {name!r}, "
+                "whose workers do one thing; give one of them a flow.model of its own, with the "
+                "same path.",
+            )
+            of_rows[name] = stage.name
+        run = {*trained, *of_rows, *(stage.model.name for stage in self.all(InferStage))}
         for name, model in self.models.items():
             require(
                 model.is_main or name in run,
                 f"model {name!r} is run by no stage, and would be started for nothing; leave it "
-                "out, or give it to flow.infer.",
+                "out, or give it to flow.infer or flow.judge.",
             )
             require(
                 not isinstance(model.config, TrainedRoleConfig) or name in trained,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig, require
 from rlsys.data.shared import Shared
 from rlsys.rewards.reward import Reward
+from rlsys.types import Rollout
 
 if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
     import torch
@@ -24,6 +25,10 @@ if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes se
 # One tensor [G] per column read -> [G], one value per rollout of the group; None refuses the group.
 GroupFn = Callable[..., "torch.Tensor | None"]
 RewardFn = Callable[..., Any]
+# Of a judge: the question about a rollout, as text or as messages of a chat; and the score that a
+# reply gives, None where it gives none.
+Ask = Callable[[Rollout], str | Sequence[Mapping[str, Any]]]
+Parse = Callable[[str], float | None]
 
 Role = RoleConfig | TrainedRoleConfig
 Per = Literal["row", "token"]
@@ -170,6 +175,17 @@ class InferStage(Stage):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JudgeStage(Stage):
+    """A frozen language model is asked about each row, and its reply is the row's score."""
+
+    model: Model
+    ask: Ask
+    parse: Parse
+    max_tokens: int  # of a reply
+    temperature: float  # 0: the likeliest token each time
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoreStage(Stage):
     """It writes the sum of the rewards, and then a column for each of `parts`."""
 
@@ -223,4 +239,5 @@ class ControlStage(Stage):
     controller: Controller
 
 
+RowStage = InferStage | JudgeStage
 StepStage = PerBatchStage | InferStage | ControlStage

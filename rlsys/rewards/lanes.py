@@ -234,7 +234,7 @@ class Lanes:
 
     def _task_ended(self, call: Call, task: asyncio.Task[Outcome]) -> None:
         if task.cancelled():
-            outcome: Outcome = failure_from(call.reward, asyncio.CancelledError("by itself"))
+            outcome: Outcome = failure_from(call.reward.name, asyncio.CancelledError("by itself"))
         else:
             outcome = task.result()
         with self._lock:
@@ -259,7 +259,7 @@ def _evaluate(call: Call) -> Outcome:
         return components_of(call.reward, returned)
     # Whatever a user's function raises, SystemExit included, is the outcome of its rollout.
     except BaseException as error:  # noqa: BLE001
-        return failure_from(call.reward, error)
+        return failure_from(call.reward.name, error)
 
 
 async def _evaluate_async(call: Call) -> Outcome:
@@ -270,7 +270,7 @@ async def _evaluate_async(call: Call) -> Outcome:
         raise
     # As for plain functions.
     except BaseException as error:  # noqa: BLE001
-        return failure_from(call.reward, error)
+        return failure_from(call.reward.name, error)
 
 
 class _Steps(Coroutine[Any, Any, Outcome]):

@@ -19,7 +19,8 @@ from rlsys.rewards.reward import Reward
 from rlsys.user_functions import printable, raised
 
 # "nan" stands for infinities too, "type" for what is no number, "crash" for the end of the process.
-FailureKind = Literal["exception", "timeout", "nan", "type", "memory", "crash"]
+# Of judges: "question" for one that it cannot read, "reply" for one without a number.
+FailureKind = Literal["exception", "timeout", "nan", "type", "memory", "crash", "question", "reply"]
 KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 
 
@@ -40,7 +41,7 @@ class RewardFailure:
     """Why a rollout has no reward."""
 
     kind: FailureKind
-    reward: str  # name of the function
+    reward: str  # name of the function; of a judge, of its column
     message: str
 
 
@@ -81,14 +82,15 @@ def _type_failure(reward: Reward, returned: object) -> RewardFailure:
     return RewardFailure(kind="type", reward=reward.name, message=printable(message))
 
 
-def failure_from(reward: Reward, error: BaseException) -> RewardFailure:
-    """The failure of a function that raised, with the last frames of its traceback."""
+def failure_from(reward: str, error: BaseException, what: str = "") -> RewardFailure:
+    """The failure of a function that raised, with the last frames of its traceback. `what` names
+    it, where it is not called as the reward is."""
     kind: FailureKind = "exception"
     if isinstance(error, TimeoutError):  # a verifier that keeps a limit of its own says so with it
         kind = "timeout"
     elif isinstance(error, MemoryError):
         kind = "memory"
-    return RewardFailure(kind=kind, reward=reward.name, message=raised(reward.name, error))
+    return RewardFailure(kind=kind, reward=reward, message=raised(what or reward, error))
 
 
 def timeout_failure(reward: PackedReward, limit_s: float) -> RewardFailure:

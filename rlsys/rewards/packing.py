@@ -35,12 +35,7 @@ def pack_rewards(functions: Sequence[Reward | RewardFunction]) -> PackedRewards:
     """Raises ValueError for a function that cannot travel, with what it is that cannot."""
     rewards = as_rewards(functions)
     for one in rewards:
-        if error := _error_of(one):
-            raise ValueError(
-                f"reward {one.name!r} runs in a process of its own and cannot travel there: "
-                f"{_culprit(one.function)} cannot be pickled ({error}). Create it inside the "
-                "function, when it is first called, or at the top of a module that it imports."
-            )
+        check_travels(f"reward {one.name!r}", one.function)
     return PackedRewards(
         pickled=cloudpickle.dumps(rewards),
         rewards=tuple(
@@ -49,6 +44,16 @@ def pack_rewards(functions: Sequence[Reward | RewardFunction]) -> PackedRewards:
         ),
         environment=frozenset(name for one in rewards for name in one.environment),
     )
+
+
+def check_travels(what: str, function: Any) -> None:
+    """Raise ValueError for a function, called `what`, that cannot be sent to another process."""
+    if error := _error_of(function):
+        raise ValueError(
+            f"{what} runs in a process of its own and cannot travel there: "
+            f"{_culprit(function)} cannot be pickled ({error}). Create it inside the "
+            "function, when it is first called, or at the top of a module that it imports."
+        )
 
 
 def _error_of(value: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -32,6 +33,7 @@ from rlsys.workers import (
     Collected,
     FinishedRollout,
     LearnerDied,
+    Origin,
     Part,
     ReplicaDied,
     Rows,
@@ -295,6 +297,7 @@ class SimulatedPool:
     latency_s: Callable[[], float] = lambda: 0.0
     num_workers: int = 1
     losing: Callable[[], bool] = lambda: False  # rows cannot be read, this time
+    failure: Callable[[Origin], RewardFailure | None] = lambda origin: None  # of a judge
     num_rows: int = 0
 
     async def run(self, rows: Rows) -> Written:
@@ -302,7 +305,16 @@ class SimulatedPool:
         if self.losing():
             raise RowsLost("their shard is gone")
         self.num_rows += len(rows)
-        return Written(scalars={self.writes: [float(group_id) for group_id in rows.group_ids]})
+        failures = {
+            place: failure
+            for place, origin in enumerate(rows.origins)
+            if (failure := self.failure(origin)) is not None
+        }
+        scores = [
+            math.nan if place in failures else float(group_id)
+            for place, group_id in enumerate(rows.group_ids)
+        ]
+        return Written(scalars={self.writes: scores}, failures=failures)
 
 
 @dataclass(kw_only=True)

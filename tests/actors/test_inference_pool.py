@@ -10,6 +10,7 @@ import pytest
 from actors.calls import Worker, WorkerDied
 from actors.inference import RayPool
 from actors.store import StoreAddress
+from rlsys.engines.generation.protocol import EngineError
 from rlsys.workers import PoolDied, Written
 from tests.actors.no_rows import NO_ROWS
 
@@ -110,3 +111,26 @@ def test_a_worker_that_dies_while_it_loads_is_told_with_its_model() -> None:
             await pool.start(1.0)
 
     asyncio.run(run())
+
+
+def test_a_worker_whose_engine_dies_has_a_successor() -> None:
+    """A judge's may be vLLM, whose processes are its own."""
+
+    class Broken(FakeWorker):
+        async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+            if method == "run":
+                raise EngineError("vLLM cannot go on")
+            return await super().call(method, *args, timeout_s=timeout_s)
+
+    workers = [Broken(0), FakeWorker(0)]
+    deaths: list[str] = []
+
+    async def run() -> None:
+        left = iter(workers)
+        pool = RayPool(lambda _: next(left), open_store, num_workers=1, on_death=deaths.append)
+        await pool.start(1.0)
+        assert await pool.run(NO_ROWS) == DONE
+
+    asyncio.run(run())
+    assert workers[0].killed
+    assert deaths == ["vLLM cannot go on; another takes its place"]

@@ -41,7 +41,7 @@ from rlsys.algorithms import (
     with_kl,
 )
 from rlsys.algorithms.groups import needs_group
-from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig
+from rlsys.config import DataConfig, JudgeConfig, RoleConfig, TrainedRoleConfig
 from rlsys.data.shared import Shared
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import (
@@ -838,3 +838,104 @@ def test_a_model_of_another_graph_is_refused() -> None:
     rollouts = generated(flow)
     with pytest.raises(ValueError, match="the model 'reference' of another dataflow"):
         flow.infer(other.model("reference", RoleConfig()), rollouts, writes="x")
+
+
+def asks(rollout: Any) -> str:
+    return f"Is {rollout.completion_text!r} right?"
+
+
+def finds(reply: str) -> float | None:
+    return float("yes" in reply)
+
+
+def takes_two(a: Any, b: Any) -> Any: ...
+
+
+async def waits(reply: str) -> float:
+    return 0.0
+
+
+def test_a_judge_is_a_frozen_model_that_writes_a_score() -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    judge = flow.model("judge", JudgeConfig())
+    score = flow.judge(judge, rollouts, ask=asks, parse=finds, max_tokens=8)
+    assert score == Column("score")
+    advantage = flow.per_group(grpo_advantage, score)
+    flow.train(flow.main, rollouts, advantage, loss=cispo(), aggregation=token_mean)
+    flow.check()
+    assert [stage.name for stage in flow.row_stages] == ["judge score"]
+    assert 's1["judge score<br/><i>judge</i>"]' in flow.to_mermaid()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"ask": "is it?"},
+            r"flow.judge\('judge', ask=\) is given 'is it\?'; give a function of a",
+        ),
+        ({"ask": takes_two}, r"ask=\): takes_two does not take one argument \(missing.*'b'\)"),
+        ({"parse": float}, r"parse=\) is given <class 'float'>; give a function of the reply"),
+        ({"parse": waits}, r"parse=\) is given waits, an async function"),
+        ({"parse": lambda: 0.0}, r"parse=\): <lambda> does not take one argument"),
+        ({"max_tokens": 0}, r"max_tokens=0 lies outside 1 to 99, what pass_tokens leaves"),
+        ({"max_tokens": 100}, r"max_tokens=100 lies outside 1 to 99"),
+        ({"max_tokens": 1.5}, r"max_tokens=1.5 does not fit"),
+        ({"temperature": -1}, r"temperature=-1 is negative; use 0"),
+        ({"temperature": float("inf")}, r"temperature=inf is no finite number"),
+        ({"temperature": 1e-9}, r"temperature=1e-09, and vLLM samples from"),
+    ],
+)
+def test_a_judge_that_could_not_answer_is_refused(changes: dict[str, Any], message: str) -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    judge = flow.model("judge", JudgeConfig(engine="vllm", pass_tokens=100))
+    arguments: dict[str, Any] = {"ask": asks, "parse": finds, "max_tokens": 8, **changes}
+    with pytest.raises(ValueError, match=message):
+        flow.judge(judge, rollouts, **arguments)
+
+
+def test_models_that_are_no_judge_are_refused() -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    for config in (TrainedRoleConfig(), RoleConfig(num_gpus=0.5)):
+        wrong = flow.model(type(config).__name__, config)
+        with pytest.raises(ValueError, match=r"a judge is a frozen model|num_gpus=0.5; a judge"):
+            flow.judge(wrong, rollouts, ask=asks, parse=finds)
+    with pytest.raises(ValueError, match=r"flow.judge\('policy'\): a judge is a frozen model"):
+        flow.judge(flow.main, rollouts, ask=asks, parse=finds)
+    scorer = flow.model("scorer", RoleConfig(), head="score")
+    with pytest.raises(ValueError, match=r"takes head 'logits', and this model has 'score'"):
+        flow.judge(scorer, rollouts, ask=asks, parse=finds)
+    judge = flow.model("judge", JudgeConfig())
+    with pytest.raises(ValueError, match=r"flow.infer\('judge'\) generates nothing"):
+        flow.infer(judge, rollouts, writes="judge_logprobs")
+    with pytest.raises(ValueError, match=r"for rollouts, without \['prompt_token_ids'"):
+        flow.judge(judge, rollouts[1:2], ask=asks, parse=finds)
+
+
+def test_what_a_judge_writes_must_be_read() -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    advantage = flow.per_group(grpo_advantage, flow.score(rollouts, [lambda rollout: 1.0]))
+    flow.judge(flow.model("judge", RoleConfig()), rollouts, ask=asks, parse=finds)
+    flow.train(flow.main, rollouts, advantage, loss=cispo(), aggregation=token_mean)
+    with pytest.raises(ValueError, match=r"'judge score' writes \['score'\], which no stage reads"):
+        flow.check()
+
+
+def test_a_frozen_model_has_one_stage() -> None:
+    """Its workers do one thing."""
+    flow = Dataflow()
+    rollouts = generated(flow)
+    judge = flow.model("judge", RoleConfig())
+    scores = [
+        flow.judge(judge, rollouts, ask=asks, parse=finds, writes=name) for name in ("kind", "true")
+    ]
+    advantage = flow.per_group(grpo_advantage, scores[0])
+    flow.train(
+        flow.main, rollouts, advantage, loss=cispo(), aggregation=token_mean, watch=scores[1:]
+    )
+    with pytest.raises(ValueError, match=r"'judge kind' and 'judge true' run the frozen model 'j"):
+        flow.check()

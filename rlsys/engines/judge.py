@@ -1,0 +1,181 @@
+"""A judge: a frozen language model that scores rollouts by what it writes about them.
+
+    Rollout ─► ask ─► question, in the judge's own tokens ─► generation engine ─► reply ─► parse
+                                                                                           │
+    score, or why there is none ◄──────────────────────────────────────────────────────────┘
+
+What goes wrong with one rollout, in `ask`, with its question or in `parse`, is a RewardFailure in
+place of its score; the others are scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from rlsys.config import DataConfig, require
+from rlsys.data.render import PromptRenderer
+from rlsys.dataflow.stages import JudgeStage
+from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.engines.generation.sampling import request_seed
+from rlsys.rewards.outcome import FailureKind, RewardFailure, failure_from
+from rlsys.types import GenerationRequest, Rollout, SamplingParams
+from rlsys.user_functions import name_of, printable
+
+Verdict = float | RewardFailure
+
+# What a message quotes of a reply: its end, where the score usually stands.
+QUOTED_CHARACTERS = 200
+
+
+class JudgeEngine:
+    """One process's copy of a judge.
+
+    `tokenizer` is that of the model which `engine` generates with, `context` how many tokens both
+    take, question and reply together. `seed`: the run's. `engine` is started here, in an event loop
+    that runs while rollouts are judged. Raises what its `start` does.
+    """
+
+    def __init__(
+        self,
+        stage: JudgeStage,
+        engine: GenerationEngine,
+        tokenizer: Any,
+        *,
+        context: int,
+        seed: int,
+    ) -> None:
+        self._stage = stage
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._context = context
+        self._seed = seed
+        self._sampling = sampling_of(stage)
+        self._loop = asyncio.new_event_loop()
+        self._loop.run_until_complete(engine.start())
+
+    def judge(self, rollouts: Sequence[Rollout]) -> list[Verdict]:
+        """In the rollouts' order. Raises EngineError if the engine dies."""
+        verdicts: dict[int, Verdict] = {}
+        requests: list[GenerationRequest] = []
+        for place, rollout in enumerate(rollouts):
+            tokens = question(self._stage, rollout, self._tokenizer, context=self._context)
+            if isinstance(tokens, RewardFailure):
+                verdicts[place] = tokens
+                continue
+            requests.append(
+                GenerationRequest(
+                    request_id=str(place),
+                    prompt_token_ids=tokens,
+                    sampling=self._sampling,
+                    seed=request_seed(self._seed, rollout.group_id, rollout.index),
+                )
+            )
+        replies = self._loop.run_until_complete(self._replies(requests))
+        for place, reply in replies.items():
+            verdicts[place] = score(self._stage, reply)
+        return [verdicts[place] for place in range(len(rollouts))]
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._engine.close())
+        self._loop.close()
+
+    async def _replies(self, requests: Sequence[GenerationRequest]) -> dict[int, str]:
+        """By request id."""
+        replies: dict[int, str] = {}
+        self._engine.submit(requests)
+        while len(replies) < len(requests):
+            ended = await self._engine.collect()
+            token_ids = [generation.token_ids for generation in ended]
+            texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+            replies.update(zip((int(one.request_id) for one in ended), texts, strict=True))
+        return replies
+
+
+def sampling_of(stage: JudgeStage) -> SamplingParams:
+    if stage.temperature > 0:
+        return SamplingParams(temperature=stage.temperature, max_tokens=stage.max_tokens)
+    return SamplingParams(top_k=1, max_tokens=stage.max_tokens)
+
+
+def question(
+    stage: JudgeStage, rollout: Rollout, tokenizer: Any, *, context: int
+) -> list[int] | RewardFailure:
+    """What the judge is asked about a rollout, in its tokens [P], with room for a reply."""
+    told = _told(stage, "ask", stage.ask)
+    try:
+        asked = stage.ask(copy.deepcopy(rollout))  # a group's rollouts share their metadata
+    # Whatever a user's function raises is the outcome of its rollout.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        return failure_from(stage.writes[0].name, error, told)
+    try:
+        token_ids = rendered(asked, tokenizer, f"{told}, its question")
+        room = context - stage.max_tokens
+        require(
+            0 < len(token_ids) <= room,
+            f"{told}: a question of {len(token_ids)} tokens; the judge's context of {context}, "
+            f"less max_tokens={stage.max_tokens} for the reply, has room for 1 to {room}. Let ask "
+            "shorten it, lower max_tokens, or take a judge with a longer context (at most its "
+            "pass_tokens).",
+        )
+    except ValueError as error:
+        return _failure(stage, "question", str(error))
+    return token_ids
+
+
+def rendered(asked: str | Sequence[Mapping[str, Any]], tokenizer: Any, where: str) -> list[int]:
+    """Tokens of a text as it stands, or of a chat by the tokenizer's template. Raises ValueError,
+    beginning with `where`."""
+    is_chat = not isinstance(asked, str)
+    require(
+        isinstance(asked, str | list | tuple),
+        f"{where}: {reprlib.repr(asked)} is neither a text nor a list of messages; let ask return "
+        "one of them.",
+    )
+    require(
+        not is_chat or bool(tokenizer.chat_template),
+        f"{where} is a chat, and the judge's tokenizer has no chat template; let ask return a "
+        "text, or take a judge that has one.",
+    )
+    renderer = PromptRenderer(DataConfig(chat_template=is_chat), tokenizer)
+    (token_ids,) = renderer.tokenize([renderer.text(asked, where)])
+    return token_ids
+
+
+def score(stage: JudgeStage, reply: str) -> Verdict:
+    """What `parse` finds in a reply."""
+    told, quoted = _told(stage, "parse", stage.parse), repr(reply[-QUOTED_CHARACTERS:])
+    try:
+        found: Any = stage.parse(reply)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as of ask
+        return failure_from(stage.writes[0].name, error, told)
+    if found is None:
+        message = (
+            f"{told} finds no score in a reply that ends {quoted}; ask for another form, raise "
+            f"max_tokens={stage.max_tokens}, or take a judge that keeps to what it is asked."
+        )
+        return _failure(stage, "reply", message)
+    if not isinstance(found, Real):
+        message = f"{told} returned {reprlib.repr(found)}, no number; return a float, or None."
+        return _failure(stage, "type", message)
+    try:
+        number = float(found)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        message = f"{told} returned {number} of a reply that ends {quoted}; return finite numbers."
+        return _failure(stage, "nan", message)
+    return number
+
+
+def _told(stage: JudgeStage, name: str, function: object) -> str:
+    return f"judge {stage.model.name!r}, {name} {name_of(function)}"
+
+
+def _failure(stage: JudgeStage, kind: FailureKind, message: str) -> RewardFailure:
+    return RewardFailure(kind=kind, reward=stage.writes[0].name, message=printable(message))

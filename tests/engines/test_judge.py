@@ -1,0 +1,261 @@
+"""A judge: what it is asked, what its reply is worth, and that it is asked what its model is."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from actors.factories import JudgeFactory
+from rlsys.config import DataConfig, FrozenModelConfig, RoleConfig, RolloutConfig, RunConfig
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import JudgeStage, Prompts
+from rlsys.engines.generation.sampling import request_seed
+from rlsys.engines.generation.torch_engine import TorchEngine
+from rlsys.engines.judge import JudgeEngine, question, sampling_of, score
+from rlsys.rewards import RewardFailure
+from rlsys.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.types import FinishReason, GenerationRequest, Rollout
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+CONTEXT = 128
+
+
+def stage(ask: Any = None, parse: Any = None, **settings: Any) -> JudgeStage:
+    flow = Dataflow()
+    rollouts = flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
+    judge = flow.model("judge", RoleConfig())
+    settings = {"max_tokens": 12, **settings}
+    flow.judge(judge, rollouts, ask=ask or about, parse=parse or digits, **settings)
+    return flow.stage(JudgeStage)
+
+
+def about(rollout: Rollout) -> str:
+    return f"{rollout.prompt_text} {rollout.completion_text} of {rollout.metadata['answer']}?"
+
+
+def digits(reply: str) -> float:
+    """A random model writes any characters."""
+    return sum(map(ord, reply)) / 1000 + sum(character.isdigit() for character in reply)
+
+
+def rollout(group_id: int = 0, index: int = 0, completion: str = "two") -> Rollout:
+    return Rollout(
+        group_id=group_id,
+        index=index,
+        prompt_text="1+1=",
+        completion_text=completion,
+        prompt_token_ids=np.array([1, 2], np.int32),
+        token_ids=np.array([3], np.int32),
+        finish_reason=FinishReason.STOP,
+        metadata={"answer": "2"},
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return build_tokenizer()
+
+
+def test_a_question_is_in_the_judges_tokens(tokenizer: Any) -> None:
+    tokens = question(stage(), rollout(), tokenizer, context=CONTEXT)
+    assert tokens == tokenizer("1+1= two of 2?")["input_ids"]
+
+
+def test_a_chat_is_rendered_with_the_judges_template() -> None:
+    def asks(one: Rollout) -> list[dict[str, str]]:
+        return [{"role": "system", "content": "be fair"}, {"role": "user", "content": about(one)}]
+
+    chatty = build_tokenizer()
+    chatty.chat_template = None
+    failure = question(stage(asks), rollout(), chatty, context=CONTEXT)
+    assert isinstance(failure, RewardFailure)
+    assert (failure.kind, failure.reward) == ("question", "score")
+    assert "has no chat template; let ask return a text" in failure.message
+
+    chatty.chat_template = TEMPLATE
+    text = "s:be fair\nu:1+1= two of 2?\na:"
+    tokens = question(stage(asks), rollout(), chatty, context=CONTEXT)
+    assert tokens == chatty(text, add_special_tokens=False)["input_ids"]
+
+
+def key_error(_: Any) -> Any:
+    raise KeyError("hint")
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind", "message"),
+    [
+        (key_error, "exception", r"judge 'judge', ask key_error raised KeyError: 'hint'"),
+        (lambda _: sys.exit(3), "exception", "ask <lambda> raised SystemExit: 3"),
+        (lambda _: None, "question", "None is neither a text nor a list of messages; let ask"),
+        (lambda _: "", "question", "is empty"),
+        (lambda _: "\ud800", "question", "holds half a character"),
+        (lambda _: "x" * 117, "question", "a question of 117 tokens; the judge's context of 128, "),
+    ],
+)
+def test_a_question_that_cannot_be_asked_fails_its_rollout(
+    ask: Any, kind: str, message: str, tokenizer: Any
+) -> None:
+    failure = question(stage(ask), rollout(), tokenizer, context=CONTEXT)
+    assert isinstance(failure, RewardFailure)
+    assert (failure.kind, failure.reward) == (kind, "score")
+    assert message in failure.message
+
+
+def test_what_ask_does_to_a_rollout_no_other_sees(tokenizer: Any) -> None:
+    def asks(one: Rollout) -> str:
+        assert isinstance(one.metadata, dict)
+        return str(one.metadata.pop("answer"))
+
+    one = rollout()
+    assert [question(stage(asks), one, tokenizer, context=CONTEXT) for _ in range(2)] == [
+        tokenizer("2")["input_ids"]
+    ] * 2
+
+
+def test_the_longest_question_leaves_room_for_the_reply(tokenizer: Any) -> None:
+    tokens = question(stage(lambda _: "x" * 116), rollout(), tokenizer, context=CONTEXT)
+    assert isinstance(tokens, list)
+    assert len(tokens) == 116
+
+
+@pytest.mark.parametrize(
+    ("parse", "kind", "message"),
+    [
+        (lambda reply: None, "reply", "finds no score in a reply that ends 'so: 7'; ask for"),
+        (lambda reply: "7", "type", "returned '7', no number"),
+        (lambda reply: math.nan, "nan", "returned nan of a reply that ends 'so: 7'"),
+        (lambda reply: 10**400, "nan", "returned inf"),
+        (key_error, "exception", "judge 'judge', parse key_error raised KeyError: 'hint'"),
+    ],
+)
+def test_a_reply_without_a_score_fails_its_rollout(parse: Any, kind: str, message: str) -> None:
+    failure = score(stage(parse=parse), "so: 7")
+    assert isinstance(failure, RewardFailure)
+    assert (failure.kind, failure.reward) == (kind, "score")
+    assert message in failure.message
+
+
+def test_a_score_is_a_float() -> None:
+    assert score(stage(parse=lambda reply: int(reply[-1])), "so: 7") == 7.0
+    assert score(stage(parse=lambda reply: "7" in reply), "so: 7") == 1.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of another vocabulary than any policy's here: it reads text."""
+    directory = tmp_path_factory.mktemp("judge")
+    return build_tiny_model(directory, width=32, num_layers=2, max_context=CONTEXT)
+
+
+def made(model: Path, **settings: Any) -> Any:
+    config = RoleConfig(model=FrozenModelConfig(path=str(model)), pass_tokens=4096)
+    one = stage(**settings)
+    one = replace(one, model=replace(one.model, config=config))
+    run = RunConfig(seed=5)
+    return JudgeFactory(config=run, stage=one, beginning="", tokenizer=build_tokenizer())()
+
+
+@pytest.fixture
+def judges(model: Path) -> Iterator[Any]:
+    opened: list[JudgeEngine] = []
+
+    def judge(**settings: Any) -> JudgeEngine:
+        opened.append(made(model, **settings).engine)
+        return opened[-1]
+
+    yield judge
+    for one in opened:
+        one.close()
+
+
+def directly(model: Path, one: JudgeStage, rollouts: list[Rollout]) -> list[float]:
+    """What the generation engine alone replies, asked by hand."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    async def generated() -> dict[str, str]:
+        engine = TorchEngine(model, RolloutConfig(), dtype="float32")
+        await engine.start()
+        engine.submit(
+            [
+                GenerationRequest(
+                    request_id=str(place),
+                    prompt_token_ids=tokenizer(about(each))["input_ids"],
+                    sampling=sampling_of(one),
+                    seed=request_seed(5, each.group_id, each.index),
+                )
+                for place, each in enumerate(rollouts)
+            ]
+        )
+        replies: dict[str, str] = {}
+        while len(replies) < len(rollouts):
+            for ended in await engine.collect():
+                replies[ended.request_id] = tokenizer.decode(
+                    ended.token_ids, skip_special_tokens=True
+                )
+        await engine.close()
+        return replies
+
+    replies = asyncio.run(generated())
+    return [digits(replies[str(place)]) for place in range(len(rollouts))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scores_are_those_of_direct_generation(
+    temperature: float, model: Path, judges: Any
+) -> None:
+    rollouts = [rollout(group, index, "x" * group) for group in range(5) for index in range(2)]
+    judge = judges(temperature=temperature)
+    scores = judge.judge(rollouts)
+    assert scores == directly(model, stage(temperature=temperature), rollouts)
+    # Random numbers are a row's own: in any company, and when it is judged again.
+    assert judge.judge(rollouts[3:6]) == scores[3:6]
+    alike = [scores[2 * group] == scores[2 * group + 1] for group in range(5)]
+    assert all(alike) == (temperature == 0)
+    assert judge.judge([]) == []
+
+
+def test_one_that_fails_leaves_the_others_their_scores(judges: Any) -> None:
+    def parse(reply: str) -> float | None:
+        return digits(reply) if len(reply) else None
+
+    rollouts = [rollout(0), rollout(1, completion="x" * CONTEXT), rollout(2)]
+    first, failure, third = judges(parse=parse).judge(rollouts)
+    assert first == third
+    assert isinstance(failure, RewardFailure)
+    assert failure.kind == "question"
+    assert "context of 128, less max_tokens=12 for the reply, has room for 1 to 116" in (
+        failure.message
+    )
+
+
+def test_pass_tokens_bound_what_a_judge_holds(model: Path) -> None:
+    """Far fewer than all the questions need."""
+    judge = made(model).engine
+    config = RoleConfig(model=FrozenModelConfig(path=str(model)), pass_tokens=64)
+    one = stage()
+    one = replace(one, model=replace(one.model, config=config))
+    small = JudgeFactory(
+        config=RunConfig(seed=5), stage=one, beginning="", tokenizer=build_tokenizer()
+    )().engine
+    rollouts = [rollout(group, 0, "x" * (group % 3)) for group in range(20)]
+    try:
+        assert small.judge(rollouts) == judge.judge(rollouts)
+        (failure,) = small.judge([rollout(completion="x" * 50)])
+        assert isinstance(failure, RewardFailure)
+        assert "context of 64, less max_tokens=12" in failure.message
+    finally:
+        judge.close()
+        small.close()
