@@ -211,6 +211,51 @@ def test_a_signal_from_before_is_heeded_when_ray_would_start(
     assert [signal.getsignal(one) for one in signal.valid_signals()] == before
 
 
+STUCK = """
+import asyncio, signal, sys, time
+from actors import local_ray
+from actors.signals import cancel_on_signals
+local_ray.STUCK_S = local_ray.DEAF_S = 0.2
+local_ray.LAST_WORDS_S = 2.0
+case = sys.argv[1]
+is_dead = case != "signal"
+
+def last_words(outcome):
+    print("summary of a run that", outcome, flush=True)
+    if case == "hangs":
+        time.sleep(600)
+
+async def run():
+    cancel_on_signals()
+    local_ray._dead = lambda kinds=None: ["raylet"] if is_dead else []
+    async with local_ray.ends_with_ray(last_words):
+        if case == "signal":
+            signal.raise_signal(signal.SIGTERM)
+        time.sleep(600)  # as a call of Ray's does
+
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "outcome", "said"),
+    [
+        ("signal", 130, "interrupted", "Interrupted."),
+        ("dies", 1, "failed", "error: Ray's process raylet has died"),
+        ("hangs", 1, "failed", "error: Ray's process raylet has died"),
+    ],
+)
+def test_who_waits_in_a_call_for_a_ray_that_is_no_more_ends_with_a_summary(
+    case: str, code: int, outcome: str, said: str
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK, case], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout == f"summary of a run that {outcome}\n"
+    assert ended.stderr.startswith(said)
+
+
 def test_too_few_open_files_are_told_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 1024))
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("it starts"))
