@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.server
 import logging
 import os
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ import psutil
 import pytest
 import ray
 from ray._private import utils as ray_utils
+from ray.core.generated import (
+    gcs_service_pb2,
+    gcs_service_pb2_grpc,
+    node_manager_pb2,
+    node_manager_pb2_grpc,
+)
 
 from actors import cluster, local_ray
 from actors.cluster import connected
@@ -142,6 +149,38 @@ def test_a_start_that_fails_is_tried_once_more_and_leaves_nothing(
     assert not any(psutil.pid_exists(process.pid) for process in sleeping)
     assert list(tmp_path.iterdir()) == []
     assert dict(os.environ) == before
+
+
+def test_who_has_not_the_runs_token_is_refused_by_its_ray() -> None:
+    with local_ray.local_ray(1):
+        own = os.environ["RAY_AUTH_TOKEN"]
+        gcs = ray.get_runtime_context().gcs_address
+        (node,) = ray.nodes()
+        raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+
+        def answer(token: str | None, address: str, ask: Callable[[grpc.Channel], Any]) -> str:
+            metadata = None if token is None else [("authorization", f"Bearer {token}")]
+            with grpc.insecure_channel(address) as channel:
+                try:
+                    ask(channel)(timeout=TIMEOUT_S, metadata=metadata)
+                except grpc.RpcError as error:
+                    return str(error.code().name)
+            return "OK"
+
+        def actors(channel: grpc.Channel) -> Callable[..., Any]:
+            request = gcs_service_pb2.GetAllActorInfoRequest()
+            stub = gcs_service_pb2_grpc.ActorInfoGcsServiceStub(channel)
+            return functools.partial(stub.GetAllActorInfo, request)
+
+        def stats(channel: grpc.Channel) -> Callable[..., Any]:
+            request = node_manager_pb2.GetNodeStatsRequest()
+            stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
+            return functools.partial(stub.GetNodeStats, request)
+
+        for address, ask in ((gcs, actors), (raylet, stats)):
+            assert answer(own, address, ask) == "OK"
+            for other in (None, "0" * len(own)):
+                assert answer(other, address, ask) == "UNAUTHENTICATED"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
