@@ -23,7 +23,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -302,7 +302,22 @@ def write_page(outcomes: Iterable[Outcome], page: Path = PAGE) -> None:
     all_rows = read_page(page) | {one.name: one for one in outcomes}
     kept = [all_rows[name] for name in names() if name in all_rows]
     head = page.read_text().partition(COUNTS)[0]
-    page.write_text(head + "\n".join([in_words(summary(kept)), "", *TABLE, *map(row, kept)]) + "\n")
+    lines = [in_words(summary(kept)), "", *TABLE, *map(row, kept)]
+    page.write_text(head + "\n".join(lines) + "\n")
+
+
+def summary(outcomes: Collection[Outcome]) -> dict[str, int]:
+    """Counts; equal, refused and wrong add up to all."""
+    results = Counter(one.result for one in outcomes)
+    return {
+        "equal": results["equal"],
+        "refused": results["refused"],
+        "wrong": results["wrong"],
+        "trainer_only": sum(
+            one.result == "refused" and one.trainer.result == "equal" for one in outcomes
+        ),
+        "models": len(outcomes),
+    }
 
 
 def in_words(counts: Mapping[str, int]) -> str:

@@ -162,9 +162,9 @@ def _require_equality(
         padded[index, : len(row)] = row
     fix = "use an architecture that docs/models.md calls equal"
     try:
-        alone = [outputs.by_engines(small, row[None])[0] for row in rows]
         with torch.enable_grad():
             found = outputs.by_engines(small, padded)
+        alone = [outputs.by_engines(small, row[None])[0] for row in rows]
     except UnknownComputation as error:
         raise ValueError(
             f"{name} cannot be trained with the attention of rlsys: {error}; {fix}."
@@ -176,7 +176,8 @@ def _require_equality(
             f"({type(error).__name__}: {error}); {fix}."
         ) from error
     try:
-        found.sum().backward()
+        with torch.enable_grad():
+            found.sum().backward()
     except Exception as error:  # the same
         raise ValueError(
             f"{name} runs with the attention of rlsys, but cannot be differentiated in the mode in "

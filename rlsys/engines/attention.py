@@ -219,7 +219,8 @@ def _attention(
     shards: Shards | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature. Raises UnknownComputation for what a model asks for beyond it."""
+    """transformers' attention signature. Raises UnknownComputation for what a model asks for
+    beyond it."""
     if not (attention_mask is None or isinstance(attention_mask, Band)):
         raise UnknownComputation(
             f"it brings an attention mask of its own, {_described(attention_mask)}"

@@ -32,9 +32,7 @@ def ray_dir() -> Iterator[Path]:
         yield Path(name)
 
 
-def assert_ended_with_its_summary(
-    job: Job, ray_dir: Path, within_s: float = ENDS_WITHIN_S
-) -> None:
+def assert_ended_with_its_summary(job: Job, ray_dir: Path, within_s: float = ENDS_WITHIN_S) -> None:
     assert job.wait(timeout_s=within_s) == 130, job.output
     assert "Interrupted: " in job.output
     assert "Traceback" not in job.output, job.output
@@ -81,7 +79,7 @@ def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
 def test_nothing_of_a_run_with_vllm_is_open_to_others(tmp_path: Path, ray_dir: Path) -> None:
     """Whatever the machine is called, and where an environment for clusters names an interface. One
     rank with 16 bits has a process group too."""
-    own = "--rollout.engine vllm --rollout.kv-cache-gib 0.125 --model.dtype bfloat16".split()
+    own = ["--rollout.engine=vllm", "--rollout.kv-cache-gib=0.125", "--model.dtype=bfloat16"]
     command = named_elsewhere(sys.executable, "recipes/quickstart.py", *ENDLESS, *own)
     clusters = {"GLOO_SOCKET_IFNAME": "none-here", "NCCL_SOCKET_IFNAME": "none-here"}
     job = start_command(

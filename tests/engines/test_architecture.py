@@ -111,10 +111,14 @@ def test_a_model_that_sees_the_future_is_refused() -> None:
 
 
 def test_a_mask_of_a_models_own_is_refused() -> None:
-    message = r"DogeForCausalLM does not run .*: DogeAttention\.\w+ needs .* such as masks or scores"
+    message = (
+        r"DogeForCausalLM does not run .*: DogeAttention\.\w+ needs .* such as masks or scores"
+    )
     with pytest.raises(ValueError, match=message):
         check_architecture(loaded("doge"))
-    message = r"BltForCausalLM cannot be trained .*: it brings an attention mask of its own, a Tensor;"
+    message = (
+        r"BltForCausalLM cannot be trained .*: it brings an attention mask of its own, a Tensor;"
+    )
     with pytest.raises(ValueError, match=message):
         check_architecture(build("blt")[0])
 

@@ -73,7 +73,7 @@ def test_counts_add_up() -> None:
 def test_the_page_has_every_model_and_counts_them() -> None:
     page = read_page()
     assert list(page) == names()
-    assert in_words(summary(list(page.values()))) in check_models.PAGE.read_text()
+    assert in_words(summary(page.values())) in check_models.PAGE.read_text()
 
 
 def test_rows_are_written_into_the_page(tmp_path: Path) -> None:
