@@ -79,6 +79,7 @@ class RolloutActor(Heartbeat):
         self._store = StoreClient(store)
         self._store_changed = Signal()
         self._prompts: dict[str, Sequence[int]] = {}
+        self._baselines: set[str] = set()  # requests whose tokens nothing trains on
         self._priors: dict[str, Generation] = {}  # what another replica had sampled
         self._num_told: dict[str, int] = {}  # tokens of running requests that lie in the store
         self._num_sampled = 0  # tokens, when last told
@@ -111,6 +112,7 @@ class RolloutActor(Heartbeat):
             ]
         )
         self._prompts.update((r.request_id, r.prompt_token_ids) for r in requests)
+        self._baselines.update(r.request_id for r in requests if r.is_baseline)
         self._count_work()
         self._priors.update(known)
         self._num_told.update((name, len(prior.token_ids)) for name, prior in known.items())
@@ -149,12 +151,13 @@ class RolloutActor(Heartbeat):
             parts = await self.progress(MIN_PROGRESS_TOKENS)
         if not generations:
             return Collected(finished=[], parts=parts, has_sampled=has_sampled)
-        generations = [self._whole(generation) for generation in generations]
+        generations = [self._as_written(self._whole(generation)) for generation in generations]
         prompts = [self._prompts.pop(g.request_id) for g in generations]
         self._count_work()
         for generation in generations:
             self._priors.pop(generation.request_id, None)
             self._num_told.pop(generation.request_id, None)
+            self._baselines.discard(generation.request_id)
         block = await self._put(
             {
                 "prompt_token_ids": [np.asarray(prompt, np.int32) for prompt in prompts],
@@ -229,6 +232,10 @@ class RolloutActor(Heartbeat):
         """With what another replica had sampled of it."""
         prior = self._priors.get(generation.request_id)
         return generation if prior is None else merged(prior, generation)
+
+    def _as_written(self, generation: Generation) -> Generation:
+        is_baseline = generation.request_id in self._baselines
+        return generation.as_baseline if is_baseline else generation
 
     async def release(self) -> None:
         """Let the memory of the engine go, until weights come."""

@@ -23,14 +23,14 @@ import torch
 
 import rlsys
 from recipes import arithmetic
-from recipes.grpo import GRPOConfig
+from recipes.clips import ClippedConfig
 from rlsys import NUM_TOKENS, Dataflow, Prompts, RewardFn, require
 from rlsys.algorithms import clipped_surrogate, dynamic_sampling, grpo_advantage, token_mean
 from rlsys.rewards import length_penalty
 
 
 @dataclass(frozen=True, kw_only=True)
-class DAPOConfig(GRPOConfig):
+class DAPOConfig(ClippedConfig):
     """DAPO's own settings, beside the clips."""
 
     overlong_tokens: int = 4096

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import rlsys
 from recipes import arithmetic
-from recipes.grpo import GRPOConfig
+from recipes.clips import ClippedConfig
 from rlsys import AsyncConfig, Dataflow, Prompts, RewardFn, TrainerConfig, require
 from rlsys.algorithms import (
     decoupled_clipped_surrogate,
@@ -35,7 +35,7 @@ from rlsys.algorithms import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoupledPPOConfig(GRPOConfig):
+class DecoupledPPOConfig(ClippedConfig):
     """Decoupled PPO's own settings, beside the clips."""
 
     proximal: Literal["recomputed", "interpolated"] = "recomputed"

@@ -17,14 +17,14 @@ from typing import Any
 
 import rlsys
 from recipes import arithmetic
-from recipes.grpo import GRPOConfig
+from recipes.clips import ClippedConfig
 from rlsys import Dataflow, Prompts, RewardFn
 from rlsys.algorithms import clipped_surrogate, constant_length, dr_grpo_advantage
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrGRPOConfig(GRPOConfig):
-    """Dr. GRPO has GRPO's settings; the constant is sampling.max_tokens."""
+class DrGRPOConfig(ClippedConfig):
+    """Dr. GRPO has the clips alone; the constant is sampling.max_tokens."""
 
 
 def dr_grpo(

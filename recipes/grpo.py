@@ -8,6 +8,11 @@ is than its group, and raise the probability of what was better, within a clippe
 rho compares the policy being trained with the one that sampled the token, so that rollouts of
 slightly older weights are weighted by how likely they still are. The mean runs over all completion
 tokens of a step.
+
+Each of the three has a name (docs/algorithms.md), and another may stand in its place:
+
+    python recipes/quickstart.py --loss "gmpo()" --advantage "pass_at_k_advantage(4)" \\
+        --aggregation sequence_mean
 """
 
 from __future__ import annotations
@@ -17,48 +22,50 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys import Dataflow, Prompts, RewardFn
-from rlsys.algorithms.advantages import grpo_advantage
-from rlsys.algorithms.aggregation import token_mean
-from rlsys.algorithms.losses import clipped_surrogate
-from rlsys.config import RunConfig, require
+from rlsys.algorithms import check_group_size
+from rlsys.algorithms.registry import parse
+from rlsys.config import RunConfig
+from rlsys.dataflow.by_name import ADVANTAGES, add_advantage, needs_greedy
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(RunConfig):
-    """GRPO's own settings."""
+    """GRPO's own settings, each a name of docs/algorithms.md, with arguments."""
 
-    clip_low: float = 0.2
-    """Tokens with a negative advantage stop being trained below a ratio of 1 - clip_low."""
-    clip_high: float = 0.28
-    """Tokens with a positive advantage stop being trained above a ratio of 1 + clip_high."""
+    advantage: str = "grpo_advantage"
+    """Of a rollout, from the rewards of its group, or of all groups of a step."""
+    loss: str = "clipped_surrogate(0.2, 0.28)"
+    """Of a token: here clipped around the policy that sampled it, to ratios of 0.8 to 1.28."""
+    aggregation: str = "token_mean"
+    """How the losses of a step's tokens become one number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.group_size >= 2,
-            f"group_size={self.group_size} makes every GRPO advantage zero; use group_size >= 2.",
-        )
-        require(
-            0 < self.clip_low < 1 and self.clip_high > 0,
-            f"clip_low={self.clip_low}, clip_high={self.clip_high} leave no range around 1; use "
-            "0 < clip_low < 1 and clip_high > 0.",
-        )
+        check_group_size(parse(self.advantage, *ADVANTAGES), self.group_size)
+        parse(self.loss, "loss")
+        parse(self.aggregation, "aggregation")
 
 
 def grpo(
     cfg: GRPOConfig, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
 ) -> Dataflow:
     """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    advantage = parse(cfg.advantage, *ADVANTAGES)
     flow = Dataflow()
     policy = flow.model("policy")
-    rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
+    rollouts = flow.generate(
+        policy,
+        Prompts(config=cfg.data, rows=rows),
+        group_size=cfg.group_size,
+        greedy_baseline=needs_greedy(advantage),
+    )
     reward = flow.score(rollouts, rewards)
-    advantages = flow.per_group(grpo_advantage, reward)
+    advantages = add_advantage(flow, advantage, reward)
     flow.train(
         policy,
         rollouts,
         advantages,
-        loss=clipped_surrogate(cfg.clip_low, cfg.clip_high),
-        aggregation=token_mean,
+        loss=parse(cfg.loss, "loss"),
+        aggregation=parse(cfg.aggregation, "aggregation"),
     )
     return flow

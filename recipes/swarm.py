@@ -26,14 +26,14 @@ from typing import Any
 
 import rlsys
 from recipes import arithmetic
-from recipes.grpo import GRPOConfig
+from recipes.clips import ClippedConfig
 from recipes.swarm_nodes import run_nodes
 from rlsys import Dataflow, ObserveConfig, Prompts, RewardFn, RolloutConfig, Shared, require
 from rlsys.algorithms import clipped_surrogate, grpo_advantage, token_mean
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwarmConfig(GRPOConfig):
+class SwarmConfig(ClippedConfig):
     """A node's own settings, beside the clips."""
 
     peers: tuple[str, ...] = ("swarm-*",)

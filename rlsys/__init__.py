@@ -33,7 +33,14 @@ from rlsys.config import (
 )
 from rlsys.data.shared import Shared
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, TRUNCATED, Prompts, RewardFn
+from rlsys.dataflow.stages import (
+    IS_GREEDY,
+    NUM_TOKENS,
+    PREFERENCE,
+    TRUNCATED,
+    Prompts,
+    RewardFn,
+)
 from rlsys.errors import RunFailed
 from rlsys.launching import HeldOut, RunResult, WarmStart, launch, main
 from rlsys.rewards import Reward, example_rollout, reward
@@ -46,6 +53,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "IS_GREEDY",
     "NUM_TOKENS",
     "PREFERENCE",
     "TRUNCATED",

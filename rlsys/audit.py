@@ -55,9 +55,11 @@ class Evidence:
     updates_per_step: int = 1  # of the weights, which staleness in the metrics counts
     external: Mapping[int, SharedGroup | None] = field(default_factory=dict)  # by prompt index
 
-    def sampled(self, versions: Sequence[int]) -> Sequence[int]:
-        """Those of tokens that are trained on."""
-        return [v for v in versions if v != INJECTED] if self.injects else versions
+    def sampled(self, record: Mapping[str, Any]) -> Sequence[int]:
+        """Versions of those of a rollout's tokens that are trained on."""
+        versions: Sequence[int] = record["policy_versions"]
+        injects = self.injects or record.get("is_greedy", False)
+        return [v for v in versions if v != INJECTED] if injects else versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +305,7 @@ def _rollouts(past: Past, evidence: Evidence) -> list[str]:
             if step < past.step or past.is_finished:
                 faults.append(f"{name} has not each of its {evidence.group_size} rollouts once")
             continue
-        sampled = [v for one in records for v in evidence.sampled(one["policy_versions"])]
+        sampled = [v for one in records for v in evidence.sampled(one)]
         if sampled and min(sampled) != past.steps[step][group]:
             faults.append(
                 f"{name} has its oldest token from version {min(sampled)}, the ledger says "
@@ -328,9 +330,11 @@ def _tokens(record: Mapping[str, Any], evidence: Evidence) -> list[str]:
     max_staleness = evidence.max_staleness
     if len(versions) != len(record["token_ids"]):
         return [f"has {len(record['token_ids'])} tokens and {len(versions)} versions"]
-    versions = evidence.sampled(versions)
+    versions = evidence.sampled(record)
     if not versions:
         return []
+    if record.get("is_greedy", False):
+        return ["is a greedy baseline, and has tokens that are trained on"]
     faults = []
     if max(versions) > step - 1:
         faults.append(f"has a token of version {max(versions)}, which came later")

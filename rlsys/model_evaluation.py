@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ class EvaluationConfig:
     @property
     def params(self) -> SamplingParams:
         sampled = self.sampling.params()
-        return replace(sampled, temperature=1.0, top_p=1.0, top_k=1) if self.greedy else sampled
+        return sampled.greedy if self.greedy else sampled
 
 
 @dataclass(frozen=True, kw_only=True)

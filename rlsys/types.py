@@ -8,7 +8,7 @@ Everything here is plain data on the CPU (numpy, not torch), cheap to send betwe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -67,9 +67,15 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
+    @property
+    def greedy(self) -> SamplingParams:
+        """The likeliest token each time, as at temperature 0; the seed decides among equals. The
+        log-probabilities stay those at `temperature`, which a trainer recomputes."""
+        return replace(self, top_p=1.0, top_k=1)
+
 
 # policy_version of a token that is part of the completion and not trained on: one that no policy
-# sampled, or, in a chat of a dataset, one of no reply.
+# sampled, one of a greedy baseline, or, in a chat of a dataset, one of no reply.
 INJECTED = -1
 
 
@@ -109,6 +115,8 @@ class GenerationRequest:
     num_prior_tokens: int = 0
     # What to answer where the completion is there already; None: what the model samples.
     completion: Completion | None = None
+    # It is only compared with: whoever writes it marks all of its tokens as INJECTED.
+    is_baseline: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +131,11 @@ class Generation:
     # [P + T - 1, L * K], of every token that another was sampled behind: the K experts that it went
     # to in each of the L layers of a mixture. None: not recorded.
     routed_experts: ExpertArray | None = None
+
+    @property
+    def as_baseline(self) -> Generation:
+        """The same, with no token that is trained on."""
+        return replace(self, policy_versions=np.full_like(self.policy_versions, INJECTED))
 
     @classmethod
     def of_nothing(cls, request_id: str, finish_reason: FinishReason) -> Generation:

@@ -26,7 +26,7 @@ class FinishedRollout:
     min_version: int
     max_version: int
     finish_reason: FinishReason
-    num_injected: int = 0  # completion tokens that no policy sampled
+    num_injected: int = 0  # completion tokens that are not trained on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

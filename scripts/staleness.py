@@ -29,7 +29,6 @@ from typing import Any
 import rlsys
 from recipes import arithmetic
 from recipes.decoupled_ppo import Config, decoupled_ppo
-from recipes.grpo import grpo
 from rlsys import AsyncConfig, Dataflow, Prompts, RewardFn, metrics
 from rlsys.algorithms import (
     clipped_surrogate,
@@ -48,6 +47,18 @@ COLOURS = {
     "interpolated": "#4b7f52",
     "corrected": "#8a5a9e",
 }
+
+
+def naive(
+    cfg: Config, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
+) -> Dataflow:
+    flow = Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
+    advantages = flow.per_group(grpo_advantage, flow.score(rollouts, rewards))
+    loss = clipped_surrogate(cfg.clip_low, cfg.clip_high)
+    flow.train(policy, rollouts, advantages, loss=loss, aggregation=token_mean)
+    return flow
 
 
 def interpolated(cfg: Config, rewards: Sequence[RewardFn], **given: Any) -> Dataflow:
@@ -69,7 +80,7 @@ def icepop_corrected(
 
 
 LOSSES: dict[str, Callable[..., Dataflow]] = {
-    "naive": grpo,
+    "naive": naive,
     "decoupled": decoupled_ppo,
     "interpolated": interpolated,
     "corrected": icepop_corrected,

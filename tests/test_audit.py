@@ -27,7 +27,8 @@ from rlsys import metrics
 from rlsys.audit import Evidence, audit
 from rlsys.exported import seal_export
 from rlsys.history import read_evidence
-from tests.histories import RUN_ID, made_up_run, text, with_external_groups, write_run
+from rlsys.types import INJECTED
+from tests.histories import GROUP_SIZE, RUN_ID, made_up_run, text, with_external_groups, write_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -229,6 +230,10 @@ def token_from_the_future(evidence: Evidence, record: dict[str, Any]) -> None:
     record["policy_versions"][-1] = record["step"]
 
 
+def trained_baseline(evidence: Evidence, record: dict[str, Any]) -> None:
+    record["is_greedy"] = True
+
+
 def missing_version(evidence: Evidence, record: dict[str, Any]) -> None:
     record["policy_versions"].pop()
 
@@ -278,6 +283,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a rollout has another prompt": recorded(other_text),
     "a rollout is of another group": recorded(other_group),
     "a rollout is of another step": recorded(other_step),
+    "a greedy baseline is trained on": recorded(trained_baseline),
 }
 
 
@@ -305,6 +311,17 @@ def test_every_damage_is_tried(name: str) -> None:
         MUTATIONS[name](copy.deepcopy(made_up_run(seed)), random.Random(seed)) for seed in range(40)
     ]
     assert sum(done) >= 10
+
+
+def test_a_greedy_baseline_has_no_token_that_is_trained_on() -> None:
+    """And what has none is one: a version that no policy has is a fault in any other record."""
+    evidence: Any = copy.deepcopy(made_up_run(3, max_staleness=0))
+    last = [record for record in evidence.rollouts if record["index"] == GROUP_SIZE - 1]
+    for record in last:
+        record |= {"is_greedy": True, "staleness": 0, "policy_versions": [INJECTED] * 4}
+    assert audit(evidence).faults == []
+    last[0]["is_greedy"] = False
+    assert audit(evidence).faults
 
 
 def test_an_unfinished_run_may_lack_the_last_line_and_its_ends() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import random
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.algorithms.advantages import remax_advantage
 from rlsys.algorithms.groups import dynamic_sampling
 from rlsys.config import (
     AsyncConfig,
@@ -24,13 +28,15 @@ from rlsys.config import (
 from rlsys.controller import OpenWork, RewardsFailed
 from rlsys.controller.learners import Learners
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, Prompts
+from rlsys.dataflow.ledger import Ledger
+from rlsys.dataflow.stages import IS_GREEDY, NUM_TOKENS, PREFERENCE, Prompts
 from rlsys.rewards import RewardFailure, RewardResult, reward
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.simulation.workers import (
     SimulatedLearner,
     SimulatedPool,
     SimulatedPrompts,
+    SimulatedScorer,
     exponential,
 )
 from rlsys.types import Completion, Prompt, StepResult
@@ -231,6 +237,83 @@ def test_a_refused_group_is_replaced() -> None:
     assert len(w.observer.refused) == 16
     assert all(group["num_tokens"] == [3, 3] for group in w.observer.refused)
     assert all(len(group["reward"]) == 2 for group in w.observer.refused)
+
+
+def remax() -> Dataflow:
+    """Of groups of two: one sampled, one greedy."""
+    flow = Dataflow()
+    policy = flow.model("policy")
+    prompts = Prompts(config=DataConfig())
+    rollouts = flow.generate(policy, prompts, group_size=2, greedy_baseline=True)
+    reward = flow.score(rollouts, [lambda rollout: 0.0])
+    advantages = flow.per_group(remax_advantage, reward, IS_GREEDY)
+    flow.train(policy, rollouts, advantages, loss=no_loss, aggregation=no_loss)
+    flow.check()
+    return flow
+
+
+def greedy_of(names: Iterable[str]) -> list[str]:
+    """Of request ids "group.index.attempt"."""
+    return [name for name in names if name.split(".")[1] == "1"]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_last_of_each_group_is_greedy_over_deaths_too(dies: bool) -> None:
+    """Its reward is what the other is compared with; of its tokens none is counted as trained."""
+    w = world(num_replicas=2)
+    w.dataflow = remax()
+    w.scorer = SimulatedScorer(
+        outcome=lambda task: RewardResult(total=float(task.index == 0), components={})
+    )
+    if dies:
+        w.replicas[0].dies_after = 5
+        w.learner.step_s = 1.0
+    run_in_virtual_time(w.run())
+    replicas = [*w.replicas, *w.fleet.hired]
+    for replica in replicas:
+        assert replica.greedy == greedy_of(replica.submitted)
+    if dies:
+        assert w.observer.deaths == ["rollout-0"]
+        again = Counter(name for replica in replicas for name in replica.submitted)
+        assert greedy_of(name for name, count in again.items() if count > 1)
+    assert len(w.observer.steps) == 4
+    for step in w.observer.steps:
+        for group in step.groups:
+            columns = step.columns[group.group_id]
+            assert columns["advantages"] == [1.0, 0.0]
+            assert [note.is_greedy for note in group.rollouts] == [False, True]
+            assert group.num_trained_tokens == 3
+            assert group.of_trained(columns["reward"]) == [1.0]
+    for rows in itertools.chain.from_iterable(w.learner.trained):
+        assert set(rows.group_num_tokens) == {3}
+
+
+def test_what_a_checkpoint_has_of_greedy_rollouts_stays_greedy() -> None:
+    w = world(num_steps=4, checkpoint_every=2, asynchrony=AsyncConfig(max_staleness=2))
+    w.dataflow = remax()
+    events: list[dict[str, Any]] = []
+    w.ledger = Ledger(events.append, groups_per_step=4)
+    w.learner.step_s = 2.0
+    run_in_virtual_time(w.run())
+    work = w.saved[0]
+    assert greedy_of(rollout.request_id for rollout in work.finished)
+    assert greedy_of(part.request_id for part in work.parts)
+    at_crash = next(i for i, e in enumerate(events) if e.get("step") == 3)
+    later = world(1, num_steps=4, asynchrony=AsyncConfig(max_staleness=2))
+    later.dataflow = remax()
+    later.ledger = Ledger.replay(events[:at_crash], events.append, groups_per_step=4)
+    later.ledger.resume(step=2)
+    open_ids = {group.group_id for group in later.ledger.open_groups}
+    later.carried = dataclasses.replace(work, homes=dict.fromkeys(open_ids, "node"))
+    later.first_step = later.learner.version = later.observer.first_step = 2
+    run_in_virtual_time(later.run())
+    (replica,) = later.replicas
+    assert greedy_of(replica.continued)
+    assert replica.greedy == greedy_of(replica.submitted)
+    for step in later.observer.steps:
+        for group in step.groups:
+            assert [note.is_greedy for note in group.rollouts] == [False, True]
+            assert group.num_trained_tokens == 3
 
 
 def test_a_function_over_tokens_is_sent_their_versions_besides() -> None:

@@ -64,13 +64,28 @@ def opo_advantage(rewards: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tens
     return centred - (lengths * centred).sum() / lengths.sum()
 
 
-def remax_advantage(rewards: torch.Tensor, greedy_rewards: torch.Tensor) -> torch.Tensor:
+@needs_group(2)
+def remax_advantage(rewards: torch.Tensor, is_greedy: torch.Tensor) -> torch.Tensor:
     """r − r of the greedy completion of the same prompt: ReMax, 2310.10505. [G], [G] -> [G].
 
-    `greedy_rewards` repeats that one reward; no stage of a graph writes it, since none samples a
-    greedy completion beside the others. A group of one will do.
+    `is_greedy` is 1 for that one, whose own advantage is 0, and 0 for the others: the column
+    rlsys.IS_GREEDY of a graph with flow.generate(..., greedy_baseline=True).
+
+    That rollout is not trained on, so that it has no tokens for an aggregation. It adds nothing to
+    the denominator of `token_mean`, and as much to those of `sequence_mean`, `sequence_sum` and
+    `constant_length` as any rollout does, so that their losses are (G − 1)/G of the means over the
+    sampled ones, in each step alike. `prompt_mean` counts the prompt once with it or without, and
+    `token_sum(rollouts_per_step)`, whose number counts it, stays the sum.
+
+    Raises ValueError for a group that has not one greedy rollout.
     """
-    return rewards - greedy_rewards
+    greedy = is_greedy > 0
+    if int(greedy.sum()) != 1:
+        raise ValueError(
+            f"is_greedy={is_greedy.tolist()} tells of {int(greedy.sum())} greedy rollouts in a "
+            "group; ReMax compares with one."
+        )
+    return rewards - rewards[greedy]
 
 
 @parameters

@@ -195,22 +195,32 @@ _LITERALS: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def parse(text: str, kind: Kind) -> Any:
-    """What `text` names: "gspo", "gspo(3e-4, 4e-4)", "with_kl(cispo(5.0), 'k3', 0.001)".
+def parse(text: str, *kinds: Kind) -> Any:
+    """What `text` names, of one of these kinds: "gspo", "gspo(3e-4, 4e-4)",
+    "with_kl(cispo(5.0), 'k3', 0.001)".
 
     Raises ValueError with the text, what is wrong with it and what is known.
     """
-    if kind not in get_args(Kind):
-        raise ValueError(f"kind={kind!r} is unknown; use one of {', '.join(get_args(Kind))}.")
+    for kind in kinds:
+        if kind not in get_args(Kind):
+            raise ValueError(f"kind={kind!r} is unknown; use one of {', '.join(get_args(Kind))}.")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        _refuse(text, "it is no name with arguments", kind)
-    return _object(tree, kind, text)
+        _refuse(text, "it is no name with arguments", kinds)
+    return _object(tree, kinds, text)
 
 
-def names(kind: Kind) -> list[str]:
-    return [entry.name for entry in REGISTRY.values() if entry.kind == kind]
+def names(*kinds: Kind) -> list[str]:
+    return [entry.name for entry in REGISTRY.values() if entry.kind in kinds]
+
+
+def kind_of(given: object) -> Kind | None:
+    """Of one of these objects; None for one of the user's own."""
+    while isinstance(given, functools.partial):
+        given = given.func
+    entry = _entry_of(given)
+    return None if entry is None else entry.kind
 
 
 def check_kind(caller: str, given: object, what: str, kinds: Sequence[Kind]) -> None:
@@ -244,9 +254,7 @@ def works_along_rollouts(given: object) -> bool:
 
 
 def comes_with_rlsys(given: object) -> bool:
-    while isinstance(given, functools.partial):
-        given = given.func
-    return _entry_of(given) is not None
+    return kind_of(given) is not None
 
 
 def tables() -> str:
@@ -270,7 +278,7 @@ def _entry_of(given: object) -> Entry | None:
     return entry if entry is not None and entry.target is target else None
 
 
-def _object(tree: ast.expr, kind: Kind, text: str) -> Any:
+def _object(tree: ast.expr, kinds: Sequence[Kind], text: str) -> Any:
     match tree:
         case ast.Name(id=name):
             arguments: list[ast.expr] = []
@@ -278,12 +286,12 @@ def _object(tree: ast.expr, kind: Kind, text: str) -> Any:
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=keywords):
             pass
         case _:
-            _refuse(text, f"{ast.unparse(tree)} is no name with arguments", kind)
+            _refuse(text, f"{ast.unparse(tree)} is no name with arguments", kinds)
     entry = REGISTRY.get(name)
     if entry is None:
-        _refuse(text, f"{name!r} is unknown", kind, name)
-    if entry.kind != kind:
-        _refuse(text, f"{name!r} is a {entry.kind}", kind)
+        _refuse(text, f"{name!r} is unknown", kinds, name)
+    if entry.kind not in kinds:
+        _refuse(text, f"{name!r} is {_an(entry.kind)}", kinds)
     bound = _bind(entry, arguments, keywords, text)
     given = {
         argument: _argument(value, entry.constants[argument], entry, text)
@@ -311,7 +319,7 @@ def _bind(
 
 def _argument(tree: ast.expr, parameter: inspect.Parameter, entry: Entry, text: str) -> Any:
     if parameter.annotation in _NESTED:
-        return _object(tree, _NESTED[parameter.annotation], text)
+        return _object(tree, [_NESTED[parameter.annotation]], text)
     types = _LITERALS.get(parameter.annotation, (str,))
     try:
         value = ast.literal_eval(tree)
@@ -325,12 +333,18 @@ def _argument(tree: ast.expr, parameter: inspect.Parameter, entry: Entry, text: 
     return value
 
 
-def _refuse(text: str, problem: str, kind: Kind, name: str = "") -> NoReturn:
-    close = difflib.get_close_matches(name, names(kind), n=1)
+def _refuse(text: str, problem: str, kinds: Sequence[Kind], name: str = "") -> NoReturn:
+    known = names(*kinds)
+    close = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]!r}? Known" if close else "known"
     raise ValueError(
-        f"{text!r}: {problem}, where a {kind} is wanted; {meant}: {', '.join(names(kind))}."
+        f"{text!r}: {problem}, where {_an(' or '.join(kinds))} is wanted; {meant}: "
+        f"{', '.join(known)}."
     )
+
+
+def _an(kind: str) -> str:
+    return f"{'an' if kind[0] == 'a' else 'a'} {kind}"
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from rlsys.controller.turns import Turns
 from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.ledger import Ledger
+from rlsys.dataflow.stages import GenerateStage
 from rlsys.dataflow.store import StreamStore
 from rlsys.errors import first_error
 from rlsys.types import WeightManifest
@@ -128,6 +129,7 @@ class Controller:
             turns,
             prompts,
             stage=source.name,
+            greedy_baseline=isinstance(source, GenerateStage) and source.greedy_baseline,
             fleet=fleet,
             replicas=replicas,
             newest=weights,

@@ -39,6 +39,7 @@ class Prompts(Protocol):
 class GenerationSide:
     """`stage`: the name of that which writes the rollouts.
     `carried`: what a resumed run's checkpoint has of groups that had not ended.
+    `greedy_baseline`: the last rollout of each group is one.
     `is_in_training`: the trainer has a group, and must not lose it."""
 
     def __init__(
@@ -48,6 +49,7 @@ class GenerationSide:
         prompts: Prompts,
         *,
         stage: str,
+        greedy_baseline: bool,
         fleet: Fleet,
         replicas: Mapping[int, Replica],
         newest: WeightManifest | None,
@@ -57,6 +59,7 @@ class GenerationSide:
         self._state = state
         self._prompts = prompts
         self._stage = stage
+        self._greedy_baseline = greedy_baseline
         self._sampling = state.config.sampling.params()
         self._attempts: Counter[int] = Counter()  # issues of each group
         self._deaths: Counter[int] = Counter()  # of replicas, while they sampled this group
@@ -147,18 +150,8 @@ class GenerationSide:
 
     def _batches(self, group: Group, placed: Mapping[str, Sequence[int]]) -> list[Batch]:
         batches = []
-        completions = group.prompt.completions
         for replica, indices in placed.items():
-            requests = [
-                GenerationRequest(
-                    request_id=_request_id(group, index),
-                    prompt_token_ids=group.prompt.token_ids,
-                    sampling=self._sampling,
-                    seed=request_seed(self._state.config.seed, group.group_id, index),
-                    completion=completions[index] if completions else None,
-                )
-                for index in indices
-            ]
+            requests = [self._request(group, index) for index in indices]
             self._router.assign(
                 replica,
                 [request.request_id for request in requests],
@@ -167,6 +160,18 @@ class GenerationSide:
             )
             batches.append(Batch(replica=replica, requests=requests))
         return batches
+
+    def _request(self, group: Group, index: int) -> GenerationRequest:
+        completions = group.prompt.completions
+        is_greedy = group.rollouts[index].is_greedy
+        return GenerationRequest(
+            request_id=_request_id(group, index),
+            prompt_token_ids=group.prompt.token_ids,
+            sampling=self._sampling.greedy if is_greedy else self._sampling,
+            seed=request_seed(self._state.config.seed, group.group_id, index),
+            completion=completions[index] if completions else None,
+            is_baseline=is_greedy,
+        )
 
     @property
     def _next_id(self) -> int:
@@ -194,13 +199,18 @@ class GenerationSide:
             group_id=group_id,
             prompt=prompt,
             rows=state.store.add_group(group_id),
-            rollouts=[RolloutNote(index=index) for index in range(state.config.group_size)],
+            rollouts=self._notes(),
             version=version,
             attempt=self._attempts[group_id],
         )
         self._attempts[group_id] += 1
         state.groups[group_id] = group
         return group
+
+    def _notes(self) -> list[RolloutNote]:
+        notes = [RolloutNote(index=index) for index in range(self._state.config.group_size)]
+        notes[-1].is_greedy = self._greedy_baseline
+        return notes
 
     def _restore(self, group: Group) -> None:
         """Give a group of a resumed run what its checkpoint has of it. Rollouts that had ended lie

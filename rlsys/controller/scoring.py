@@ -107,7 +107,7 @@ class ScoringSide:
         """A group of which all rewards are known tells how well its prompt is learnt."""
         rewards = [note.reward for note in group.rollouts if note.reward is not None]
         if len(rewards) == len(group.rollouts):
-            self._state.curriculum.scored(group.prompt.row, rewards)
+            self._state.curriculum.scored(group.prompt.row, group.of_trained(rewards))
 
     def _task(self, batch: RowBatch, i: int) -> ScoreTask:
         group = self._state.groups[batch.group_ids[i]]

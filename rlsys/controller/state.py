@@ -16,7 +16,7 @@ from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.ledger import Ledger, OpenGroup
 from rlsys.dataflow.passes import GroupLengths
 from rlsys.dataflow.signal import Signal
-from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, TRUNCATED
+from rlsys.dataflow.stages import IS_GREEDY, NUM_TOKENS, PREFERENCE, TRUNCATED
 from rlsys.dataflow.store import StreamStore
 from rlsys.rewards import RewardFailure
 from rlsys.types import FinishReason, Prompt, StepResult, WeightManifest
@@ -28,6 +28,7 @@ class RolloutNote:
     """What is remembered of a rollout until its group is trained."""
 
     index: int = 0  # within its group
+    is_greedy: bool = False  # the baseline of its group, which is not trained on
     finished: FinishedRollout | None = None  # None: it is still being sampled
     components: Mapping[str, float] = field(default_factory=dict)  # of its reward
     text: RolloutText | None = None
@@ -63,6 +64,7 @@ class RolloutNote:
 FACTS: Mapping[str, Callable[[RolloutNote], float]] = {
     NUM_TOKENS.name: lambda note: note.num_tokens,
     TRUNCATED.name: lambda note: note.finish_reason is FinishReason.LENGTH,
+    IS_GREEDY.name: lambda note: note.is_greedy,
     PREFERENCE.name: lambda note: -1 if note.index else 1,
 }
 
@@ -97,9 +99,14 @@ class Group:
             record=record,
         )
 
+    def of_trained(self, values: Sequence[float]) -> list[float]:
+        """Of values of all its rollouts those of the ones that are trained on."""
+        notes = zip(values, self.rollouts, strict=True)
+        return [value for value, note in notes if not note.is_greedy]
+
     @property
     def num_trained_tokens(self) -> int:
-        """Of completions, less those that no policy sampled."""
+        """Of completions, less those that are not trained on."""
         return sum(note.num_tokens - note.num_injected for note in self.rollouts)
 
     @property

@@ -42,6 +42,7 @@ from rlsys.dataflow.schema import StageSpec
 from rlsys.dataflow.stages import (
     EXPERTS_COLUMN,
     FACTS,
+    IS_GREEDY,
     PADDING_BYTES,
     PER,
     PREFERENCE,
@@ -133,8 +134,13 @@ class Dataflow:
         self.models[name] = Model(name=name, head=head, config=config)
         return self.models[name]
 
-    def generate(self, model: Model, prompts: Prompts, *, group_size: int) -> tuple[Column, ...]:
-        """Sample `group_size` completions of each prompt with `model`."""
+    def generate(
+        self, model: Model, prompts: Prompts, *, group_size: int, greedy_baseline: bool = False
+    ) -> tuple[Column, ...]:
+        """Sample `group_size` completions of each prompt with `model`.
+
+        `greedy_baseline`: the last one of each group takes the likeliest token each time. It is
+        scored as the others are and never trained on; IS_GREEDY tells functions which it is."""
         self._check_model("generate", model)
         check_is("generate", "prompts", prompts, Prompts, A_SOURCE)
         require(
@@ -143,6 +149,17 @@ class Dataflow:
             "model without a configuration of its own, and it must have logits.",
         )
         check_group_size("generate", group_size)
+        checked(greedy_baseline, bool, "flow.generate: greedy_baseline")
+        require(
+            group_size >= 2 or not greedy_baseline,
+            f"flow.generate(greedy_baseline=True): group_size={group_size} counts the greedy "
+            "rollout, which is not trained on, so that nothing would be; use group_size >= 2.",
+        )
+        require(
+            not (greedy_baseline and prompts.may_be_external),
+            "flow.generate(greedy_baseline=True): groups that other runs share have no greedy "
+            "rollout; leave Prompts.shared out, or greedy_baseline.",
+        )
         self._check_first_source()
         columns = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
         self._add(
@@ -152,6 +169,7 @@ class Dataflow:
                 model=model,
                 prompts=prompts,
                 group_size=group_size,
+                greedy_baseline=greedy_baseline,
             )
         )
         return columns
@@ -529,6 +547,11 @@ class Dataflow:
         self.stage(SourceStage)
         self.trained(self.main.name)
         readers = {column.name for stage in self.stages for column in stage.reads}
+        require(
+            not self._has_greedy or IS_GREEDY.name in readers,
+            "flow.generate(greedy_baseline=True) samples rollouts that no stage compares with; "
+            "give IS_GREEDY to flow.per_group (remax_advantage), or leave greedy_baseline out.",
+        )
         for stage in self.stages:
             unread = [c.name for c in stage.writes if c.name not in readers]
             if isinstance(stage, SourceStage):
@@ -799,6 +822,10 @@ class Dataflow:
         """The rows of a group have an order that means something."""
         return bool(self.all(DatasetStage))
 
+    @property
+    def _has_greedy(self) -> bool:
+        return any(stage.greedy_baseline for stage in self.all(GenerateStage))
+
     def _waits_for(self, stage: Stage) -> tuple[str, ...]:
         """Columns in the store that the stage needs; one that reads facts alone waits for the
         completion that they are of."""
@@ -827,6 +854,11 @@ class Dataflow:
                 f"stage {stage.name!r} reads PREFERENCE, which says that the first row of a pair "
                 "is the better one, as it is in a dataset; of completions that a model samples, "
                 "let a stage say which is: flow.per_group(function, reward, name='preference').",
+            )
+            require(
+                column != IS_GREEDY or self._has_greedy,
+                f"stage {stage.name!r} reads IS_GREEDY, and no rollout of this graph is greedy; "
+                "use flow.generate(..., greedy_baseline=True).",
             )
         written = _names(stage.writes)
         for column in stage.writes:

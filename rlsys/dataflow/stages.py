@@ -63,12 +63,14 @@ class Column:
 
 
 # Of every rollout, for functions over groups and batches, and for losses: what no stage writes, and
-# a recipe names as rlsys.NUM_TOKENS, rlsys.TRUNCATED, rlsys.PREFERENCE.
+# a recipe names as rlsys.NUM_TOKENS, rlsys.TRUNCATED, rlsys.IS_GREEDY, rlsys.PREFERENCE.
 NUM_TOKENS = Column("num_tokens", is_fact=True)  # of the completion
 TRUNCATED = Column("truncated", is_fact=True)  # 1: ended by the limit on tokens, else 0
+# Of groups that are sampled with a greedy baseline. 1: it is that one, else 0.
+IS_GREEDY = Column("is_greedy", is_fact=True)
 # Of the pairs of a dataset. 1: the first of its group, else -1.
 PREFERENCE = Column("preference", is_fact=True)
-FACTS = (NUM_TOKENS, TRUNCATED, PREFERENCE)
+FACTS = (NUM_TOKENS, TRUNCATED, IS_GREEDY, PREFERENCE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,7 @@ class SourceStage(Stage):
 @dataclass(frozen=True, kw_only=True)
 class GenerateStage(SourceStage):
     model: Model
+    greedy_baseline: bool = False  # the last rollout of each group is one
 
 
 @dataclass(frozen=True, kw_only=True)

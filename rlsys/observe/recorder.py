@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from rlsys import metrics
-from rlsys.controller import TrainedStep
+from rlsys.controller import Group, TrainedStep
 from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.signal import Signal
 from rlsys.observe.console import RunConsole
@@ -229,7 +229,7 @@ class Recorder:
         rewards, self._refused_rewards = self._refused_rewards, []
         for group in trained.groups:
             if not group.prompt.shared_by:
-                rewards += trained.columns[group.group_id].get(REWARD, ())
+                rewards += _of_trained(trained, group).get(REWARD, ())
         return {metrics.REWARD_SAMPLED_MEAN: statistics.fmean(rewards)} if rewards else {}
 
     def close(self, *, failed: bool) -> None:
@@ -241,10 +241,10 @@ class Recorder:
 
 
 def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:
-    notes = [note for group in trained.groups for note in group.rollouts]
+    notes = [note for group in trained.groups for note in group.rollouts if not note.is_greedy]
     columns: defaultdict[str, list[float]] = defaultdict(list)
-    for of_group in trained.columns.values():
-        for name, values in of_group.items():
+    for group in trained.groups:
+        for name, values in _of_trained(trained, group).items():
             columns[name] += values
     components: dict[str, list[float]] = {}
     for note in notes:
@@ -271,6 +271,12 @@ def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:
     }
 
 
+def _of_trained(trained: TrainedStep, group: Group) -> dict[str, list[float]]:
+    """Columns of a group, without its greedy baseline."""
+    columns = trained.columns[group.group_id]
+    return {name: group.of_trained(values) for name, values in columns.items()}
+
+
 def _external(trained: TrainedStep) -> dict[str, float]:
     num_external = sum(bool(group.prompt.shared_by) for group in trained.groups)
     return {metrics.EXTERNAL_FRAC: num_external / len(trained.groups)} if num_external else {}
@@ -293,7 +299,8 @@ def _records(trained: TrainedStep) -> list[RolloutRecord]:
                     completion=note.text.completion,
                     token_ids=note.text.token_ids,
                     policy_versions=note.text.policy_versions,
-                    staleness=trained.step - 1 - note.min_version,
+                    # None of a greedy baseline's tokens is trained on.
+                    staleness=0 if note.is_greedy else trained.step - 1 - note.min_version,
                     reward=own.pop(REWARD, None),
                     rewards=note.components,
                     advantage=own.pop(ADVANTAGES, None),
@@ -302,6 +309,7 @@ def _records(trained: TrainedStep) -> list[RolloutRecord]:
                     row=group.prompt.metadata,
                     asked=group.prompt.asked,
                     shared_by=group.prompt.shared_by,
+                    is_greedy=note.is_greedy,
                 )
             )
     return records

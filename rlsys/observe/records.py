@@ -43,6 +43,8 @@ class RolloutRecord:
     """The row's prompt, a text or messages, where a chat template made `prompt` of it."""
     shared_by: str = ""
     """The run that sampled it, where that was another."""
+    is_greedy: bool = False
+    """The baseline of its group (flow.generate(greedy_baseline=True)), which is not trained on."""
     run_id: str = ""
     """Of the run that wrote it (RunDirectory.run_id), by which it knows its own in a copy."""
 

@@ -26,6 +26,7 @@ from rlsys.types import (
     FinishReason,
     GenerationRequest,
     Prompt,
+    Sampled,
     StepResult,
     WeightManifest,
 )
@@ -47,6 +48,7 @@ from rlsys.workers import (
 T = TypeVar("T")
 
 NUM_PROMPT_TOKENS = 4
+NONE_SAMPLED = Sampled.of(np.empty(0, np.int32))  # of rows that are not trained on
 
 LEASES = itertools.count(1 << 20)  # of what others than replicas write
 
@@ -102,6 +104,7 @@ class SimulatedReplica:
     load_s: float = 0.0
     version: int = 0
     submitted: list[str] = field(default_factory=list)  # request ids
+    greedy: list[str] = field(default_factory=list)  # those of them that ask for greedy baselines
     num_collected: int = 0
     buried: bool = False
     dies_after: int | None = None  # rollouts
@@ -143,6 +146,8 @@ class SimulatedReplica:
         self._told.update(priors)
         for request in requests:
             self.submitted.append(request.request_id)
+            if request.is_baseline and request.sampling == request.sampling.greedy:
+                self.greedy.append(request.request_id)
             self._running[request.request_id] = asyncio.create_task(self._sample(request))
 
     async def _sample(self, request: GenerationRequest) -> None:
@@ -155,15 +160,17 @@ class SimulatedReplica:
         except asyncio.CancelledError:
             finish_reason = FinishReason.ABORTED
         del self._running[request.request_id]
+        is_baseline = request.is_baseline
         self._finished.put_nowait(
             FinishedRollout(
                 request_id=request.request_id,
                 cell=(BlockRef(self.shard, 0, 0, _layout(3)), 0),
                 num_prompt_tokens=NUM_PROMPT_TOKENS,
                 num_tokens=3,
-                min_version=first_version,
-                max_version=self.version,
+                min_version=NONE_SAMPLED.oldest if is_baseline else first_version,
+                max_version=NONE_SAMPLED.newest if is_baseline else self.version,
                 finish_reason=finish_reason,
+                num_injected=3 if is_baseline else 0,
             )
         )
 

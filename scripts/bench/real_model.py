@@ -35,7 +35,7 @@ import rlsys
 from recipes.grpo import GRPOConfig, grpo
 from rlsys import metrics
 from rlsys.algorithms.aggregation import token_mean
-from rlsys.algorithms.losses import clipped_surrogate
+from rlsys.algorithms.registry import parse
 from rlsys.config import (
     AsyncConfig,
     DataConfig,
@@ -147,7 +147,7 @@ def gap(config: GRPOConfig, rows: list[dict[str, Any]], seed: int) -> dict[str, 
         model_path=config.model.path,
         trainer=config.trainer,
         model=config.model,
-        loss=clipped_surrogate(config.clip_low, config.clip_high),
+        loss=parse(config.loss, "loss"),
         aggregation=token_mean,
         temperature=config.sampling.temperature,
         num_total_steps=1,

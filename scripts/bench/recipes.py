@@ -2,13 +2,13 @@
 
     python scripts/bench/recipes.py [NAME ...] [--runs-dir runs/recipes] [--num-steps 150]
 
-Each is `python recipes/NAME.py` in a process of its own, one after the other; a run that is there
-already is not trained again. Prints one line of JSON last, per recipe: reward_first and
-reward_last, means over a tenth of the steps at either end, and minutes, with all that a start
-takes; the same of its variants (eta8_reward_last); whatever else RECIPES asks of the last steps. Of
-a swarm, also the cumulative reward of all its nodes, and that of as many which share nothing. Of
-PPO, also what no critic could exceed (explainable_variance). scripts/plot_recipes.py draws the
-curves.
+Each is `python recipes/NAME.py`, that of grpo recipes/quickstart.py, in a process of its own, one
+after the other; a run that is there already is not trained again. Prints one line of JSON last, per
+recipe: reward_first and reward_last, means over a tenth of the steps at either end, and minutes,
+with all that a start takes; the same of its variants (eta8_reward_last); whatever else RECIPES asks
+of the last steps. Of a swarm, also the cumulative reward of all its nodes, and that of as many
+which share nothing. Of PPO, also what no critic could exceed (explainable_variance).
+scripts/plot_recipes.py draws the curves.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Recipe:
     there: {"NAME-SUFFIX": metric}."""
     variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Runs beside its own, with options of theirs: {run: options}."""
+    script: str | None = None
+    """The recipe's file below recipes/, where that is not NAME.py."""
     num_nodes: int | None = None
     """Of a swarm, whose reward is the mean over its nodes."""
 
@@ -83,7 +85,7 @@ def explainable_variance(rollouts: Sequence[Rollout]) -> float:
 
 
 RECIPES: dict[str, Recipe] = {
-    "quickstart": Recipe(),
+    "grpo": Recipe(script="quickstart.py"),
     "dr_grpo": Recipe(),
     "rloo": Recipe(),
     "reinforce_pp": Recipe(),
@@ -119,6 +121,10 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+# What a recipe is called besides, by its file.
+ALIASES = {"quickstart": "grpo"}
+
+
 def series(lines: Sequence[Mapping[str, float]], name: str) -> list[float]:
     """The metric's values; where a line has none of it, the reward that every line has."""
     return [line[name] if name in line else line[metrics.REWARD_MEAN] for line in lines]
@@ -134,7 +140,8 @@ def train(name: str, run: str, runs_dir: Path, options: Sequence[str]) -> float:
     """Minutes that it took. Ends this process where the recipe fails."""
     recipe = RECIPES[name]
     start = time.monotonic()
-    command = [sys.executable, f"recipes/{name}.py", "--name", run, "--runs-dir", str(runs_dir)]
+    script = f"recipes/{recipe.script or name + '.py'}"
+    command = [sys.executable, script, "--name", run, "--runs-dir", str(runs_dir)]
     command += [] if recipe.num_nodes is None else ["--num-nodes", str(recipe.num_nodes)]
     command += [*recipe.variants.get(run, ()), "--resume", "auto", *options]
     done = subprocess.run(command, cwd=ROOT, check=False)
@@ -200,14 +207,15 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, help="of each; by default the recipe's own")
     parser.add_argument("--seed", type=int, help="of each; by default the recipe's own")
     given = parser.parse_args()
-    if unknown := [name for name in given.names if name not in RECIPES]:
+    names = [ALIASES.get(name, name) for name in given.names] or [*RECIPES]
+    if unknown := [name for name in names if name not in RECIPES]:
         parser.error(f"no recipe is called {unknown[0]!r}; give some of {', '.join(RECIPES)}.")
     runs_dir = given.runs_dir.resolve()
     options = [] if given.num_steps is None else ["--num-steps", str(given.num_steps)]
     options += [] if given.seed is None else ["--seed", str(given.seed)]
     times = runs_dir / TIMES
     known = json.loads(times.read_text()) if times.exists() else {}
-    for name in given.names or RECIPES:
+    for name in names:
         recipe = RECIPES[name]
         for run in (name, *recipe.variants):
             files = [runs_dir / one / "metrics.jsonl" for one in recipe.directories(run)]
@@ -216,7 +224,7 @@ def main() -> None:
             if not was_there:
                 known[run] = minutes
                 times.write_text(json.dumps(known))
-    found = {name: told(name, runs_dir, known) for name in given.names or RECIPES}
+    found = {name: told(name, runs_dir, known) for name in names}
     print(json.dumps(found))
 
 

@@ -226,9 +226,42 @@ def test_opo_weighs_its_baseline_by_length() -> None:
 
 
 def test_remax_compares_with_the_greedy_completion() -> None:
-    found = remax_advantage(torch.tensor([1.0, 0.25]), torch.tensor([0.5, 0.5]))
-    assert found.tolist() == [0.5, -0.25]
-    assert remax_advantage(torch.tensor([1.0]), torch.tensor([0.0])).tolist() == [1.0]
+    found = remax_advantage(torch.tensor([1.0, 0.25, 0.5]), torch.tensor([0.0, 0.0, 1.0]))
+    assert found.tolist() == [0.5, -0.25, 0.0]
+
+
+@pytest.mark.parametrize(("is_greedy", "count"), [([0.0, 0.0], 0), ([1.0, 1.0], 2)])
+def test_remax_compares_with_one_alone(is_greedy: list[float], count: int) -> None:
+    with pytest.raises(ValueError, match=f"tells of {count} greedy rollouts in a group"):
+        remax_advantage(torch.tensor([1.0, 0.0]), torch.tensor(is_greedy))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "factor"),
+    [
+        (token_mean, 1.0),
+        (prompt_mean, 1.0),
+        (token_sum(3), 1.0),
+        (sequence_mean, 2 / 3),
+        (sequence_sum, 2 / 3),
+        (constant_length(8), 2 / 3),
+    ],
+)
+def test_what_a_greedy_baseline_is_to_each_aggregation(
+    aggregation: Aggregation, factor: float
+) -> None:
+    """A group of three: tokens of losses 1, 3 and 2, and a greedy rollout without any that is
+    trained on. Without that one, a sum over the step counts two rollouts."""
+
+    def loss(group: list[list[float]], aggregation: Aggregation) -> float:
+        num_tokens = sum(map(len, group))
+        parts = [aggregation(len(group), num_tokens, len(row)) for row in group]
+        total = sum(weight * sum(row) for row, (weight, _) in zip(group, parts, strict=True))
+        return total / sum(share for _, share in parts)
+
+    sampled = [[1.0, 3.0], [2.0]]
+    alone = token_sum(2) if isinstance(aggregation, token_sum) else aggregation
+    assert loss([*sampled, []], aggregation) == pytest.approx(factor * loss(sampled, alone))
 
 
 def test_groups_of_a_batch_may_differ_in_size() -> None:

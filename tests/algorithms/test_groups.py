@@ -29,7 +29,7 @@ def test_an_advantage_says_how_large_a_group_it_needs() -> None:
     assert min_group_size(grpo_advantage) == 2
     assert min_group_size(functools.partial(grpo_advantage, epsilon=1.0)) == 2
     assert min_group_size(scale_rl_advantage) == 2
-    assert min_group_size(remax_advantage) == 1
+    assert min_group_size(remax_advantage) == 2
     assert min_group_size(lambda rewards: rewards) == 1
     assert min_group_size(dynamic_sampling(remax_advantage)) == 2
     assert min_group_size(dynamic_sampling(pass_at_k_advantage(4))) == 5

@@ -30,6 +30,7 @@ from rlsys.algorithms import (
     observed,
     opsm,
     reinforce,
+    remax_advantage,
     scale_rl_advantage,
     sequence_mean,
     simpo,
@@ -45,6 +46,7 @@ from rlsys.config import DataConfig, JudgeConfig, RoleConfig, TrainedRoleConfig
 from rlsys.data.shared import Shared
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import (
+    IS_GREEDY,
     NUM_TOKENS,
     PREFERENCE,
     Column,
@@ -156,6 +158,44 @@ def test_an_advantage_over_groups_of_one_is_refused() -> None:
     reward = flow.score(rollouts, [lambda rollout: 1.0])
     with pytest.raises(ValueError, match="group_size=1 makes every advantage of grpo_advantage"):
         flow.per_group(grpo_advantage, reward)
+
+
+def test_a_greedy_baseline_is_told_of_where_there_is_one() -> None:
+    flow = Dataflow()
+    policy, rollouts, reward = scored(flow)
+    with pytest.raises(ValueError, match=r"reads IS_GREEDY.*flow\.generate\(\.\.\., greedy_base"):
+        flow.per_group(remax_advantage, reward, IS_GREEDY)
+
+    flow = Dataflow()
+    policy = flow.model("policy")
+    with pytest.raises(ValueError, match=r"group_size=1 counts the greedy .* use group_size >= 2"):
+        flow.generate(policy, PROMPTS, group_size=1, greedy_baseline=True)
+    wrong: Any = "yes"
+    with pytest.raises(ValueError, match="greedy_baseline"):
+        flow.generate(policy, PROMPTS, group_size=2, greedy_baseline=wrong)
+    shared = Prompts(config=DataConfig(), shared=Shared(peers=("a",), groups_per_step=1))
+    with pytest.raises(ValueError, match="other runs share have no greedy rollout"):
+        flow.generate(policy, shared, group_size=2, greedy_baseline=True)
+    rollouts = flow.generate(policy, PROMPTS, group_size=2, greedy_baseline=True)
+    reward = flow.score(rollouts, [lambda rollout: 1.0])
+    with pytest.raises(ValueError, match="writes column 'is_greedy', which every row has"):
+        flow.per_group(center, reward, name="is_greedy")
+    advantages = flow.per_group(center, reward)
+    flow.train(policy, rollouts, advantages, loss=reinforce(), aggregation=token_mean)
+    with pytest.raises(ValueError, match=r"greedy_baseline=True.* no stage compares with; give"):
+        flow.check()
+
+
+def test_a_graph_of_remax() -> None:
+    flow = Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, PROMPTS, group_size=2, greedy_baseline=True)
+    reward = flow.score(rollouts, [lambda rollout: 1.0])
+    advantages = flow.per_group(remax_advantage, reward, IS_GREEDY)
+    flow.train(policy, rollouts, advantages, loss=reinforce(), aggregation=token_mean)
+    flow.check()
+    assert IS_GREEDY not in flow.step_reads
+    assert "is_greedy" not in flow.to_mermaid()
 
 
 def test_a_value_per_token_is_no_value_of_a_group() -> None:

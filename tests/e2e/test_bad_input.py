@@ -25,7 +25,10 @@ def dataset(directory: Path, num_rows: int, question: str = "How much is 1 + 1?"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--group-size", "1"], "group_size=1 makes every GRPO advantage zero; use group_size"),
+        (
+            ["--group-size", "1"],
+            "group_size=1 makes every advantage of grpo_advantage zero; use group_size",
+        ),
         (["--trainer.learning-rat", "1"], "learning-rate"),
         (["--num-steps", "1.5"], "--num-steps '1.5' does not fit"),
         (["--trainer.layout", "dp3"], "prompts_per_step=4 does not divide"),

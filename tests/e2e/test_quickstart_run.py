@@ -6,6 +6,7 @@ import asyncio
 import json
 import shlex
 from pathlib import Path
+from statistics import fmean
 
 import peft
 import pytest
@@ -26,6 +27,33 @@ from rlsys.observe.metrics import read_metrics
 from rlsys.run_directory import RunFiles, read_config
 from rlsys.scoreboard import read_evaluations
 from tests.e2e.job import quickstart, run
+
+
+def test_remax_by_name_trains_on_no_greedy_rollout(tmp_path: Path) -> None:
+    """Three names at once, audited; every record is what the graph says."""
+    names = ["--advantage", "remax_advantage", "--loss", "gmpo()", "--aggregation", "sequence_mean"]
+    job = quickstart(tmp_path, *names, "--observe.record-groups=4")
+    assert job.returncode == 0, job.output
+    directory = tmp_path / "runs" / "quickstart"
+    records = [json.loads(line) for line in (directory / "rollouts.jsonl").open()]
+    assert len(records) == 3 * 4 * 2
+    greedy = {(one["step"], one["group_id"]): one for one in records if one["is_greedy"]}
+    assert len(greedy) == 3 * 4
+    for record in records:
+        baseline = greedy[record["step"], record["group_id"]]
+        assert record["advantage"] == record["reward"] - baseline["reward"]
+        assert record["is_greedy"] == (record["index"] == 1)
+        assert {version >= 0 for version in record["policy_versions"]} == {not record["is_greedy"]}
+    for line in read_metrics(directory / "metrics.jsonl"):
+        sampled = [one for one in records if one["step"] == line["step"] and not one["is_greedy"]]
+        assert line["reward/mean"] == pytest.approx(fmean(one["reward"] for one in sampled))
+        lengths = [len(one["token_ids"]) for one in sampled]
+        assert line["completion/tokens_mean"] == pytest.approx(fmean(lengths))
+        assert abs(line["kl/sampler_trainer"]) < 1e-6
+        assert 0 <= line["staleness/mean"] <= line["staleness/max"] <= 1
+    evidence, faults = read_evidence(directory)
+    assert faults == []
+    assert audit(evidence).faults == []
 
 
 def test_a_run_leaves_what_it_promises_and_resumes(tmp_path: Path) -> None:

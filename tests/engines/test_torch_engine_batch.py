@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def outcome(generation: Generation) -> tuple[list[int], list[float]]:
     return generation.token_ids.tolist(), generation.sampler_logprobs.tolist()
+
+
+def test_a_greedy_request_takes_the_likeliest_token_beside_others_that_sample(model: Any) -> None:
+    """Whatever its seed; and its log-probabilities are those that a trainer computes."""
+    asked = prompt(9)
+    requests = [request(str(seed), asked, seed=seed, max_tokens=12, top_p=0.9) for seed in range(6)]
+    greedy = [dataclasses.replace(one, sampling=one.sampling.greedy) for one in requests[4:]]
+    ended = run(batch_of(model), [*requests[:4], *greedy])
+
+    token_ids = torch.tensor([asked])
+    with torch.no_grad():
+        for _ in range(12):
+            likeliest = model(input_ids=token_ids).logits[:, -1].argmax(-1, keepdim=True)
+            token_ids = torch.cat([token_ids, likeliest], dim=1)
+    expected = token_ids[0, len(asked) :].tolist()
+    for name in "45":
+        assert ended[name].token_ids.tolist() == expected
+        (logprobs,) = trainer_logprobs(model, [asked], [expected], temperature=1.0)
+        np.testing.assert_allclose(ended[name].sampler_logprobs, logprobs, atol=1e-5)
+    sampled = {tuple(ended[name].token_ids.tolist()) for name in "0123"}
+    assert len(sampled) == 4
+    assert tuple(expected) not in sampled
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -14,11 +14,12 @@ from rlsys.algorithms.inputs import LossInputs, TokenLoss
 from rlsys.algorithms.losses import clipped_surrogate, reinforce
 from rlsys.config import TrainerConfig
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.types import StepResult, TrainRow
+from rlsys.types import INJECTED, FinishReason, Generation, Sampled, StepResult, TrainRow
 from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     accumulate,
     assert_same,
+    gradients,
     make_engine,
     make_rows,
     save,
@@ -48,6 +49,42 @@ def train(engine: FSDPEngine, parts: list[list[TrainRow]]) -> StepResult:
         accumulate(engine, [rows])
         result = engine.optimizer_step(last=number == len(parts) - 1)
     return result
+
+
+def test_a_greedy_baseline_changes_no_gradient(model_path: Path) -> None:
+    """Whatever its tokens, advantages and log-probabilities: the other rows' gradients, metrics and
+    tokens stay."""
+
+    def trained(baseline: TrainRow | None) -> tuple[StepResult, Any]:
+        engine = make_engine(model_path)
+        rows = [replace(row, group_num_tokens=40) for row in make_rows(3)]
+        accumulate(engine, [rows if baseline is None else [*rows, baseline]])
+        found = gradients(engine)
+        return engine.optimizer_step(), found
+
+    def baseline(seed: int) -> TrainRow:
+        row = make_rows(4, seed)[-1]
+        generation = Generation(
+            request_id="0.3.0",
+            token_ids=row.token_ids,
+            sampler_logprobs=row.columns["sampler_logprobs"] * (seed + 1),
+            policy_versions=np.zeros(len(row.token_ids), np.int32),
+            finish_reason=FinishReason.STOP,
+        ).as_baseline
+        assert Sampled.of(generation.policy_versions).num_injected == len(row.token_ids)
+        return replace(
+            row,
+            policy_versions=generation.policy_versions,
+            loss_mask=generation.policy_versions != INJECTED,
+            columns={**row.columns, "sampler_logprobs": generation.sampler_logprobs},
+        )
+
+    expected, of_others = trained(None)
+    for seed in (1, 2):
+        found, grads = trained(baseline(seed))
+        assert_same(grads, of_others, rtol=1e-5, atol=1e-7)
+        assert found.num_tokens == expected.num_tokens
+        assert found.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-7)
 
 
 def test_only_the_last_update_makes_a_version(model_path: Path) -> None:

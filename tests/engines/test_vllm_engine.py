@@ -119,6 +119,26 @@ def test_logprobs_are_those_of_the_distribution_before_its_cut(
         np.testing.assert_allclose(generation.sampler_logprobs, expected, atol=1e-4)
 
 
+def test_a_greedy_request_takes_the_likeliest_token_beside_others_that_sample(
+    engine: VLLMEngine, models: list[Any], run: Run
+) -> None:
+    """With log-probabilities at the temperature at which the others are sampled."""
+    sampled = make_requests(PROMPTS, "sampled", temperature=0.7, max_tokens=24)
+    beside = [
+        dataclasses.replace(one, request_id=f"greedy-{i}", sampling=one.sampling.greedy)
+        for i, one in enumerate(sampled, len(sampled))
+    ]
+    found = run(generate(engine, [*sampled, *beside]))
+    likeliest = run(generate(engine, make_requests(PROMPTS, "0", temperature=0.0, max_tokens=24)))
+    for asked, mine, other, expected in zip(
+        PROMPTS, found[len(sampled) :], found, likeliest, strict=False
+    ):
+        np.testing.assert_array_equal(mine.token_ids, expected.token_ids)
+        assert mine.token_ids.tolist() != other.token_ids.tolist()
+        logprobs = hf_logprobs(models, asked, mine, temperature=0.7)
+        np.testing.assert_allclose(mine.sampler_logprobs, logprobs, atol=1e-4)
+
+
 def test_requests_in_flight_continue_with_new_weights_and_every_token_knows_its_version(
     engine: VLLMEngine, models: list[Any], manifests: list[WeightManifest], run: Run
 ) -> None:

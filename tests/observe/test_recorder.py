@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from rlsys import metrics
-from rlsys.controller import TrainedStep
+from rlsys.controller import Group, TrainedStep
+from rlsys.controller.state import RolloutNote
 from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.signal import Signal
 from rlsys.observe import recorder
 from rlsys.observe.trace import Tracer
-from rlsys.types import StepResult
+from rlsys.types import FinishReason, Prompt, StepResult
+from rlsys.workers import FinishedRollout, RolloutText
 
 NOBODY: Any = SimpleNamespace(write=lambda *_: None, log=lambda *_: None, step=lambda *_: None)
 RESULT = StepResult(policy_version=1, metrics={}, num_tokens=8, train_s=2.0)
@@ -39,6 +41,49 @@ def recorder_of(**parts: Any) -> recorder.Recorder:
         stepped=Signal(),
         **defaults | parts,
     )
+
+
+def test_a_greedy_baseline_is_recorded_and_in_no_mean() -> None:
+    lines: list[Mapping[str, float]] = []
+    records: list[Any] = []
+
+    def note(index: int, num_tokens: int, *, is_greedy: bool) -> RolloutNote:
+        return RolloutNote(
+            index=index,
+            is_greedy=is_greedy,
+            finished=FinishedRollout(
+                request_id=f"0.{index}.0",
+                cell=Any,  # type: ignore[arg-type]
+                num_prompt_tokens=1,
+                num_tokens=num_tokens,
+                min_version=2**31 - 1 if is_greedy else 0,
+                max_version=0,
+                num_injected=num_tokens if is_greedy else 0,
+                finish_reason=FinishReason.LENGTH if is_greedy else FinishReason.STOP,
+            ),
+            text=RolloutText(prompt="?", completion="!", token_ids=[5], policy_versions=[-1]),
+        )
+
+    group = Group(
+        group_id=0,
+        prompt=Prompt(index=0, token_ids=(1,), text="?", metadata={}),
+        rows=[0, 1],
+        rollouts=[note(0, 3, is_greedy=False), note(1, 9, is_greedy=True)],
+    )
+    watcher = recorder_of(
+        metrics_writer=SimpleNamespace(write=lines.append),
+        rollout_writer=SimpleNamespace(write=records.extend),
+    )
+    columns = {0: {"reward": [0.25, 1.0], "advantages": [-0.75, 0.0]}}
+    watcher.step_trained(TrainedStep(step=1, result=RESULT, groups=[group], columns=columns))
+    (line,) = lines
+    assert (line["reward/mean"], line["reward/std"]) == (0.25, 0.0)
+    assert (line["completion/tokens_mean"], line["completion/truncated_frac"]) == (3, 0)
+    assert line["groups/zero_advantage_frac"] == 0
+    assert [(one.is_greedy, one.staleness, one.reward) for one in records] == [
+        (False, 0, 0.25),
+        (True, 0, 1.0),
+    ]
 
 
 def test_a_metric_that_is_not_finite_is_left_out_and_told_of_once(

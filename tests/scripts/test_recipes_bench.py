@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,38 @@ def runs_dir(tmp_path: Path) -> Path:
 def test_rewards_are_means_over_a_tenth_at_either_end(runs_dir: Path) -> None:
     found = recipes.told("rloo", runs_dir, {"rloo": 2.5})
     assert found == {"reward_first": 0.075, "reward_last": 0.975, "steps": 20, "minutes": 2.5}
+
+
+def test_the_specified_recipes_have_their_names() -> None:
+    specified = "grpo dr_grpo dapo rloo reinforce_pp gspo ppo reward_model decoupled_ppo llamarl "
+    specified += "scalerl distill dpo swarm"
+    assert set(recipes.RECIPES) == set(specified.split())
+    for name, recipe in recipes.RECIPES.items():
+        assert (recipes.ROOT / "recipes" / (recipe.script or f"{name}.py")).is_file()
+
+
+@pytest.mark.parametrize("called", ["grpo", "quickstart"])
+def test_grpo_trains_the_quickstart_in_a_directory_of_its_own_name(
+    called: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        run_of(tmp_path / "grpo", metric="reward/mean")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(recipes.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["recipes.py", called, "--runs-dir", str(tmp_path)])
+    recipes.main()
+    (command,) = commands
+    assert command[1:4] == ["recipes/quickstart.py", "--name", "grpo"]
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["grpo"]["reward_last"] == 0.975
+    assert list(plot_recipes.curves(tmp_path)) == ["grpo"]
 
 
 def test_a_recipe_that_refuses_groups_is_told_by_all_of_them(runs_dir: Path) -> None:

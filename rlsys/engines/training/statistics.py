@@ -21,12 +21,12 @@ from rlsys.engines.training.ranks import Ranks
 class StepSums:
     """Over the global batch of one optimizer update."""
 
-    num_rollouts: int
+    num_rollouts: int  # with tokens that are trained on
     num_tokens: int  # completion tokens
     loss: float  # Σ weight · token loss / Σ denominator
     denominator: float
     grad_norm: float  # of the gradient of `loss`, before clipping
-    staleness_mean: float  # over rollouts
+    staleness_mean: float  # over these rollouts
     staleness_max: int
     totals: Mapping[str, float]  # of metrics
     counts: Mapping[str, float]  # of what each of them is a mean of: tokens, rows, or others
@@ -48,6 +48,7 @@ class StepStatistics:
     def __init__(self, *, counts: bool = True) -> None:
         self._counts_here = counts
         self._denominator = 0.0
+        self._has_rows = False
         self._num_rollouts = 0
         self._num_tokens = 0
         self._staleness_sum = 0
@@ -58,10 +59,14 @@ class StepStatistics:
 
     @property
     def is_empty(self) -> bool:
-        return not self._loss and not self._num_rollouts
+        return not self._loss and not self._has_rows
 
     def add_rollout(self, *, denominator: float, num_tokens: int, staleness: int) -> None:
+        """One without tokens has no staleness, whatever is said."""
+        self._has_rows = True
         self._denominator += denominator
+        if not num_tokens:
+            return
         self._num_rollouts += 1
         self._num_tokens += num_tokens
         self._staleness_sum += staleness
@@ -126,7 +131,7 @@ def over_updates(updates: Sequence[StepSums]) -> StepSums:
         denominator=denominator,
         grad_norm=sum(update.grad_norm for update in updates) / len(updates),
         staleness_mean=sum(update.staleness_mean * update.num_rollouts for update in updates)
-        / num_rollouts,
+        / max(num_rollouts, 1),
         staleness_max=max(update.staleness_max for update in updates),
         totals=_added_up([update.totals for update in updates]),
         counts=_added_up([update.counts for update in updates]),

@@ -1,0 +1,108 @@
+"""What a rollout actor writes, over a fake engine and a fake store; without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors import rollout as rollout_module
+from actors.rollout import RolloutActor
+from rlsys.dataflow.blocks import BlockRef, Cell, layout_of
+from rlsys.engines.generation.protocol import EngineStats
+from rlsys.observe.trace import Tracer
+from rlsys.types import (
+    INJECTED,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    SamplingParams,
+)
+
+VERSION = 7
+
+
+class Store:
+    """Reads the same part for everyone; keeps what is written."""
+
+    def __init__(self, address: Any) -> None:
+        self.written: list[dict[str, list[Any]]] = []
+
+    async def get_async(self, cells: Sequence[Cell], names: Sequence[str]) -> dict[str, Any]:
+        part = {
+            "token_ids": np.array([1, 2], np.int32),
+            "sampler_logprobs": np.array([-0.1, -0.2], np.float32),
+            "policy_versions": np.array([VERSION - 1] * 2, np.int32),
+        }
+        return {name: [part[name]] for name in names}
+
+    async def put_async(self, columns: dict[str, list[Any]]) -> BlockRef:
+        self.written.append(columns)
+        return BlockRef("shard", 0, 0, layout_of(columns))
+
+
+class Engine:
+    """Ends each request at once, with two tokens more."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self.requests += requests
+
+    async def collect(self) -> list[Generation]:
+        ended, self.requests = self.requests, []
+        return [
+            Generation(
+                request_id=request.request_id,
+                token_ids=np.array([3, 4], np.int32),
+                sampler_logprobs=np.array([-0.3, -0.4], np.float32),
+                policy_versions=np.array([VERSION] * 2, np.int32),
+                finish_reason=FinishReason.STOP,
+            )
+            for request in ended
+        ]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_waiting=0, num_running=0, num_generated_tokens=0, policy_version=VERSION
+        )
+
+
+def test_nothing_of_a_baseline_is_trained_on_also_where_it_goes_on_from_another_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout_module, "StoreClient", Store)
+    actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
+    actor = actor_class(Engine, None, Tracer("rollout-0"))
+    part = BlockRef("shard", 0, 0, layout_of({"token_ids": [np.zeros(2, np.int32)]})), 0
+    sampling = SamplingParams(max_tokens=8)
+    requests = [
+        GenerationRequest(
+            request_id=f"0.{index}.0",
+            prompt_token_ids=(5,),
+            sampling=sampling.greedy if index else sampling,
+            seed=index,
+            is_baseline=index > 0,
+        )
+        for index in range(3)
+    ]
+
+    async def scenario() -> Any:
+        await actor.submit(requests, {"0.2.0": [part]})
+        return await actor.collect()
+
+    collected = asyncio.run(asyncio.wait_for(scenario(), 60))
+    (columns,) = actor._store.written
+    assert [row.tolist() for row in columns["token_ids"]] == [[3, 4], [3, 4], [1, 2, 3, 4]]
+    assert [row.tolist() for row in columns["policy_versions"]] == [
+        [VERSION] * 2,
+        [INJECTED] * 2,
+        [INJECTED] * 4,
+    ]
+    told = {one.request_id: (one.num_tokens, one.num_injected) for one in collected.finished}
+    assert told == {"0.0.0": (2, 0), "0.1.0": (2, 2), "0.2.0": (4, 4)}
+    assert not actor._baselines

@@ -1,0 +1,158 @@
+"""Advantages, losses and aggregations as GRPO's command line names them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.arithmetic import correct, problems
+from recipes.grpo import grpo
+from recipes.quickstart import QuickstartConfig
+from rlsys.algorithms.registry import REGISTRY, parse
+from rlsys.cli import parse as parse_command_line
+from rlsys.dataflow.by_name import ADVANTAGES
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import (
+    GenerateStage,
+    PerBatchStage,
+    PerGroupStage,
+    TrainStage,
+)
+from tests.algorithms.examples import LOSSES, OTHERS, WIDE_LOSSES
+
+ROOT = Path(__file__).parents[2]
+
+# What GRPO's graph has no stages for: other models, pairs, and what reads no advantage.
+NEED_COLUMNS = {
+    "importance_weights": ["corrected(reinforce, batch_weights)"],
+    "reference_logprobs": [text for text in LOSSES if "with_kl" in text],
+    "teacher_logprobs": [text for text in LOSSES if text.startswith("distill")],
+    "teacher_top_k": [text for text in WIDE_LOSSES if "top_k_distill" in text],
+}
+PAIRS = [text for text in LOSSES if re.match("dpo|ipo|slic|simpo|orpo", text)]
+REFUSED = {text for texts in NEED_COLUMNS.values() for text in texts} | {"cross_entropy", *PAIRS}
+
+
+def graph(**settings: Any) -> Dataflow:
+    cfg = QuickstartConfig(**settings)
+    flow = grpo(cfg, [correct], rows=problems(cfg))
+    flow.check()
+    return flow
+
+
+def refusal(**settings: Any) -> str:
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        graph(**settings)
+    return str(caught.value)
+
+
+def test_the_defaults_are_the_papers() -> None:
+    flow = graph()
+    (advantage,), (train,) = flow.all(PerGroupStage), flow.all(TrainStage)
+    assert advantage.function is REGISTRY["grpo_advantage"].target
+    assert train.loss == parse("clipped_surrogate(clip_low=0.2, clip_high=0.28)", "loss")
+    assert train.aggregation is REGISTRY["token_mean"].target
+    assert not flow.stage(GenerateStage).greedy_baseline
+
+
+@pytest.mark.parametrize("text", [*LOSSES, *WIDE_LOSSES])
+def test_each_loss_trains_or_is_refused(text: str) -> None:
+    if text in REFUSED:
+        refusal(loss=text)
+    else:
+        assert graph(loss=text).trained("policy").loss == parse(text, "loss")
+
+
+@pytest.mark.parametrize(
+    ("column", "text"), [(c, text) for c, texts in NEED_COLUMNS.items() for text in texts]
+)
+def test_a_loss_of_a_column_that_nobody_writes_is_refused_by_the_graph(
+    column: str, text: str
+) -> None:
+    assert re.search(rf"flow\.train.* needs the columns \['{column}'\]", refusal(loss=text))
+
+
+def test_losses_of_pairs_and_of_demonstrations_are_refused_by_the_graph() -> None:
+    assert "use aggregation=sequence_mean" in refusal(loss="dpo")
+    assert "use group_size=2" in refusal(loss="dpo", aggregation="sequence_mean")
+    said = refusal(loss="simpo", aggregation="sequence_mean", group_size=2)
+    assert "needs the columns ['preference']" in said
+    assert "does not read the columns ['advantages']" in refusal(loss="cross_entropy")
+
+
+@pytest.mark.parametrize("text", OTHERS["group_advantage"])
+def test_each_advantage_of_a_group_is_computed_over_groups(text: str) -> None:
+    flow = graph(advantage=text)
+    (stage,) = flow.all(PerGroupStage)
+    others = {"opo_advantage": ["num_tokens"], "remax_advantage": ["is_greedy"]}.get(text, [])
+    others = others or (["reward"] if "by_last_column" in text else [])
+    assert [column.name for column in stage.reads] == ["reward", *others]
+    assert flow.stage(GenerateStage).greedy_baseline == (text == "remax_advantage")
+
+
+@pytest.mark.parametrize("text", OTHERS["batch_advantage"])
+def test_each_advantage_of_a_batch_is_computed_over_the_step(text: str) -> None:
+    (stage,) = graph(advantage=text).all(PerBatchStage)
+    assert [column.name for column in stage.reads] == ["reward"]
+
+
+@pytest.mark.parametrize("text", OTHERS["token_advantage"])
+def test_advantages_of_tokens_are_refused_with_what_they_read(text: str) -> None:
+    said = refusal(advantage=text)
+    assert re.search(r"^advantage \w.* reads \['\w+.*write a recipe with stages", said)
+    assert "row_offsets" not in said.partition(", and by name")[0]
+
+
+@pytest.mark.parametrize("text", OTHERS["aggregation"])
+def test_each_aggregation_is_taken(text: str) -> None:
+    assert graph(aggregation=text).trained("policy").aggregation == parse(text, "aggregation")
+
+
+def test_advantages_in_advantages_have_their_columns() -> None:
+    text = "dynamic_sampling(opo_advantage, by_last_column=True)"
+    (stage,) = graph(advantage=text).all(PerGroupStage)
+    assert [column.name for column in stage.reads] == ["reward", "num_tokens", "reward"]
+    assert graph(advantage="dynamic_sampling(remax_advantage)").stage(GenerateStage).greedy_baseline
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "gmpoo()"}, r"^'gmpoo\(\)': .* did you mean 'gmpo'\?"),
+        ({"advantage": "grop_advantage"}, "did you mean 'grpo_advantage'"),
+        ({"advantage": "scale_rl"}, "did you mean 'scale_rl_advantage'"),
+        ({"aggregation": "gspo"}, "'gspo' is a loss, where an aggregation is wanted; known: token"),
+        ({"loss": "token_mean"}, "'token_mean' is an aggregation, where a loss is wanted"),
+        ({"aggregation": "constant_length"}, r"write constant_length\(length\)"),
+        ({"loss": ""}, "is no name with arguments, where a loss is wanted"),
+        ({"advantage": "pass_at_k_advantage(8)"}, "group_size=8 .* use group_size >= 9"),
+        ({"advantage": "remax_advantage", "group_size": 1}, "use group_size >= 2"),
+    ],
+)
+def test_a_configuration_refuses_what_no_graph_could_use(
+    settings: dict[str, Any], message: str
+) -> None:
+    """Before anything else: so do --help of a file's settings and --dry-run."""
+    with pytest.raises(ValueError, match=message):
+        QuickstartConfig(**settings)
+
+
+def test_one_completion_a_prompt_goes_with_an_advantage_over_the_batch() -> None:
+    graph(advantage="reinforce_plus_plus_advantage", group_size=1)
+
+
+def test_the_documented_command_names_all_three() -> None:
+    """What recipes/grpo.py and docs/algorithms.md show."""
+    command = ["--loss", "gmpo()", "--advantage", "pass_at_k_advantage(4)"]
+    command += ["--aggregation", "sequence_mean"]
+    cfg = parse_command_line(QuickstartConfig, command).config
+    flow = grpo(cfg, [correct], rows=problems(cfg))
+    assert flow.trained("policy").loss == parse("gmpo", "loss")
+    assert flow.trained("policy").aggregation is REGISTRY["sequence_mean"].target
+    assert flow.stage(PerGroupStage).function == parse("pass_at_k_advantage(4)", *ADVANTAGES)
+    for page in ("recipes/grpo.py", "docs/algorithms.md"):
+        shown = " ".join((ROOT / page).read_text().replace("\\", " ").split())
+        assert 'quickstart.py --loss "gmpo()" --advantage "pass_at_k_advantage(4)"' in shown
