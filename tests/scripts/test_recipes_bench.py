@@ -62,7 +62,7 @@ def test_grpo_trains_the_quickstart_in_a_directory_of_its_own_name(
         run_of(tmp_path / "grpo", metric="reward/mean")
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(recipes.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["recipes.py", called, "--runs-dir", str(tmp_path)])
     recipes.main()
     (command,) = commands
