@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import math
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,6 +233,25 @@ def test_a_refused_group_is_replaced() -> None:
     assert len(w.observer.refused) == 16
     assert all(group["num_tokens"] == [3, 3] for group in w.observer.refused)
     assert all(len(group["reward"]) == 2 for group in w.observer.refused)
+
+
+def test_an_advantage_of_ones_own_as_the_page_shows_it() -> None:
+    """The block of docs/algorithms.md as it stands there, in a graph that runs to its end."""
+    page = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
+    (block,) = re.findall(r"```python\n([^`]*def best_only.*?)```", page, re.DOTALL)
+    w = world()
+    w.dataflow = flow = Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=2)
+    names: dict[str, Any] = {"torch": torch, "flow": flow}
+    names["reward"] = flow.score(rollouts, [lambda rollout: 0.0])
+    exec(block, names)
+    flow.train(policy, rollouts, names["advantage"], loss=no_loss, aggregation=no_loss)
+    run_in_virtual_time(w.run())
+    assert w.ledger.num_trained == 4 * 4
+    for step in w.observer.steps:
+        for columns in step.columns.values():
+            assert (columns["reward"], columns["advantages"]) == ([0.0, 1.0], [0.0, 1.0])
 
 
 def test_a_function_over_tokens_is_sent_their_versions_besides() -> None:
