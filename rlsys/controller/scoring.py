@@ -89,6 +89,7 @@ class ScoringSide:
             else:
                 results[place] = score.outcome, score.text
         live_rows: list[int] = []
+        live_groups: dict[int, Group] = {}
         scalars: dict[str, list[float]] = {column.name: [] for column in stage.writes}
         for place, (result, text) in results.items():
             row, task = rows[place], tasks[place]
@@ -98,22 +99,23 @@ class ScoringSide:
                 note = group.rollouts[task.index]
                 note.components = result.components
                 note.text = text
-                note.reward = result.total
-                self._look_at_whole(group)
                 live_rows.append(row)
+                live_groups[group.group_id] = group
                 for name, value in _values(stage, result).items():
                     scalars[name].append(value)
         if live_rows:
             self._num_failed_in_a_row = 0
             store.write(stage.name, live_rows, scalars=scalars)
+        for group in live_groups.values():
+            self._look_at_whole(stage, group)
         store.release(stage.name, [rows[place] for place in scores])
         self._state.progress.notify()
 
-    def _look_at_whole(self, group: Group) -> None:
+    def _look_at_whole(self, stage: ScoreStage, group: Group) -> None:
         """A group of which all rewards are known tells how well its prompt is learnt."""
-        rewards = [note.reward for note in group.rollouts if note.reward is not None]
-        if len(rewards) == len(group.rollouts):
-            self._state.curriculum.scored(group.prompt.row, rewards)
+        store, total = self._state.store, stage.writes[0].name
+        if store.has_written(stage.name, group.rows):
+            self._state.curriculum.scored(group.prompt.row, store.scalars(group.rows)[total])
 
     def _task(self, batch: RowBatch, i: int) -> ScoreTask:
         group = self._state.groups[batch.group_ids[i]]
