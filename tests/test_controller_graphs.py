@@ -7,6 +7,7 @@ import dataclasses
 import math
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,18 @@ from rlsys.controller import OpenWork
 from rlsys.controller.learners import Learners
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import NUM_TOKENS, PREFERENCE, Prompts
-from rlsys.rewards import RewardResult, reward
+from rlsys.rewards import RewardFailure, RewardResult, reward
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.simulation.workers import (
     SimulatedLearner,
     SimulatedPool,
     SimulatedPrompts,
+    SimulatedScorer,
     exponential,
 )
 from rlsys.types import Completion, Prompt, StepResult
 from rlsys.user_functions import FunctionFailed
-from rlsys.workers import Rows, Written
+from rlsys.workers import Rows, ScoreTask, TellScores, Written
 from tests.test_controller import World, center, config, no_loss, world
 
 
@@ -60,6 +62,42 @@ def test_no_two_metrics_of_a_step_have_one_name() -> None:
         told(policy={**own, "margin/mean": 7.0})
     with pytest.raises(ValueError, match=r"called \['margin/mean'\]"):
         told(policy=own, margin={"mean": 7.0})
+
+
+@pytest.mark.parametrize("num_turns", range(12))
+def test_a_group_that_is_dropped_as_a_model_is_given_its_rows(num_turns: int) -> None:
+    """One rollout's reward fails in the very moment, to a turn of the event loop, in which the
+    other one ends, which the reward model may have taken by then."""
+
+    class Scorer(SimulatedScorer):
+        async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+            for task in tasks:
+                if (task.group_id, task.index) == (0, 0):
+                    await asyncio.sleep(1.0)
+                    for _ in range(num_turns):
+                        await asyncio.sleep(0)
+            await super().score(tasks, tell)
+
+    def outcome(task: ScoreTask) -> RewardResult | RewardFailure:
+        if (task.group_id, task.index) == (0, 0):
+            return RewardFailure(kind="exception", reward="r", message="it broke")
+        return RewardResult(total=0.0, components={})
+
+    w = world(num_steps=1)
+    latencies = iter([1.0, 2.0])
+    w.replicas[0].latency_s = lambda: next(latencies, 5.0)
+    w.scorer = Scorer(outcome=outcome)
+    w.dataflow = flow = Dataflow()
+    policy, judge = flow.model("policy"), flow.model("judge", RoleConfig(), head="score")
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=2)
+    reward = flow.score(rollouts, [lambda rollout: 0.0])
+    score = flow.infer(judge, rollouts, writes="score")
+    advantages = flow.per_group(center, score)
+    flow.train(policy, rollouts, advantages, loss=no_loss, aggregation=no_loss, watch=[reward])
+    w.pools = {"judge": SimulatedPool(writes="score")}
+    run_in_virtual_time(w.run())
+    assert w.ledger.drop_reasons == {"reward exception": 1}
+    assert w.ledger.num_trained == 4
 
 
 class critic_loss:

@@ -5,13 +5,14 @@ store ─► score ──► reward workers ──► store ─► per group ─
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from rlsys.algorithms.groups import run_group_function
+from rlsys.controller.batches import each_batch
 from rlsys.controller.state import FACTS, Group, RunState
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.selection import FIRST_COMPLETE, whole_groups
@@ -41,7 +42,13 @@ class ScoringSide:
         self._loops: dict[str, Coroutine[Any, Any, None]] = {}
         for score in flow.all(ScoreStage):
             rollouts = state.store.subscribe(score.name, at_most=step_rows)
-            self._loops[score.name] = self._score(score, rollouts)
+            self._loops[score.name] = each_batch(
+                state,
+                score.name,
+                rollouts,
+                partial(self._score, score),
+                at_once=MAX_SCORE_CALLS,
+            )
         for stage in flow.all(PerGroupStage):
             groups = state.store.subscribe(
                 stage.name, at_most=step_rows, selection=whole_groups(FIRST_COMPLETE)
@@ -51,24 +58,9 @@ class ScoringSide:
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         return self._loops
 
-    async def _score(self, stage: ScoreStage, rollouts: Subscription) -> None:
-        """Consumes rollouts that have ended. Waits for one; takes all there are, and does not wait
-        for their scores before it takes the next, so that a slow one holds up no other."""
-        async with asyncio.TaskGroup() as calls:
-            slots = asyncio.Semaphore(MAX_SCORE_CALLS)
-            while True:
-                with self._state.waiting("score", "workers"):
-                    await slots.acquire()
-                with self._state.waiting("score", "rollouts"):
-                    batch = await rollouts.take(timeout_s=None)
-                tasks = [self._task(batch, i) for i in range(len(batch))]
-                call = calls.create_task(self._score_batch(stage, batch.rows, tasks))
-                call.add_done_callback(lambda _: slots.release())
-
-    async def _score_batch(
-        self, stage: ScoreStage, rows: Sequence[int], tasks: Sequence[ScoreTask]
-    ) -> None:
-        await self._scorer.score(tasks, lambda scores: self._scored(stage, rows, tasks, scores))
+    def _score(self, stage: ScoreStage, batch: RowBatch) -> Coroutine[Any, Any, None]:
+        rows, tasks = batch.rows, [self._task(batch, i) for i in range(len(batch))]
+        return self._scorer.score(tasks, lambda scores: self._scored(stage, rows, tasks, scores))
 
     def _scored(
         self,
