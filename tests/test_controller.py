@@ -914,7 +914,12 @@ def test_a_learnt_prompt_does_not_come_again_and_the_ledger_says_so() -> None:
     w = world(num_steps=5)  # 20 groups of 8 rows: beyond the second epoch
     w.prompts = SimulatedPrompts(num_rows=8)
     w.curriculum = Curriculum(1.0, num_rows=8)
-    w.scorer.outcome = lambda task: RewardResult(total=float(right(task)), components={})
+
+    def outcome(task: ScoreTask) -> RewardResult:
+        """A wrong group has a mean of 0, and one of its rollouts alone would look learnt."""
+        return RewardResult(total=1.0 if right(task) else 3.0 - 6.0 * task.index, components={})
+
+    w.scorer.outcome = outcome
     events: list[Event] = []
     w.ledger = Ledger(events.append, groups_per_step=4)
     run_in_virtual_time(w.run())
