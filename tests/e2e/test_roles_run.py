@@ -219,6 +219,10 @@ def test_ppo_outlives_its_frozen_models_and_is_resumed_after_a_kill(tmp_path: Pa
     lines = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in lines] == [*range(1, 41)]
     assert {"score/mean", "critic/loss", "critic/value/mean"} <= lines[-1].keys()
+    # The recipe's critic learns twice as fast, on the same schedule of its own updates: neither
+    # model began anew.
+    policys = [line["learning_rate"] for line in lines]
+    assert [line["critic/learning_rate"] / 2 for line in lines] == pytest.approx(policys)
     verdict = audited(directory)
     assert verdict.finished
     assert "1 resumes" in verdict.summary
