@@ -45,6 +45,7 @@ from rlsys.simulation.workers import (
 )
 from rlsys.types import WeightManifest
 from rlsys.workers import (
+    Collected,
     ReplicaDied,
     Rows,
     Scored,
@@ -616,6 +617,38 @@ def test_a_replica_that_never_answers_is_a_stall_and_not_a_hang() -> None:
         run_in_virtual_time(w.run())
 
 
+def one_endless_rollout(*, samples: bool) -> World:
+    """The first rollout takes 2,000 s, with a limit of 650 s. Every 5 s its replica answers whoever
+    collects from it, as a real one does, and tells whether it has `samples`d since."""
+    w = world(num_steps=1, cluster=ClusterConfig(call_timeout_s=50.0))
+    (replica,) = w.replicas
+    latencies = iter([2000.0])
+    replica.latency_s = lambda: next(latencies, 1.0)
+    ended = replica.collect
+
+    async def collect() -> Collected:
+        try:
+            async with asyncio.timeout(5.0):
+                return await ended()
+        except TimeoutError:
+            return Collected(finished=[], has_sampled=samples)
+
+    replica.collect = collect  # type: ignore[method-assign]
+    return w
+
+
+def test_a_rollout_longer_than_the_limit_is_no_stall_while_it_samples() -> None:
+    w = one_endless_rollout(samples=True)
+    run_in_virtual_time(w.run())
+    assert w.ledger.num_trained == 4
+    assert w.observer.waited_s["train", "groups"] >= 1000.0
+
+
+def test_a_replica_that_answers_and_samples_nothing_is_a_stall() -> None:
+    with pytest.raises(StallError, match=r"650 s .*step 1 lacks 4 groups"):
+        run_in_virtual_time(one_endless_rollout(samples=False).run())
+
+
 def test_an_error_of_a_worker_is_raised_as_it_is() -> None:
     w = world()
 
@@ -881,7 +914,12 @@ def test_a_learnt_prompt_does_not_come_again_and_the_ledger_says_so() -> None:
     w = world(num_steps=5)  # 20 groups of 8 rows: beyond the second epoch
     w.prompts = SimulatedPrompts(num_rows=8)
     w.curriculum = Curriculum(1.0, num_rows=8)
-    w.scorer.outcome = lambda task: RewardResult(total=float(right(task)), components={})
+
+    def outcome(task: ScoreTask) -> RewardResult:
+        """A wrong group has a mean of 0, and one of its rollouts alone would look learnt."""
+        return RewardResult(total=1.0 if right(task) else 3.0 - 6.0 * task.index, components={})
+
+    w.scorer.outcome = outcome
     events: list[Event] = []
     w.ledger = Ledger(events.append, groups_per_step=4)
     run_in_virtual_time(w.run())

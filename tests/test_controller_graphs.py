@@ -7,8 +7,10 @@ import dataclasses
 import itertools
 import math
 import random
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +43,7 @@ from rlsys.simulation.workers import (
 )
 from rlsys.types import Completion, Prompt, StepResult
 from rlsys.user_functions import FunctionFailed
-from rlsys.workers import Origin, Rows, Written
+from rlsys.workers import Origin, Rows, ScoreTask, TellScores, Written
 from tests.test_controller import World, center, config, no_loss, world
 
 
@@ -64,6 +66,42 @@ def test_no_two_metrics_of_a_step_have_one_name() -> None:
         told(policy={**own, "margin/mean": 7.0})
     with pytest.raises(ValueError, match=r"called \['margin/mean'\]"):
         told(policy=own, margin={"mean": 7.0})
+
+
+@pytest.mark.parametrize("num_turns", range(12))
+def test_a_group_that_is_dropped_as_a_model_is_given_its_rows(num_turns: int) -> None:
+    """One rollout's reward fails in the very moment, to a turn of the event loop, in which the
+    other one ends, which the reward model may have taken by then."""
+
+    class Scorer(SimulatedScorer):
+        async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+            for task in tasks:
+                if (task.group_id, task.index) == (0, 0):
+                    await asyncio.sleep(1.0)
+                    for _ in range(num_turns):
+                        await asyncio.sleep(0)
+            await super().score(tasks, tell)
+
+    def outcome(task: ScoreTask) -> RewardResult | RewardFailure:
+        if (task.group_id, task.index) == (0, 0):
+            return RewardFailure(kind="exception", reward="r", message="it broke")
+        return RewardResult(total=0.0, components={})
+
+    w = world(num_steps=1)
+    latencies = iter([1.0, 2.0])
+    w.replicas[0].latency_s = lambda: next(latencies, 5.0)
+    w.scorer = Scorer(outcome=outcome)
+    w.dataflow = flow = Dataflow()
+    policy, judge = flow.model("policy"), flow.model("judge", RoleConfig(), head="score")
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=2)
+    reward = flow.score(rollouts, [lambda rollout: 0.0])
+    score = flow.infer(judge, rollouts, writes="score")
+    advantages = flow.per_group(center, score)
+    flow.train(policy, rollouts, advantages, loss=no_loss, aggregation=no_loss, watch=[reward])
+    w.pools = {"judge": SimulatedPool(writes="score")}
+    run_in_virtual_time(w.run())
+    assert w.ledger.drop_reasons == {"reward exception": 1}
+    assert w.ledger.num_trained == 4
 
 
 class critic_loss:
@@ -314,6 +352,25 @@ def test_what_a_checkpoint_has_of_greedy_rollouts_stays_greedy() -> None:
         for group in step.groups:
             assert [note.is_greedy for note in group.rollouts] == [False, True]
             assert group.num_trained_tokens == 3
+
+
+def test_an_advantage_of_ones_own_as_the_page_shows_it() -> None:
+    """The block of docs/algorithms.md as it stands there, in a graph that runs to its end."""
+    page = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
+    (block,) = re.findall(r"```python\n([^`]*def best_only.*?)```", page, re.DOTALL)
+    w = world()
+    w.dataflow = flow = Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=2)
+    names: dict[str, Any] = {"torch": torch, "flow": flow}
+    names["reward"] = flow.score(rollouts, [lambda rollout: 0.0])
+    exec(block, names)
+    flow.train(policy, rollouts, names["advantage"], loss=no_loss, aggregation=no_loss)
+    run_in_virtual_time(w.run())
+    assert w.ledger.num_trained == 4 * 4
+    for step in w.observer.steps:
+        for columns in step.columns.values():
+            assert (columns["reward"], columns["advantages"]) == ([0.0, 1.0], [0.0, 1.0])
 
 
 def test_a_function_over_tokens_is_sent_their_versions_besides() -> None:

@@ -90,6 +90,23 @@ def test_no_more_likeliest_tokens_are_asked_for_than_there_are(tmp_path: Path) -
         arithmetic.run(cfg, distill.distill, dry_run=True)
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_teacher_of_another_vocabulary_is_told_by_its_field(
+    tmp_path: Path, dry_run: bool
+) -> None:
+    """Before a run as in a dry one: its tokens have the numbers of others."""
+    path = saved(tmp_path / "teacher", causal=True)
+    build_tokenizer(CHARACTERS[::-1]).save_pretrained(path)
+    role = RoleConfig(model=FrozenModelConfig(path=str(path)))
+    cfg = distill.Config(teacher=role, runs_dir=str(tmp_path / "runs"))
+    with pytest.raises(
+        ValueError,
+        match=r"^teacher\.model\.path='\S+/teacher' has another vocabulary than the policy: \d+ of",
+    ):
+        arithmetic.run(cfg, distill.distill, dry_run=dry_run)
+    assert not (tmp_path / "runs" / cfg.name).exists()
+
+
 def test_a_policy_without_adapters_is_not_its_own_reference(tmp_path: Path) -> None:
     cfg = DPOConfig(
         prompts_per_step=4,

@@ -12,8 +12,9 @@ the protocols of rlsys.workers, so that Ray actors and a simulation run under th
 error in any loop ends all of them and is raised from `run`.
 
 generation.py holds the loops issue, collect, sync and cancel; scoring.py score and advantage;
-training.py train; checkpointing.py checkpoint; turns.py whose devices are whose, when both sides
-have the same; state.py what they share.
+inference.py infer; batches.py what score and infer have in common; training.py train;
+checkpointing.py checkpoint; turns.py whose devices are whose, when both sides have the same;
+state.py what they share.
 """
 
 from __future__ import annotations

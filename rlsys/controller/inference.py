@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from rlsys.controller.batches import each_batch
 from rlsys.controller.failures import FailedRewards
 from rlsys.controller.state import RunState
 from rlsys.dataflow.stages import JudgeStage, RowStage
-from rlsys.dataflow.store import RowBatch, Subscription
+from rlsys.dataflow.store import RowBatch
 from rlsys.workers import Pool, Rows, RowsLost, Written
 
 # Batches for each worker at a time: one that runs, and one that waits for it.
@@ -29,35 +31,29 @@ class InferenceSide:
         self, state: RunState, stages: Sequence[RowStage], pools: Mapping[str, Pool]
     ) -> None:
         self._state = state
-        self._stages: list[tuple[RowStage, Pool, Subscription]] = []
         self._failures = {stage.name: FailedRewards(state) for stage in stages}
+        self._loops: dict[str, Coroutine[Any, Any, None]] = {}
         for stage in stages:
             pool = pools[stage.model.name]
-            share = -(-state.config.rollouts_per_step // (CALLS_PER_WORKER * pool.num_workers))
-            rows = state.store.subscribe(stage.name, at_most=share)
-            self._stages.append((stage, pool, rows))
+            at_once = CALLS_PER_WORKER * pool.num_workers
+            share = -(-state.config.rollouts_per_step // at_once)
+            rollouts = state.store.subscribe(stage.name, at_most=share)
+            self._loops[stage.name] = each_batch(
+                state, stage.name, rollouts, partial(self._infer, stage, pool), at_once=at_once
+            )
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
-        return {stage.name: self._infer(stage, pool, rows) for stage, pool, rows in self._stages}
+        return self._loops
 
-    async def _infer(self, stage: RowStage, pool: Pool, rows: Subscription) -> None:
-        """Consumes rollouts. Waits for one, and for a worker; takes what is there."""
-        async with asyncio.TaskGroup() as calls:
-            slots = asyncio.Semaphore(CALLS_PER_WORKER * pool.num_workers)
-            while True:
-                with self._state.waiting(stage.name, "workers"):
-                    await slots.acquire()
-                with self._state.waiting(stage.name, "rollouts"):
-                    batch = await rows.take(timeout_s=None)
-                call = calls.create_task(self._run(stage, pool, batch))
-                call.add_done_callback(lambda _: slots.release())
+    def _infer(self, stage: RowStage, pool: Pool, batch: RowBatch) -> Coroutine[Any, Any, None]:
+        return self._run(stage, pool, batch, self._rows(stage, batch))
 
-    async def _run(self, stage: RowStage, pool: Pool, batch: RowBatch) -> None:
+    async def _run(self, stage: RowStage, pool: Pool, batch: RowBatch, rows: Rows) -> None:
         """Rows that were lost on the way come again, less those that are dropped when the death of
         their shard is told."""
         store = self._state.store
         try:
-            written = await pool.run(self._rows(stage, batch))
+            written = await pool.run(rows)
         except RowsLost:
             await asyncio.sleep(RETRY_S)
             store.requeue(stage.name, batch.rows)

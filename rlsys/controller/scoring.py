@@ -5,13 +5,14 @@ store ─► score ──► reward workers ──► store ─► per group ─
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from rlsys.algorithms.groups import run_group_function
+from rlsys.controller.batches import each_batch
 from rlsys.controller.failures import FailedRewards
 from rlsys.controller.state import FACTS, Group, RunState
 from rlsys.dataflow.graph import Dataflow
@@ -35,7 +36,13 @@ class ScoringSide:
         self._loops: dict[str, Coroutine[Any, Any, None]] = {}
         for score in flow.all(ScoreStage):
             rollouts = state.store.subscribe(score.name, at_most=step_rows)
-            self._loops[score.name] = self._score(score, rollouts)
+            self._loops[score.name] = each_batch(
+                state,
+                score.name,
+                rollouts,
+                partial(self._score, score),
+                at_once=MAX_SCORE_CALLS,
+            )
         for stage in flow.all(PerGroupStage):
             groups = state.store.subscribe(
                 stage.name, at_most=step_rows, selection=whole_groups(FIRST_COMPLETE)
@@ -45,24 +52,9 @@ class ScoringSide:
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         return self._loops
 
-    async def _score(self, stage: ScoreStage, rollouts: Subscription) -> None:
-        """Consumes rollouts that have ended. Waits for one; takes all there are, and does not wait
-        for their scores before it takes the next, so that a slow one holds up no other."""
-        async with asyncio.TaskGroup() as calls:
-            slots = asyncio.Semaphore(MAX_SCORE_CALLS)
-            while True:
-                with self._state.waiting("score", "workers"):
-                    await slots.acquire()
-                with self._state.waiting("score", "rollouts"):
-                    batch = await rollouts.take(timeout_s=None)
-                tasks = [self._task(batch, i) for i in range(len(batch))]
-                call = calls.create_task(self._score_batch(stage, batch.rows, tasks))
-                call.add_done_callback(lambda _: slots.release())
-
-    async def _score_batch(
-        self, stage: ScoreStage, rows: Sequence[int], tasks: Sequence[ScoreTask]
-    ) -> None:
-        await self._scorer.score(tasks, lambda scores: self._scored(stage, rows, tasks, scores))
+    def _score(self, stage: ScoreStage, batch: RowBatch) -> Coroutine[Any, Any, None]:
+        rows, tasks = batch.rows, [self._task(batch, i) for i in range(len(batch))]
+        return self._scorer.score(tasks, lambda scores: self._scored(stage, rows, tasks, scores))
 
     def _scored(
         self,
@@ -83,6 +75,7 @@ class ScoringSide:
             else:
                 results[place] = score.outcome, score.text
         live_rows: list[int] = []
+        live_groups: dict[int, Group] = {}
         scalars: dict[str, list[float]] = {column.name: [] for column in stage.writes}
         for place, (result, text) in results.items():
             row, task = rows[place], tasks[place]
@@ -92,21 +85,23 @@ class ScoringSide:
                 note = group.rollouts[task.index]
                 note.components = result.components
                 note.text = text
-                note.reward = result.total
-                self._look_at_whole(group)
                 live_rows.append(row)
+                live_groups[group.group_id] = group
                 for name, value in _values(stage, result).items():
                     scalars[name].append(value)
         if live_rows:
             self._failures.succeeded()
             store.write(stage.name, live_rows, scalars=scalars)
+        for group in live_groups.values():
+            self._look_at_whole(stage, group)
         store.release(stage.name, [rows[place] for place in scores])
         self._state.progress.notify()
 
-    def _look_at_whole(self, group: Group) -> None:
+    def _look_at_whole(self, stage: ScoreStage, group: Group) -> None:
         """A group of which all rewards are known tells how well its prompt is learnt."""
-        rewards = [note.reward for note in group.rollouts if note.reward is not None]
-        if len(rewards) == len(group.rollouts):
+        store, total = self._state.store, stage.writes[0].name
+        if store.has_written(stage.name, group.rows):
+            rewards = store.scalars(group.rows)[total]
             self._state.curriculum.scored(group.prompt.row, group.of_trained(rewards))
 
     def _task(self, batch: RowBatch, i: int) -> ScoreTask:

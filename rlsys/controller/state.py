@@ -25,14 +25,15 @@ from rlsys.workers import FinishedRollout, Origin, Part, RolloutText
 
 @dataclass(kw_only=True)
 class RolloutNote:
-    """What is remembered of a rollout until its group is trained."""
+    """What is remembered of a rollout until its group is trained, and no column of the store holds.
+    Its reward and its advantage are columns; `components` and `text` are for the recorder alone:
+    which parts a reward has is known when it is scored, and few of them have columns."""
 
     index: int = 0  # within its group
     is_greedy: bool = False  # the baseline of its group, which is not trained on
     finished: FinishedRollout | None = None  # None: it is still being sampled
     components: Mapping[str, float] = field(default_factory=dict)  # of its reward
     text: RolloutText | None = None
-    reward: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

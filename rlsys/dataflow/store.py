@@ -345,13 +345,10 @@ class StreamStore:
         """Hand back what was kept."""
         self._memory.let_go([block for block, _ in cells])
 
-    def written_by(self, stage: str, row: int) -> Cell | None:
-        """Where the tensors lie that the stage wrote of a row; None if it has written none."""
-        plan = self._plan(stage)
-        group, index = self._find(stage, [row])[0]
-        if not group.written[index] & plan.bit:
-            return None
-        return group.cell(plan.block_slot, index)
+    def has_written(self, stage: str, rows: Sequence[int]) -> bool:
+        """Whether the stage has written its columns of all these rows."""
+        bit = self._plan(stage).bit
+        return all(group.written[index] & bit for group, index in self._find(stage, rows))
 
     def scalars(self, rows: Sequence[int]) -> dict[str, list[float]]:
         """All columns with a value per row, of rows that have them."""

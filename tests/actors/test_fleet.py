@@ -1,4 +1,5 @@
-"""Replicas on real Ray nodes of this machine: hired, stopped, failing, joining and leaving.
+"""Replicas on real Ray nodes of this machine: hired, stopped, failing, joining, leaving, and going
+on with what others had sampled.
 
 Their engine is a script: what a request's prompt holds, happens.
 """
@@ -23,10 +24,13 @@ import ray
 from actors.calls import Worker, end_all
 from actors.fleet import RayFleet
 from actors.placement import ClusterTooSmall, Need, Place, reserved
-from actors.rollout import RayReplica, RolloutActor
-from actors.store import ShardAddress
+from actors.rollout import PART_COLUMNS, RayReplica, RolloutActor
+from actors.store import ShardAddress, StoreClient
 from actors.store_shards import StoreShards
+from rlsys.controller.partials import PartialRollouts
 from rlsys.dataflow.arena import PAGE_BYTES
+from rlsys.dataflow.stages import EXPERTS_COLUMN
+from rlsys.dataflow.store import StageSpec, StreamStore
 from rlsys.engines.generation.protocol import EngineError, EngineStats
 from rlsys.observe.trace import Tracer
 from rlsys.types import (
@@ -44,12 +48,20 @@ LIMIT_S = 300.0  # of whatever must happen, on a busy machine
 CALL_TIMEOUT_S = 5.0
 HEARTBEAT_TIMEOUT_S = 5.0
 
-ECHO, DIE = 1, 2  # prompts
+ECHO, DIE, GROW = 1, 2, 3  # prompts
+
+# Tokens that GROW has sampled, by how often the engine was asked for its progress.
+GROWTH = (1, 2, 2, 4)
 
 
 class ScriptedEngine:
+    """A token of GROW tells which engine sampled it, where: 10 for each token of the prompt that it
+    was given, plus its place behind it. Its version changes with each second token."""
+
     def __init__(self) -> None:
         self._ended: asyncio.Queue[Generation | None] = asyncio.Queue()
+        self._growing: dict[str, GenerationRequest] = {}
+        self._num_asked = self._num_sampled = 0
 
     async def start(self) -> None:
         if self._is_to_hang("start"):
@@ -57,6 +69,9 @@ class ScriptedEngine:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
+            if request.prompt_token_ids[0] == GROW:
+                self._growing[request.request_id] = request
+                continue
             ids = np.asarray(request.prompt_token_ids, np.int32)
             self._ended.put_nowait(
                 Generation(
@@ -76,7 +91,29 @@ class ScriptedEngine:
         return [ended]
 
     async def progress(self) -> list[Generation]:
-        return []
+        if not self._growing:
+            return []
+        self._num_sampled = GROWTH[self._num_asked]
+        self._num_asked += 1
+        for name, request in list(self._growing.items()):
+            if request.sampling.max_tokens <= self._num_sampled:
+                self._ended.put_nowait(self._grown(request, FinishReason.LENGTH))
+                del self._growing[name]
+        return [self._grown(request, FinishReason.ABORTED) for request in self._growing.values()]
+
+    def _grown(self, request: GenerationRequest, reason: FinishReason) -> Generation:
+        num_prompt_tokens = len(request.prompt_token_ids)
+        places = np.arange(self._num_sampled, dtype=np.int32)
+        ids = 10 * num_prompt_tokens + places
+        experts = np.arange(num_prompt_tokens + self._num_sampled - 1, dtype=np.uint8)[:, None]
+        return Generation(
+            request_id=request.request_id,
+            token_ids=ids,
+            sampler_logprobs=-ids.astype(np.float32),
+            policy_versions=num_prompt_tokens + places // 2,
+            finish_reason=reason,
+            routed_experts=experts + np.uint8(10 * request.num_prior_tokens),
+        )
 
     async def abort(self, request_ids: Collection[str]) -> None: ...
 
@@ -92,7 +129,12 @@ class ScriptedEngine:
     async def release(self) -> None: ...
 
     def stats(self) -> EngineStats:
-        return EngineStats(num_waiting=0, num_running=0, num_generated_tokens=0, policy_version=0)
+        return EngineStats(
+            num_waiting=0,
+            num_running=0,
+            num_generated_tokens=self._num_sampled,
+            policy_version=0,
+        )
 
     async def close(self) -> None: ...
 
@@ -202,9 +244,12 @@ async def echo(replica: RayReplica) -> None:
     assert [rollout.request_id for rollout in finished] == ["0.0.0"]
 
 
-def request(prompt: int) -> GenerationRequest:
+def request(*prompt: int, max_tokens: int = 256) -> GenerationRequest:
     return GenerationRequest(
-        request_id="0.0.0", prompt_token_ids=(prompt,), sampling=SamplingParams(), seed=0
+        request_id="0.0.0",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        seed=0,
     )
 
 
@@ -262,6 +307,81 @@ def test_a_replica_that_stops_fails_or_hangs_has_a_successor_in_its_place(cluste
             assert "update_weights did not answer" in await collecting
             assert team.fleet.replicas == []
             await echo(await hire(team))
+
+    asyncio.run(run())
+
+
+def test_a_running_rollout_travels_in_parts_and_goes_on_after_its_replicas_death(
+    cluster: Any,
+) -> None:
+    """Of 6 tokens the first replica samples 4. Each travels once, into the store's shard, from
+    which its successor goes on."""
+    store = StreamStore(
+        tensors=["token_ids"],
+        scalars=[],
+        stages=[
+            StageSpec(name="generate", writes=("token_ids",)),
+            StageSpec(name="train", reads=("token_ids",)),
+        ],
+        group_size=1,
+        max_bytes=1 << 20,
+        max_row_bytes=1 << 10,
+        on_free=lambda rows: None,
+    )
+    partials = PartialRollouts(store)
+    growing = request(GROW, 9, max_tokens=6)
+
+    async def run() -> None:
+        async with hiring(1) as team:
+            first = await hire(team)
+            await first.submit([growing], {})
+            assert await first.worker.call("progress", 2) == []  # has one token; two are asked for
+            parts = [*await first.progress()]
+            assert await first.progress() == []  # nothing is new
+            parts += await first.progress()
+            assert [(p.start, p.num_tokens, p.min_version) for p in parts] == [(0, 2, 2), (2, 2, 3)]
+            for part in parts:
+                partials.add(part)
+            assert partials.of("0.0.0") == parts
+            os.kill(await pid_of(first.worker), signal.SIGKILL)
+            await collect_until_death(first)
+            await first.bury(store.live_rows)
+
+            second = await hire(team)
+            await second.submit([growing], {"0.0.0": [part.cell for part in parts]})
+            (more,) = await second.progress()
+            assert (more.start, more.num_tokens, more.min_version) == (4, 1, 6)
+            assert await second.progress() == []  # it has ended
+            collected = await second.collect()
+            assert collected.has_sampled
+            (finished,) = collected.finished
+            assert (finished.num_prompt_tokens, finished.num_tokens) == (2, 6)
+            assert (finished.min_version, finished.max_version) == (2, 6)
+            assert finished.finish_reason is FinishReason.LENGTH
+
+            cells = [part.cell for part in [*parts, more]] + [finished.cell]
+            lie = StoreClient(team.shards.address).get(cells, [*PART_COLUMNS, EXPERTS_COLUMN])
+            assert [x.tolist() for x in lie["token_ids"]] == [
+                *([20, 21], [22, 23], [60]),
+                [20, 21, 22, 23, 60, 61],
+            ]
+            assert [x.tolist() for x in lie["sampler_logprobs"]] == [
+                *([-20.0, -21.0], [-22.0, -23.0], [-60.0]),
+                [-20.0, -21.0, -22.0, -23.0, -60.0, -61.0],
+            ]
+            assert [x.tolist() for x in lie["policy_versions"]] == [
+                *([2, 2], [3, 3], [6]),
+                [2, 2, 3, 3, 6, 6],
+            ]
+            assert [x.tolist() for x in lie["routed_experts"]] == [  # of prompt and all but the end
+                *([0, 1, 2], [3, 4], [45]),
+                [0, 1, 2, 3, 4, 45, 46],
+            ]
+
+            await second.submit([request(ECHO)], {})  # nobody samples for it
+            while not (collected := await second.collect()).finished:
+                assert not collected.has_sampled
+            assert not collected.has_sampled
 
     asyncio.run(run())
 

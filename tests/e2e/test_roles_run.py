@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,19 @@ from transformers import (
     AutoTokenizer,
 )
 
+from recipes.arithmetic import CHARACTERS
 from rlsys.audit import Verdict, audit
 from rlsys.history import read_evidence
 from rlsys.observe.metrics import read_metrics
 from rlsys.scoreboard import read_evaluations
-from rlsys.tiny_models import build_tiny_model
-from tests.e2e.job import run, start
+from rlsys.tiny_models import build_tiny_model, build_tokenizer
+from tests.e2e.job import run, start, start_command
+from tests.engines.scalar_models import scalar_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 TRAINER = "ray::TrainerActor"
+FROZEN = "ray::InferenceActor"
 SMALL_PAIRS = shlex.split("--prompts-per-step 8 --num-steps 3 --checkpoint-every 2 --resume auto")
 SMALL_WARM_START = shlex.split("--warm-start-steps 2 --warm-start-batch 8")
 
@@ -174,6 +178,58 @@ def test_ppo_outlives_its_trainers_and_resumes(tmp_path: Path) -> None:
     verdict = audited(directory)
     assert verdict.finished
     assert "1 resumes" in verdict.summary
+
+
+def test_ppo_outlives_its_frozen_models_and_is_resumed_after_a_kill(tmp_path: Path) -> None:
+    """Workers of reward model and reference are killed, each after three more steps, until both
+    have been; then all of the driver's process group at once."""
+    judge = scalar_model(tmp_path / "judge", "qwen3")
+    build_tokenizer(CHARACTERS).save_pretrained(judge)
+    options = shlex.split(
+        f"--prompts-per-step 4 --group-size 2 --resume auto --reward-model.model.path {judge} "
+        f"--checkpoint-every 2 --num-steps 40 --runs-dir {tmp_path}/runs"
+    )
+    command = [sys.executable, "recipes/ppo.py", *options, *SMALL_WARM_START]
+    directory = tmp_path / "runs" / "ppo"
+    job = start_command(["setsid", *command], tmp_path)
+    try:
+        step = job.wait_for_step(directory, 2)
+        chance = random.Random(0)
+        while not {"reward_model-0", "reference-0"} <= dead_workers(job.output):
+            # Their processes have the same name.
+            pids = [p for p, name in job.processes().items() if name.startswith(FROZEN)]
+            assert len(pids) == 2, job.processes()
+            os.kill(chance.choice(pids), signal.SIGKILL)
+            step = job.wait_for_step(directory, step + 3)  # the rows of two may be there already
+        os.killpg(job.process.pid, signal.SIGKILL)
+        assert job.wait() == -signal.SIGKILL
+        assert job.left_behind() == {}
+    finally:
+        job.end()
+    num_before = len(read_metrics(directory / "metrics.jsonl"))
+    assert 2 <= num_before < 40
+
+    job = start_command(command, tmp_path)
+    try:
+        assert job.wait() == 0, job.output
+        assert job.left_behind() == {}
+    finally:
+        job.end()
+    assert "died" not in job.output
+    lines = read_metrics(directory / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [*range(1, 41)]
+    assert {"score/mean", "critic/loss", "critic/value/mean"} <= lines[-1].keys()
+    # The recipe's critic learns twice as fast, on the same schedule of its own updates: neither
+    # model began anew.
+    policys = [line["learning_rate"] for line in lines]
+    assert [line["critic/learning_rate"] / 2 for line in lines] == pytest.approx(policys)
+    verdict = audited(directory)
+    assert verdict.finished
+    assert "1 resumes" in verdict.summary
+
+
+def dead_workers(output: str) -> set[str]:
+    return set(re.findall(r"warning: (\S+) died.*; another takes its place", output))
 
 
 def dead_ranks(output: str) -> set[str]:
