@@ -1,13 +1,15 @@
-"""The interface that leads to an address."""
+"""The interface that leads to an address, and the one that nobody else reaches."""
 
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 
 import pytest
 
-from rlsys.engines.training.network import interface_towards
+from rlsys.engines.network import interface_towards
+from tests.listeners import LOOPBACK, named_elsewhere
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="told on Linux only")
 
@@ -32,3 +34,24 @@ def test_the_outer_interface_leads_to_its_own_address() -> None:
 
 def test_what_cannot_be_told_is_none() -> None:
     assert interface_towards("::1") is None
+
+
+ONE_RANK = """
+import os
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from rlsys.engines.training.sharding import SHARDED, build_mesh
+from rlsys.mesh import Layout
+from tests.listeners import listening
+mesh = build_mesh(Layout(), rank=0, dtype="bfloat16", device="cpu")
+fully_shard(nn.Linear(4, 4), mesh=mesh.sharding(*SHARDED))
+print(*(address for address, _ in listening([os.getpid()])))
+"""
+
+
+@linux
+def test_the_group_of_one_rank_is_on_loopback_whatever_the_machine_is_called() -> None:
+    command = named_elsewhere(sys.executable, "-c", ONE_RANK)
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    assert output.split(), "gloo listens no more: this proves nothing"
+    assert set(output.split()) <= LOOPBACK

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from rlsys.config import RolloutConfig
+from rlsys.engines.network import LOOPBACK, loopback_variables
 
 WORKER = "rlsys.engines.generation.vllm_worker.Worker"
 CLOSE_TIMEOUT_S = 10.0  # for what is killed to be gone
@@ -46,6 +47,9 @@ def start_vllm(
         TORCH_CPP_LOG_LEVEL="ERROR",
         VLLM_RPC_BASE_PATH=sockets,
         RLSYS_ENGINE_OWNER=str(os.getpid()),
+        # An engine's processes are on one node, and nobody else may reach them.
+        VLLM_HOST_IP=LOOPBACK,
+        **loopback_variables(),
     ):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform

@@ -10,6 +10,7 @@ activations in it, and reduce gradients in float32.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from rlsys.engines.network import on_loopback
 from rlsys.engines.training.parallel.experts import cut_experts
 from rlsys.engines.training.parallel.groups import Mesh
 from rlsys.engines.training.parallel.stages import Stage
@@ -35,9 +37,11 @@ def build_mesh(layout: Layout, *, rank: int, dtype: str, device: str) -> Mesh | 
     group of its own, because the mixed precision is FSDP2's. A collective."""
     if layout.num_ranks == 1 and dtype == "float32":
         return None
-    if not dist.is_initialized():
-        init_single_process_group(device)
-    return Mesh(layout, rank, device)
+    # Around the mesh, too, which makes groups of its own.
+    with on_loopback() if layout.num_ranks == 1 else nullcontext():
+        if not dist.is_initialized():
+            init_single_process_group(device)
+        return Mesh(layout, rank, device)
 
 
 def shard(network: Any, mesh: Mesh | None, *, dtype: str, device: str) -> None:
