@@ -2,7 +2,7 @@
 
     python scripts/check_models.py                 # every class for causal language modelling that
                                                    # transformers maps; writes docs/models.md
-    python scripts/check_models.py llama gpt_oss   # some of them
+    python scripts/check_models.py llama gpt_oss   # some of them, in their rows of the page
 
 Models are small and random (small_models.py), and rows go beyond all their windows, chunks and
 limits. Rows of mixed lengths go through the trainer, packed where it packs, pairs of them with a
@@ -19,10 +19,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.types import GenerationRequest, SamplingParams, TrainRow
 from scripts.small_models import build, names
 
+TABLE = ("| Model type | Class | Trainer | Torch engine | |", "|---|---|---|---|---|")
+COUNTS = "**The count**:"  # how the paragraph before the table begins; both are written anew
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 TOLERANCE = 1e-4  # nats, and share of log-probabilities beyond 1 nat
@@ -83,7 +86,7 @@ def check(name: str) -> Outcome:
     try:
         model, config = build(name)
     except Exception as error:  # noqa: BLE001 - reported: transformers itself cannot build or run it
-        unbuilt = Verdict(result="refused", remark=f"transformers builds none: {_sentence(error)}")
+        unbuilt = Verdict(result="refused", remark=_not_by_transformers("build and run", error))
         return Outcome(name=name, kind="", trainer=unbuilt, engine=unbuilt)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"
@@ -92,9 +95,7 @@ def check(name: str) -> Outcome:
             model.save_pretrained(path)
             config.save_pretrained(path)
         except Exception as error:  # noqa: BLE001 - as above
-            unsaved = Verdict(
-                result="refused", remark=f"transformers saves none: {_sentence(error)}"
-            )
+            unsaved = Verdict(result="refused", remark=_not_by_transformers("save", error))
             return Outcome(name=name, kind=kind, trainer=unsaved, engine=unsaved)
         return Outcome(
             name=name,
@@ -112,6 +113,13 @@ def _verdict(compare: Any) -> Verdict:
         return Verdict(result="refused", remark=_sentence(error))
     except Exception as error:  # noqa: BLE001 - reported as wrong
         return Verdict(result="wrong", remark=f"{type(error).__name__}: {_sentence(error)}")
+
+
+def _not_by_transformers(what: str, error: Exception) -> str:
+    return (
+        f"transformers itself cannot {what} a small model of this type's default configuration "
+        f"({type(error).__name__}: {_sentence(error)})"
+    )
 
 
 def _sentence(error: Exception) -> str:
@@ -258,28 +266,47 @@ def _compare(
     assert gap <= tolerance * scale, f"{what} differ by {gap:.1g}"
 
 
-def table(outcomes: Iterable[Outcome]) -> Iterator[str]:
-    """Lines of Markdown."""
-    yield "| Model type | Class | Trainer | Torch engine | |"
-    yield "|---|---|---|---|---|"
-    for one in outcomes:
-        verdicts = (one.trainer, one.engine)
-        cells = [one.name, one.kind]
-        cells += [
-            f"{v.result}, {v.remark}" if v.result == "equal" and v.remark else v.result
-            for v in verdicts
-        ]
-        why = [v.remark.replace("|", "\\|") for v in verdicts if v.result != "equal"]
-        yield "".join(f"| {cell} " for cell in [*cells, *why[:1]]) + ("|" if why else "| |")
+def row(one: Outcome) -> str:
+    """A line of Markdown."""
+    verdicts = (one.trainer, one.engine)
+    cells = [one.name, one.kind]
+    cells += [
+        f"{v.result}, {v.remark}" if v.result == "equal" and v.remark else v.result
+        for v in verdicts
+    ]
+    why = [v.remark.replace("|", "\\|") for v in verdicts if v.result != "equal"]
+    return "".join(f"| {cell} " for cell in [*cells, *why[:1]]) + ("|" if why else "| |")
 
 
-def write_page(outcomes: Sequence[Outcome], page: Path = PAGE) -> None:
-    """Replace everything from the table's first line on."""
-    head = page.read_text().partition("| Model type |")[0]
-    page.write_text(head + "\n".join(table(outcomes)) + "\n")
+def read_page(page: Path = PAGE) -> dict[str, Outcome]:
+    """What its table says of each model, by name; of what is not equal, why."""
+    rows = (
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in page.read_text().splitlines()
+        if line.startswith("| ") and line != TABLE[0]
+    )
+    found = {}
+    for name, kind, *cells, why in rows:
+        why = why.replace("\\|", "|")
+        parts = [cell.partition(", ") for cell in cells]
+        trainer, engine = (
+            Verdict(result=result, remark=said if result == "equal" else why)
+            for result, _, said in parts
+        )
+        found[name] = Outcome(name=name, kind=kind, trainer=trainer, engine=engine)
+    return found
 
 
-def summary(outcomes: Sequence[Outcome]) -> dict[str, int]:
+def write_page(outcomes: Iterable[Outcome], page: Path = PAGE) -> None:
+    """Put these into the table, and count it anew; rows of models that are no more go."""
+    all_rows = read_page(page) | {one.name: one for one in outcomes}
+    kept = [all_rows[name] for name in names() if name in all_rows]
+    head = page.read_text().partition(COUNTS)[0]
+    lines = [in_words(summary(kept)), "", *TABLE, *map(row, kept)]
+    page.write_text(head + "\n".join(lines) + "\n")
+
+
+def summary(outcomes: Collection[Outcome]) -> dict[str, int]:
     """Counts; equal, refused and wrong add up to all."""
     results = Counter(one.result for one in outcomes)
     return {
@@ -291,6 +318,14 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, int]:
         ),
         "models": len(outcomes),
     }
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    return (
+        f"{COUNTS} of {counts['models']} models {counts['equal']} are equal in both engines, "
+        f"{counts['refused']} are\nrefused by one or both ({counts['trainer_only']} of them by the "
+        f"torch engine alone: trainer only), {counts['wrong']} are wrong."
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -307,9 +342,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = []
     for name in chosen or names():
         outcomes.append(check(name))
-        print(*list(table(outcomes[-1:]))[2:], flush=True)
-    if not chosen:
-        write_page(outcomes)
+        print(row(outcomes[-1]), flush=True)
+    write_page(outcomes)
     counts = summary(outcomes)
     print(json.dumps(counts))
     return int(counts["wrong"] > 0)

@@ -18,12 +18,14 @@ Shape legend: T tokens of a row, V vocabulary, or 1 for a head of one output.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rlsys.engines.attention import UnknownComputation
 from rlsys.engines.causal_lm import Head, backbone, use_engine_layers
 from rlsys.engines.context import context_length
 from rlsys.engines.miniature import VOCABULARY, WINDOW, build_miniature
@@ -117,6 +119,12 @@ def _plain_logprobs(model: Any, row: torch.Tensor) -> torch.Tensor:
 def _logprobs(model: Any, token_ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """[B, T, V] of token ids [B, T] as both engines compute them."""
     hidden = backbone(model)(input_ids=token_ids, use_cache=False, **options).last_hidden_state
+    width = model.get_output_embeddings().weight.shape[-1]
+    if hidden.shape[-1] != width:  # torch's own words for it are those of the product's kernel
+        raise UnknownComputation(
+            f"between its layers, of width {hidden.shape[-1]} in a small model of its class, and "
+            f"its output embeddings, of width {width}, it computes what rlsys does not know"
+        )
     logits = Head(model)(hidden.flatten(0, 1)).float().unflatten(0, token_ids.shape)
     logprobs: torch.Tensor = logits.log_softmax(-1)
     return logprobs
@@ -152,32 +160,54 @@ def _require_equality(
     padded = rows[0].new_zeros(len(rows), max(map(len, rows)))
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
+    fix = "use an architecture that docs/models.md calls equal"
     try:
         with torch.enable_grad():
             found = outputs.by_engines(small, padded)
-            found.sum().backward()  # some models cannot be differentiated as they are sampled
-        small.zero_grad(set_to_none=True)
         alone = [outputs.by_engines(small, row[None])[0] for row in rows]
+    except UnknownComputation as error:
+        raise ValueError(
+            f"{name} cannot be trained with the attention of rlsys: {error}; {fix}."
+        ) from error
     except Exception as error:  # whatever a class of transformers dies of
         raise ValueError(
-            f"{name} cannot be trained with the attention of rlsys ({type(error).__name__}: "
-            f"{error}); use an architecture that docs/models.md calls equal."
+            f"{name} does not run with the attention of rlsys in place of its own: {_place(error)} "
+            "needs what that does not give, such as masks or scores "
+            f"({type(error).__name__}: {error}); {fix}."
         ) from error
+    try:
+        with torch.enable_grad():
+            found.sum().backward()
+    except Exception as error:  # the same
+        raise ValueError(
+            f"{name} runs with the attention of rlsys, but cannot be differentiated in the mode in "
+            f"which it is sampled ({type(error).__name__}: {error}); {fix}."
+        ) from error
+    small.zero_grad(set_to_none=True)
     gap = max(difference(*pair) for pair in zip(alone, expected, strict=True))
     if gap > TOLERANCE:
         raise ValueError(
             f"{name} computes its attention or its logits in a way that rlsys does not know "
-            f"({outputs.name} differ by {gap:.1g}{outputs.unit}); use an architecture that "
-            "docs/models.md calls equal."
+            f"({outputs.name} differ by {gap:.1g}{outputs.unit}); {fix}."
         )
     pairs = zip(found, expected, strict=True)
     gap = max(difference(padded_row[: len(row)], row) for padded_row, row in pairs)
     if gap > TOLERANCE:
         raise ValueError(
             f"{name} gives a row other {outputs.name} beside longer rows than alone (they "
-            f"differ by {gap:.1g}{outputs.unit}); use an architecture that docs/models.md calls "
-            "equal."
+            f"differ by {gap:.1g}{outputs.unit}); {fix}."
         )
+
+
+def _place(error: Exception) -> str:
+    """The innermost function of transformers' models in which it was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [
+        frame.f_code.co_qualname
+        for frame in frames
+        if frame.f_globals.get("__name__", "").startswith("transformers.models.")
+    ]
+    return names[-1] if names else "transformers"
 
 
 def _forks(small: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:

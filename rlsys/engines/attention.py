@@ -29,6 +29,10 @@ from rlsys.engines.tree_attention import takes, tree_attention
 ATTENTION = "rlsys"
 
 
+class UnknownComputation(ValueError):
+    """What a model computes and rlsys does not; the message says it of an "it"."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Band:
     """What a causal mask hides of a token's past."""
@@ -39,7 +43,7 @@ class Band:
 
 @dataclass(frozen=True)
 class UnknownMask:
-    """A mask that no Band can say; raises ValueError if a layer attends by it."""
+    """A mask that no Band can say; raises UnknownComputation if a layer attends by it."""
 
     kinds: frozenset[str]  # functions of transformers.masking_utils
 
@@ -215,11 +219,14 @@ def _attention(
     shards: Shards | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature. Raises ValueError for what a model asks for beyond it."""
+    """transformers' attention signature. Raises UnknownComputation for what a model asks for
+    beyond it."""
     if not (attention_mask is None or isinstance(attention_mask, Band)):
-        raise ValueError(f"it brings an attention mask of its own, {_described(attention_mask)}")
+        raise UnknownComputation(
+            f"it brings an attention mask of its own, {_described(attention_mask)}"
+        )
     if others.get("position_bias") is not None:
-        raise ValueError("it adds a bias of positions to attention scores")
+        raise UnknownComputation("it adds a bias of positions to attention scores")
     band = attention_mask or Band()
     rule = AttentionRule(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,

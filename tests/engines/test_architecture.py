@@ -19,6 +19,7 @@ from rlsys.engines.generation.kv_cache import SlotCache
 from rlsys.engines.miniature import build_miniature, miniature_config
 from rlsys.engines.training.collate import collate
 from rlsys.engines.training.token_policy import TokenPolicy
+from scripts.small_models import build
 from tests.engines.torch_engine_harness import build_model
 from tests.engines.training_harness import make_rows
 
@@ -110,12 +111,28 @@ def test_a_model_that_sees_the_future_is_refused() -> None:
 
 
 def test_a_mask_of_a_models_own_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"DogeForCausalLM cannot be trained with the attention"):
+    message = r"DogeForCausalLM cannot be trained .*: it brings an attention mask of its own, a T"
+    with pytest.raises(ValueError, match=message):
         check_architecture(loaded("doge"))
 
 
+def test_a_class_that_reads_masks_by_itself_is_refused() -> None:
+    message = r"DogeForCausalLM does not run .*: DogeAttention\.\w+ needs .* such as masks"
+    with pytest.raises(ValueError, match=message):
+        check_architecture(build("doge")[0])
+
+
+@pytest.mark.parametrize("name", ["rembert", "electra"])
+def test_layers_between_the_last_one_and_the_head_are_refused(name: str) -> None:
+    """Of another width, which torch tells in the words of the kernel that multiplies."""
+    message = r"between its layers, of width \d+ .*, and its output embeddings, of width \d+, it"
+    with pytest.raises(ValueError, match=message) as refused:
+        check_architecture(build(name)[0])
+    assert "primitive" not in str(refused.value)
+
+
 def test_a_model_that_cannot_be_differentiated_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ReformerModelWithLMHead cannot be trained"):
+    with pytest.raises(ValueError, match=r"ReformerModel\w+ runs .*, but cannot be differ"):
         check_architecture(loaded("reformer", is_decoder=True))
 
 

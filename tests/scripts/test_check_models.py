@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import re
+from pathlib import Path
 
 import pytest
 
 from scripts import check_models
-from scripts.check_models import Outcome, Verdict, check, summary, table
+from scripts.check_models import (
+    Outcome,
+    Verdict,
+    check,
+    in_words,
+    read_page,
+    row,
+    summary,
+    write_page,
+)
 from scripts.small_models import names
 
 EQUAL = ["llama", "gpt_oss", "granite", "cohere2", "phimoe", "deepseek_v3", "gemma3_text"]
@@ -54,15 +63,30 @@ def test_counts_add_up() -> None:
         "trainer_only": 1,
         "models": 3,
     }
-    assert list(table(outcomes))[2:] == [
+    assert [row(one) for one in outcomes] == [
         "| a | A | equal, packed | equal, packed | |",
         "| b | B | equal, packed | refused | x |",
         "| c | C | wrong | refused | y |",
     ]
 
 
-def test_the_page_has_every_model() -> None:
-    assert [name for name, *_ in page_rows()] == names()
+def test_the_page_has_every_model_and_counts_them() -> None:
+    page = read_page()
+    assert list(page) == names()
+    assert in_words(summary(page.values())) in check_models.PAGE.read_text()
+
+
+def test_rows_are_written_into_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "models.md"
+    page.write_text(check_models.PAGE.read_text())
+    write_page([], page)
+    assert page.read_text() == check_models.PAGE.read_text()
+    worse = Verdict(result="wrong", remark="a | b")
+    write_page([Outcome(name="llama", kind="A", trainer=worse, engine=worse)], page)
+    before, after = read_page(), read_page(page)
+    assert after.pop("llama").engine == worse
+    assert after == {name: one for name, one in before.items() if name != "llama"}
+    assert " 1 are wrong." in page.read_text()
 
 
 @pytest.mark.slow
@@ -71,17 +95,8 @@ def test_the_page_has_every_model() -> None:
 def test_every_model_is_what_the_page_says(name: str) -> None:
     outcome = check(name)
     assert outcome.result != "wrong", outcome
-    (row,) = [row for row in page_rows() if row[0] == name]
-    assert [one.partition(",")[0] for one in row[2:4]] == [
+    said = read_page()[name]
+    assert (said.trainer.result, said.engine.result) == (
         outcome.trainer.result,
         outcome.engine.result,
-    ]
-
-
-def page_rows() -> list[list[str]]:
-    rows = [
-        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        for line in check_models.PAGE.read_text().splitlines()
-        if line.startswith("| ")
-    ]
-    return rows[1:]
+    )
