@@ -41,7 +41,7 @@ from .books import Books, open_books
 from .cluster import connected
 from .evaluating import EvaluationFactory, Evaluator
 from .factories import needs, role_needs
-from .local_ray import ends_with_ray
+from .local_ray import EndedEarly, ends_with_ray
 from .placement import reserved
 from .signals import cancel_on_signals
 from .store import StoreClient
@@ -92,7 +92,10 @@ class Job:
         roles = [model.config for model in self._flow.models.values()]
         return any(not role.model.path for role in roles if role is not None)
 
-    async def run(self, warm_start: WarmStart | None) -> None:
+    async def run(
+        self, warm_start: WarmStart | None, last_words: Callable[[EndedEarly], None]
+    ) -> None:
+        """To the last step; see ends_with_ray for `last_words`."""
         config = self._config
         ranks, replicas = needs(config, self._flow)
         roles = role_needs(config, self._flow)
@@ -103,7 +106,7 @@ class Job:
             with self._console.phase("Starting Ray"):
                 warning = cluster.enter_context(connected(config.cluster, asked_cpus=asked))
                 cancel_on_signals()  # again: since Ray's start they interrupt system calls
-                await cluster.enter_async_context(ends_with_ray())
+                await cluster.enter_async_context(ends_with_ray(last_words))
                 places = await cluster.enter_async_context(
                     reserved(
                         ranks,

@@ -17,7 +17,6 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Literal
 
 from rlsys.blocking import run_to_end
 from rlsys.checkpoint import Checkpoints
@@ -34,7 +33,7 @@ from rlsys.exported import export_faults, exported_step
 from rlsys.fields import leaf_defaults, to_dict
 from rlsys.history import some
 from rlsys.launching import HeldOut, RunResult, WarmStart
-from rlsys.observe.console import RunConsole
+from rlsys.observe.console import Outcome, RunConsole
 from rlsys.observe.diagnosis import foresee
 from rlsys.observe.metrics import read_metrics
 from rlsys.resuming import History, read_history
@@ -198,23 +197,29 @@ async def _run(
             )
         if job is None:
             return _result(directory)
-        outcome: Literal["finished", "interrupted", "failed"] = "failed"
+        close = functools.partial(_close, console, directory, flow)
+        outcome: Outcome = "failed"
         try:
             await asyncio.sleep(0)  # another thread may have asked for the end meanwhile
-            await job.run(warm_start)
+            await job.run(warm_start, close)
             outcome = "finished"
         except (asyncio.CancelledError, KeyboardInterrupt, BrokenPipeError):
             outcome = "interrupted"
             raise
         finally:
-            console.close(
-                outcome,
-                lines=read_metrics(directory.metrics) if directory.metrics.exists() else [],
-                evaluations=read_evaluations(directory.evaluations),
-                directory=directory.path,
-                next_command=next_command(directory, outcome, flow),
-            )
+            close(outcome)
         return _result(directory)
+
+
+def _close(console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome: Outcome) -> None:
+    """Tell what the run came to."""
+    console.close(
+        outcome,
+        lines=read_metrics(directory.metrics) if directory.metrics.exists() else [],
+        evaluations=read_evaluations(directory.evaluations),
+        directory=directory.path,
+        next_command=next_command(directory, outcome, flow),
+    )
 
 
 def _prepare(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import re
@@ -26,7 +27,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import ray
@@ -34,6 +35,7 @@ from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+from rlsys.engines.network import loopback_variables
 from rlsys.interrupts import INTERRUPTED
 
 from .janitor import janitor, users_of
@@ -68,12 +70,16 @@ LOOK_EVERY_S = 0.2  # whether Ray's processes still live
 VITAL = ("gcs_server", "raylet")  # its other processes serve people who look on
 STUCK_S = 10.0  # a loop that has not turned for so long waits for Ray, where that is dead
 DEAF_S = 30.0  # and where it lives, but may have got the signal that this process has got
+LAST_WORDS_S = 5.0  # for the summary of a run that ends so
 SIGNAL_S = 1.0  # until a signal to all processes has reached this one too
 
 MIN_OPEN_FILES = 256  # with one worker of each kind; a few dozen more for each other one
 
 NUM_ATTEMPTS = 2
 MAX_CAUSE_LENGTH = 200
+
+
+EndedEarly = Literal["interrupted", "failed"]
 
 
 class RayFailed(OSError):
@@ -126,9 +132,12 @@ async def while_intact(work: Coroutine[Any, Any, None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def ends_with_ray() -> AsyncIterator[None]:
+async def ends_with_ray(last_words: Callable[[EndedEarly], None]) -> AsyncIterator[None]:
     """The block ends with RayFailed when a VITAL process of `local_ray` dies: Ray itself would go
-    on for a minute, and then end this process without a word of ours."""
+    on for a minute, and then end this process without a word of ours.
+
+    Where the block waits inside a call of Ray's for what is dead or deaf, this process ends, after
+    `last_words` has told, in another thread, what the run came to."""
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
@@ -141,7 +150,7 @@ async def ends_with_ray() -> AsyncIterator[None]:
     is_over = threading.Event()
     threading.Thread(
         target=_end_without_ray,
-        args=(loop, is_signalled, is_over),
+        args=(loop, is_signalled, is_over, last_words),
         name="rlsys-ray-watch",
         daemon=True,
     ).start()
@@ -161,7 +170,10 @@ async def ends_with_ray() -> AsyncIterator[None]:
 
 
 def _end_without_ray(
-    loop: asyncio.AbstractEventLoop, is_signalled: Callable[[], bool], is_over: threading.Event
+    loop: asyncio.AbstractEventLoop,
+    is_signalled: Callable[[], bool],
+    is_over: threading.Event,
+    last_words: Callable[[EndedEarly], None],
 ) -> None:
     """End this process when the loop's thread is inside a call of Ray's that Ray will not answer,
     because it is dead, or as deaf as a signal to all processes leaves it: it would wait there for a
@@ -175,6 +187,9 @@ def _end_without_ray(
             loop.call_soon_threadsafe(answered.set)
             if not answered.wait(STUCK_S if dead else DEAF_S) and not is_over.is_set():
                 interrupted = is_signalled()
+                outcome: EndedEarly = "interrupted" if interrupted else "failed"
+                # It reads the run's files, and calls nothing of Ray's.
+                within(LAST_WORDS_S, functools.partial(last_words, outcome))
                 said = "Interrupted." if interrupted else f"error: {_without(dead)}"
                 print(said, file=sys.stderr, flush=True)
                 os._exit(INTERRUPTED if interrupted else 1)
@@ -376,6 +391,8 @@ def _own_settings() -> Iterator[None]:
         # to hand them to processes that are dead.
         "RAY_task_events_report_interval_ms": "0",
         "RAY_enable_metrics_collection": "0",
+        # What its actors open is for each other, whatever an environment for clusters says.
+        **loopback_variables(),
     }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)

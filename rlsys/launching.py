@@ -29,6 +29,7 @@ from rlsys.pipes import let_go_of_stdout
 from rlsys.rewards.reward import as_rewards
 from rlsys.run_directory import RunFiles
 from rlsys.tiny_models import OwnModel
+from rlsys.user_functions import printable
 
 if TYPE_CHECKING:
     from rlsys.dataflow.stages import RewardFn
@@ -173,6 +174,10 @@ def launch(
     Ray starts where it can be told by then; RunFailed for a run that could not go on; and
     KeyboardInterrupt, in the main thread, for Ctrl-C and SIGTERM, in another one when the main
     thread has ended. Every process that was started is ended by then.
+
+    This process itself ends, a notebook's kernel too, in one case: a run of its own Ray is inside a
+    call of Ray's that is never answered, because Ray's processes have died or a signal came to all
+    of them. The summary is printed before; the exit code is 130 after a signal, else 1.
     """
     _check_kind("config", config, RunConfig, "a RunConfig, such as rlsys.parse(...).config")
     _check_kind("flow", flow, Dataflow, "the Dataflow that the recipe's function returns")
@@ -237,7 +242,7 @@ def main(function: Callable[[], object]) -> Callable[[], None]:
             let_go_of_stdout()
             raise SystemExit(NOBODY_READS) from None
         except (ValueError, OSError, RunFailed) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
             raise SystemExit(FAILED) from None
         except KeyboardInterrupt:
             raise SystemExit(INTERRUPTED) from None

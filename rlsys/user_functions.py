@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 # Longer messages lose their middle: some exceptions quote all that they were given.
 MAX_MESSAGE = 4000
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class FunctionFailed(RuntimeError):
@@ -83,7 +86,9 @@ def raised(what: str, error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would act on, such as escape sequences, and of bounded length."""
+    """Without what a terminal would act on, and of bounded length: colours are left out, such as
+    those of Ray's traces, and other escape sequences written out."""
+    text = COLOUR.sub("", text)
     if len(text) > MAX_MESSAGE:
         text = f"{text[: MAX_MESSAGE // 2]} [...] {text[-MAX_MESSAGE // 2 :]}"
     return "".join(

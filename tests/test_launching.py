@@ -849,6 +849,11 @@ def test_a_signal_while_the_data_is_read_ends_the_run_at_once(
         (ValueError("told"), 1, "error: told\n"),
         (rlsys.RunFailed("told"), 1, "error: told\n"),
         (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
+        (
+            ValueError("the template raised \x1b[2J\x1b]0;gotcha\x07\n\x1b[31mred\x1b[0m 9\u20ac"),
+            1,
+            "error: the template raised \\x1b[2J\\x1b]0;gotcha\\x07\nred 9\u20ac\n",
+        ),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -32,6 +32,7 @@ from rlsys.observe.summary import (
     summarize,
     summary_rows,
 )
+from rlsys.user_functions import printable
 
 HEADER_EVERY = 20  # step lines
 WARN_EVERY = 20  # steps between two warnings of one kind
@@ -39,6 +40,8 @@ TREND_STEPS = 8
 MAX_SAMPLE_CHARACTERS = 600  # of a prompt or completion; rollouts.jsonl has it whole
 
 Line = Mapping[str, float]
+
+Outcome = Literal["finished", "interrupted", "failed"]
 
 
 @dataclass(frozen=True)
@@ -190,14 +193,16 @@ class RunConsole:
 
     def close(
         self,
-        outcome: Literal["finished", "interrupted", "failed"],
+        outcome: Outcome,
         *,
         lines: Sequence[Line],
         evaluations: Sequence[Line] = (),
         directory: Path,
         next_command: str,
     ) -> None:
-        """The closing summary. `lines` are those of metrics.jsonl, earlier parts included."""
+        """The closing summary. `lines` are those of metrics.jsonl, earlier parts included. Phases
+        that still run are shown no more."""
+        self._phases.stop()
         summary = summarize(lines, self._dropped)
         done = int(lines[-1][metrics.STEP]) if lines else 0
         title = f"{outcome.capitalize()}: {done} of {self._num_steps} steps."
@@ -266,9 +271,10 @@ class RunConsole:
         self._print(_indented("completion", record.completion))
 
     def _print(self, text: str, style: str = "") -> None:
-        # A terminal that cannot show a character gets "?": no completion may end the run.
+        # What somebody else's template or trace says drives no terminal. One that cannot show a
+        # character gets "?": no completion may end the run.
         encoding = self._console.encoding
-        shown = text.encode(encoding, errors="replace").decode(encoding)
+        shown = printable(text).encode(encoding, errors="replace").decode(encoding)
         # A Text, not a string: brackets in a completion are no markup. Long lines stay whole.
         self._console.print(Text(shown, style=style), soft_wrap=True, highlight=False)
 
@@ -283,7 +289,7 @@ def sparkline(values: Sequence[float], *, last: int, ascii_only: bool = False) -
 
 def _indented(label: str, text: str) -> str:
     """Cut in the middle where it is long; control characters, which could drive the terminal,
-    written out."""
+    written out, colours too."""
     if len(text) > MAX_SAMPLE_CHARACTERS:
         half = MAX_SAMPLE_CHARACTERS // 2
         left_out = len(text) - 2 * half

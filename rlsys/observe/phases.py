@@ -62,6 +62,11 @@ class Phases:
             self.progress.stop()
         self._print(line)
 
+    def stop(self) -> None:
+        """What moves stands still, and the terminal has its cursor again."""
+        if self.console.is_interactive and self._num_running:
+            self.progress.stop()
+
     def _print(self, line: Text) -> None:
         # A long line is left to the terminal to wrap, and to a log file to keep whole.
         self.console.print(line, soft_wrap=True, highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.server
 import logging
 import os
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ import psutil
 import pytest
 import ray
 from ray._private import utils as ray_utils
+from ray.core.generated import (
+    gcs_service_pb2,
+    gcs_service_pb2_grpc,
+    node_manager_pb2,
+    node_manager_pb2_grpc,
+)
 
 from actors import cluster, local_ray
 from actors.cluster import connected
@@ -144,6 +151,38 @@ def test_a_start_that_fails_is_tried_once_more_and_leaves_nothing(
     assert dict(os.environ) == before
 
 
+def test_who_has_not_the_runs_token_is_refused_by_its_ray() -> None:
+    with local_ray.local_ray(1):
+        own = os.environ["RAY_AUTH_TOKEN"]
+        gcs = ray.get_runtime_context().gcs_address
+        (node,) = ray.nodes()
+        raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+
+        def answer(token: str | None, address: str, ask: Callable[[grpc.Channel], Any]) -> str:
+            metadata = None if token is None else [("authorization", f"Bearer {token}")]
+            with grpc.insecure_channel(address) as channel:
+                try:
+                    ask(channel)(timeout=TIMEOUT_S, metadata=metadata)
+                except grpc.RpcError as error:
+                    return str(error.code().name)
+            return "OK"
+
+        def actors(channel: grpc.Channel) -> Callable[..., Any]:
+            request = gcs_service_pb2.GetAllActorInfoRequest()
+            stub = gcs_service_pb2_grpc.ActorInfoGcsServiceStub(channel)
+            return functools.partial(stub.GetAllActorInfo, request)
+
+        def stats(channel: grpc.Channel) -> Callable[..., Any]:
+            request = node_manager_pb2.GetNodeStatsRequest()
+            stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
+            return functools.partial(stub.GetNodeStats, request)
+
+        for address, ask in ((gcs, actors), (raylet, stats)):
+            assert answer(own, address, ask) == "OK"
+            for other in (None, "0" * len(own)):
+                assert answer(other, address, ask) == "UNAUTHENTICATED"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("within", ["a fork", "nothing"])
 def test_a_signal_while_ray_starts_ends_the_run_and_leaves_no_lock_behind(
@@ -209,6 +248,51 @@ def test_a_signal_from_before_is_heeded_when_ray_would_start(
     assert cancelling == [1]
     assert started == []
     assert [signal.getsignal(one) for one in signal.valid_signals()] == before
+
+
+STUCK = """
+import asyncio, signal, sys, time
+from actors import local_ray
+from actors.signals import cancel_on_signals
+local_ray.STUCK_S = local_ray.DEAF_S = 0.2
+local_ray.LAST_WORDS_S = 2.0
+case = sys.argv[1]
+is_dead = case != "signal"
+
+def last_words(outcome):
+    print("summary of a run that", outcome, flush=True)
+    if case == "hangs":
+        time.sleep(600)
+
+async def run():
+    cancel_on_signals()
+    local_ray._dead = lambda kinds=None: ["raylet"] if is_dead else []
+    async with local_ray.ends_with_ray(last_words):
+        if case == "signal":
+            signal.raise_signal(signal.SIGTERM)
+        time.sleep(600)  # as a call of Ray's does
+
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "outcome", "said"),
+    [
+        ("signal", 130, "interrupted", "Interrupted."),
+        ("dies", 1, "failed", "error: Ray's process raylet has died"),
+        ("hangs", 1, "failed", "error: Ray's process raylet has died"),
+    ],
+)
+def test_who_waits_in_a_call_for_a_ray_that_is_no_more_ends_with_a_summary(
+    case: str, code: int, outcome: str, said: str
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK, case], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout == f"summary of a run that {outcome}\n"
+    assert ended.stderr.startswith(said)
 
 
 def test_too_few_open_files_are_told_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,16 @@ def test_a_sample_cannot_drive_the_terminal_nor_flood_it() -> None:
     assert len(completion) < 700
 
 
+def test_what_others_say_cannot_drive_the_terminal_either() -> None:
+    screen = Screen(terminal=True)
+    screen.run.warn("the template raised \x1b[2J\x1b]0;gotcha\x07\r")
+    screen.run.note("\x1b[36mray::RolloutActor\x1b[39m died")
+    assert screen.plain.splitlines() == [
+        r"warning: the template raised \x1b[2J\x1b]0;gotcha\x07\r",
+        "ray::RolloutActor died",
+    ]
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_stream_without_unicode_gets_question_marks(encoding: str) -> None:
     screen = Screen(encoding=encoding)
