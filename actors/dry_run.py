@@ -11,6 +11,7 @@ from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage, Head
 from rlsys.estimate import (
+    ANOTHER_NODE,
     ITS_NODE,
     ModelShape,
     checkpoint_bytes,
@@ -106,18 +107,25 @@ def _rank(
     yield f"  in pieces       {_size(rank.in_pieces)}  that the allocator keeps"
 
 
+# Beyond so many ranks links are told in sum.
+MAX_TOLD_RANKS = 8
+
+
 def _links(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:
     """What travels after each step: a plan for nodes that nobody knows yet."""
     if not flow.all(GenerateStage):
         return
     yield "weights that travel after each step"
-    for name, to in (("to its node", ITS_NODE), ("to each other node", "another")):
-        if (put := planned_links(config, shape, to=to)) is None:
+    for name, to in (("to its node", ITS_NODE), ("to each other node", ANOTHER_NODE)):
+        if (links := planned_links(config, shape, to=to)) is None:
             yield "not planned beforehand for so many ranks"
             break
+        put = links.put
         each = f"{_size(min(put)).strip()} to {_size(max(put)).strip()}"
         ranks = "the trainer's rank" if len(put) == 1 else f"{len(put)} ranks, {each} each"
         yield f"{name:18}{_size(sum(put))}  with replicas, from {ranks}"
+        if len(put) <= MAX_TOLD_RANKS:
+            yield from (f"  {line}" for line in links.describe(to))
     yield ""
 
 

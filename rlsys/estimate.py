@@ -6,7 +6,7 @@ Out: bytes of a trainer's rank, of other kinds of actors, and of the store.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from rlsys.engines.training.pass_memory import (
 )
 from rlsys.hf_config import largest
 from rlsys.layout.holdings import Box, Holder
+from rlsys.layout.link_bytes import size_text
 from rlsys.layout.plan import plan
 from rlsys.run_directory import MAX_WAITING
 
@@ -159,13 +160,28 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
 MAX_PLANNED_RANKS = 32
 
 
-ITS_NODE = "its node"
+ITS_NODE, ANOTHER_NODE = "its node", "another node"
 
 
-def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> list[int] | None:
-    """What each rank of the trainer stages or sends of a version, where all ranks lie on one node
-    and replicas on `to`: "its node", or another. None where that is not told beforehand: of many
-    ranks, and where the layout does not fit the model."""
+@dataclass(frozen=True, kw_only=True)
+class PlannedLinks:
+    """Bytes of a version on their way to the replicas of a node."""
+
+    put: Sequence[int]  # by rank of the trainer: stages them there, or sends them
+    read: int  # by a replica, from its node's memory
+
+    def describe(self, to: str) -> Iterator[str]:
+        """A line for each rank, and one for a replica."""
+        by_link = {f"rank {rank} -> {to}": num_bytes for rank, num_bytes in enumerate(self.put)}
+        by_link[f"{to} -> replica"] = self.read
+        width = max(map(len, by_link))
+        yield from (f"{link:{width}}{size_text(of)}" for link, of in by_link.items())
+
+
+def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> PlannedLinks | None:
+    """Where all ranks of the trainer lie on one node and replicas on `to`: "its node", or another.
+    None where that is not told beforehand: of many ranks, and where the layout does not fit the
+    model."""
     layout, dtype = config.trainer.parallel, getattr(torch, config.model.dtype)
     if layout.num_ranks > MAX_PLANNED_RANKS:
         return None
@@ -185,8 +201,11 @@ def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> list[int]
         )
         for one in whole.values()
     )
-    put = plan(sources, (Holder("replicas", to, tuple(wanted)),)).put
-    return [put.get((source.rank, to), 0) for source in sources]
+    found = plan(sources, (Holder("replica", to, tuple(wanted)),))
+    return PlannedLinks(
+        put=[found.put.get((source.rank, to), 0) for source in sources],
+        read=found.bytes_per_link.read["replica"],
+    )
 
 
 def estimate_rank(

@@ -298,8 +298,8 @@ def test_each_byte_of_a_version_is_put_once_and_ranks_share_the_work(
     config = config_of(path, "dp2tp2", dtype="bfloat16")
     shape = model_shape(str(path))
     for to in (ITS_NODE, "another"):
-        put = apart.submit(planned_links, config, shape, to=to).result()
-        assert put is not None
-        assert sum(put) == 2 * shape.num_parameters
-        assert max(put) < 1.1 * min(put)
+        links = apart.submit(planned_links, config, shape, to=to).result()
+        assert links is not None
+        assert sum(links.put) == links.read == 2 * shape.num_parameters
+        assert max(links.put) < 1.1 * min(links.put)
     assert planned_links(config_of(path, "dp32tp2"), shape, to=ITS_NODE) is None

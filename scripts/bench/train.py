@@ -41,8 +41,10 @@ from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, Precision, TrainerConfig
 from rlsys.dataflow.batching import ReadyGroup, StepAssembler
 from rlsys.dataflow.passes import Budget, GroupLengths, RowPlace, plan_passes
+from rlsys.engines.training.collate import collate
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.token_policy import token_logprobs
+from rlsys.engines.training.hidden_states import hidden_states
+from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.engines.training.trainer_state import finish_state
 from rlsys.layout.transport.shared_memory import SharedMemory
 from rlsys.tiny_models import build_tiny_model
@@ -339,33 +341,34 @@ def load(groups: Sequence[GroupLengths], share: Sequence[RowPlace], budget: Budg
     )
 
 
-NUM_HEAD_TOKENS, VOCAB_SIZE, WIDTH = 8192, 150_000, 64
+NUM_HEAD_TOKENS, HEAD_ROW_TOKENS, VOCAB_SIZE, WIDTH = 8192, 128, 150_000, 64
 
 
 def peak_mb(who: str) -> int:
-    """Of this process beyond what it had: log-probabilities of a head, and their gradient."""
-    from torch.utils.checkpoint import checkpoint
+    """Of this process beyond what it had: log-probabilities of the policy as it is trained, and
+    their gradient; `naive`: of the same model, by its own logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlsys.engines.training.token_policy import MAX_LOGITS
-
-    weight = torch.randn(VOCAB_SIZE, WIDTH, requires_grad=True)
-    hidden = torch.randn(NUM_HEAD_TOKENS, WIDTH, requires_grad=True)
-    targets = torch.randint(VOCAB_SIZE, (NUM_HEAD_TOKENS,))
-
-    def score(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return token_logprobs(hidden @ weight.T, targets)[0]
-
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=WIDTH,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    batch = collate(rows(VOCAB_SIZE, [(1, HEAD_ROW_TOKENS)] * (NUM_HEAD_TOKENS // HEAD_ROW_TOKENS)))
+    policy = TokenPolicy(model)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if who == "naive":
-        logprobs = (hidden @ weight.T).log_softmax(-1).gather(-1, targets[:, None])
+        hidden, places = hidden_states(model, batch, None)
+        logits = model.get_output_embeddings()(hidden)
+        logprobs = logits.log_softmax(-1).gather(-1, places.of(batch.targets)[:, None])
     else:
-        chunk = MAX_LOGITS // VOCAB_SIZE
-        logprobs = torch.cat(
-            [
-                checkpoint(score, *pieces, use_reentrant=False)
-                for pieces in zip(hidden.split(chunk), targets.split(chunk), strict=True)
-            ]
-        )
+        logprobs, _, _ = policy(batch, 1.0)
     logprobs.sum().backward()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
 
