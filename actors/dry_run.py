@@ -58,6 +58,7 @@ def describe(
         f"memory for {shape.num_parameters:,} parameters",
         *_ranks(config, flow, shape),
         f"published weights {_size(memory.published_bytes)}  at most two versions, shared memory",
+        f"  packed          {_size(memory.packed_bytes)}  beside them, for replicas on other nodes",
         f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
         f"rollout replica   {_size(memory.replica_bytes)}  weights and a full KV cache",
         f"store, per node   {_size(store_bytes(config, flow))}  in shared memory",

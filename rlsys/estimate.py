@@ -38,6 +38,9 @@ MASTER_BYTES, GRAD_BYTES = 4, 4  # per parameter, float32
 
 # Of published weights: the newest, and the one before while a replica still reads it.
 NUM_VERSIONS = 2
+# And for other nodes, packed: what was sent last and what it has changed to since, from which
+# changes are told, and in Ray's object store what is on its way.
+NUM_PACKED = 3
 
 # What a rank's allocator keeps beside what is held, because it lies in pieces of other sizes, as a
 # share of that. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md).
@@ -86,6 +89,7 @@ class RankMemory:
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     published_bytes: int  # versions of the weights for the replicas, over the ranks' hosts
+    packed_bytes: int  # for replicas on other nodes, over the ranks' hosts
     snapshot_bytes: int  # per trainer rank, in the host's memory
     replica_bytes: int
 
@@ -151,6 +155,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     num_shards = _num_shards(config.trainer)
     return MemoryEstimate(
         published_bytes=NUM_VERSIONS * shape.num_parameters * itemsize,
+        packed_bytes=NUM_PACKED * shape.num_parameters * itemsize,
         snapshot_bytes=max(1, num_snapshots(config, config.trainer)) * state_bytes // num_shards,
         replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
     )
