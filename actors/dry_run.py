@@ -105,7 +105,8 @@ def _rank(
             f"  passes          {_size(rank.passes)}  of {trainer.micro_batch_tokens:,} tokens: "
             "activations, gathered weights, logits"
         )
-    yield f"  in pieces       {_size(rank.in_pieces)}  that the allocator keeps"
+    if not rank.on_gpu:
+        yield f"  in pieces       {_size(rank.in_pieces)}  that the allocator keeps"
 
 
 # Beyond so many ranks links are told in sum.

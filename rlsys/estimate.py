@@ -43,7 +43,8 @@ NUM_VERSIONS = 2
 NUM_PACKED = 3
 
 # What a rank's allocator keeps beside what is held, because it lies in pieces of other sizes, as a
-# share of that. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md).
+# share of that. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md). Of torch's allocator
+# on GPUs it is not known.
 SHARE_IN_PIECES = 0.12
 
 # Metrics, rollouts and a trace of an average run, beside its models.
@@ -71,11 +72,12 @@ class RankMemory:
     moments: int
     passes: int  # activations, what is gathered for them, logits
     untold: str = ""  # why `passes` is not told, and counts as nothing
+    on_gpu: bool = False
 
     @property
     def in_pieces(self) -> int:
-        """What the allocator keeps beside."""
-        return int(SHARE_IN_PIECES * self._used)
+        """What the allocator keeps beside; of that on GPUs, nothing is told."""
+        return 0 if self.on_gpu else int(SHARE_IN_PIECES * self._used)
 
     @property
     def total(self) -> int:
@@ -241,6 +243,7 @@ def estimate_rank(
         moments=num_trained * _moment_bytes(trainer),
         passes=rank.passes or 0,
         untold=rank.untold,
+        on_gpu=trainer.num_gpus > 0,
     )
 
 

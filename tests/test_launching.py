@@ -245,12 +245,9 @@ def test_a_dry_run_tells_what_goes_over_each_link(tmp_path: Path) -> None:
     whole = links[0][1]
     for node in ("its node", "another node"):
         name = "to its node" if node == "its node" else "to each other node"
-        (title, total), *of_ranks, (replica, read) = links[:4]
-        assert (title, total) == (name, pytest.approx(whole))
-        assert of_ranks == [
-            (f"rank {rank} -> {node}", pytest.approx(whole / 2, abs=0.1)) for rank in range(2)
-        ]
-        assert (replica, read) == (f"{node} -> replica", whole)
+        titles, sizes = zip(*links[:4], strict=True)
+        assert titles == (name, *(f"rank {r} -> {node}" for r in (0, 1)), f"{node} -> replica")
+        assert sizes == pytest.approx((whole, whole / 2, whole / 2, whole), abs=0.1)
         del links[:4]
     assert not links
     start = of_many.index("# weights that travel after each step")

@@ -123,7 +123,8 @@ class _Trainer:
 
     def publish(self) -> tuple[WeightManifest, float]:
         self._pipe.send(True)
-        manifest, seconds, self._peak_mb = self._pipe.recv()
+        published: tuple[WeightManifest, float, float] = self._pipe.recv()
+        manifest, seconds, self._peak_mb = published
         return manifest, seconds
 
     def extra_mb(self) -> float:
@@ -131,7 +132,8 @@ class _Trainer:
         own at the peak, and what it has staged for readers and does not map any more."""
         here, there = _staged("self"), _staged(self._pid)
         given_up = here.keys() - {inode for inode in there if _maps(self._pid, inode)}
-        return self._peak_mb - self._resident_mb + sum(here[one] for one in given_up) / 1e6
+        kept_mb = sum(here[one] for one in given_up) / 1e6
+        return float(self._peak_mb - self._resident_mb + kept_mb)
 
 
 def _staged(pid: int | str) -> dict[int, int]:
@@ -280,7 +282,10 @@ def measure_peer(path: Path, layout: str) -> dict[str, float]:
     """Medians of rank 0: our publication, and each of two readers that takes its half, against
     gathering a state dict on rank 0, then writing it to memory as one file with a checksum, or
     broadcasting it to two readers."""
-    (seconds, num_bytes), *_ = on_ranks(Layout.parse(layout).num_ranks, _on_rank, path, layout)
+    ranks: list[tuple[dict[str, float], dict[str, int]]] = on_ranks(
+        Layout.parse(layout).num_ranks, _on_rank, path, layout
+    )
+    seconds, num_bytes = ranks[0]
     return {name: round(1000 * value, 1) for name, value in seconds.items()} | num_bytes
 
 
@@ -455,7 +460,8 @@ def _status(field: str) -> float:
 
 
 def measure(num_bytes: int, parts: Sequence[str]) -> dict[str, float]:
-    """Of weights.py's JSON, what these parts ("torch", "memory", "vllm", "peer", "changes") tell."""
+    """Of weights.py's JSON, what these parts tell: some of "torch", "memory", "vllm", "peer",
+    "changes"."""
     told: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         large = build_model(Path(directory) / "large", num_bytes)

@@ -138,10 +138,11 @@ class LogitsAlive(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for one in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(one, torch.Tensor) and one.shape[-1:] == (VOCABULARY,):
-                if one.shape not in self._of_weights:
-                    storage = StorageWeakRef(one.untyped_storage())
-                    self._alive[storage.cdata] = storage, one.numel() // VOCABULARY
+            if not isinstance(one, torch.Tensor) or one.shape in self._of_weights:
+                continue
+            if one.shape[-1:] == (VOCABULARY,):
+                storage = StorageWeakRef(one.untyped_storage())
+                self._alive[storage.cdata] = storage, one.numel() // VOCABULARY
         self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
         self.most = max(self.most, sum(rows for _, rows in self._alive.values()))
         return result
@@ -162,7 +163,7 @@ def test_a_large_vocabulary_is_never_held_at_once(asked: str, tmp_path: Path) ->
             with torch.no_grad():
                 policy.likeliest(batch, 0.7, 2)
         else:
-            logprobs, entropy, others = policy(batch, 0.7, candidates=candidates)
+            logprobs, entropy, _ = policy(batch, 0.7, candidates=candidates)
             (logprobs.sum() + 0.1 * entropy.sum()).backward()
     assert 2 <= logits.most <= 7 * 2  # rows of a chunk
 

@@ -58,7 +58,9 @@ def carried_out(
     expected = torch.load(directory / "trained.pt")
     old_parts = {name: local_part(tensor.detach()) for name, tensor in old._base.items()}
     new_parts = {name: local_part(tensor.detach()) for name, tensor in new._base.items()}
-    check_publication(old, gathered(Holder(f"rank-{rank}", "here", tuple(old.holdings)), world_size))
+    check_publication(
+        old, gathered(Holder(f"rank-{rank}", "here", tuple(old.holdings)), world_size)
+    )
     for name in old_parts:
         old_parts[name].mul_(1.5)
     for name in new_parts:

@@ -186,8 +186,8 @@ class VLLMEngine:
         self._version = self._prepared
 
     async def holdings(self) -> list[list[Holding]]:
-        """What each tensor-parallel rank has of the Hugging Face model, as vLLM's own weight loaders
-        take it."""
+        """What each tensor-parallel rank has of the Hugging Face model, as vLLM's own weight
+        loaders take it."""
         self._check_alive()
         return [pickle.loads(pickled) for pickled in await self._rpc("rlsys_holdings")]
 

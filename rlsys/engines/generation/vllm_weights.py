@@ -107,7 +107,7 @@ class WeightUpdater:
         self._padded = {name for name, _ in recorder.fills}
         copies = (one for of_target in self._copies.values() for one in of_target)
         dtypes = {name: hollow.dtype for name, hollow in self._hollow.items()}
-        self.holdings = wanted(copies, shapes, dtypes)
+        self.holdings: list[Holding] = wanted(copies, shapes, dtypes)
         """What this rank has of the Hugging Face model."""
         self._check_coverage(recorder)
 
