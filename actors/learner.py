@@ -293,13 +293,15 @@ class RayLearner:
     def attention_tokens(self) -> float:
         return self._attention_tokens
 
-    async def infer(self, writes: str, shares: Sequence[Rows]) -> Sequence[Written]:
+    async def infer(
+        self, writes: str, shares: Sequence[Rows], *, adapters: bool = True
+    ) -> Sequence[Written]:
         # Of the ranks that have the same rows, one answers for them.
         speak = [rank for rank in range(self._num_ranks) if self._layout.counts(rank)]
         written = await self._crew.each(
             "infer",
             [
-                [writes, self._per_token, share, rank in speak]
+                [writes, self._per_token, adapters, share, rank in speak]
                 for rank, share in enumerate(self._by_rank(shares))
             ],
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.checkpoint import Checkpoint
-from rlsys.config import RunConfig, TrainedRoleConfig, require
+from rlsys.config import ModelConfig, RunConfig, TrainedRoleConfig, require
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource
@@ -113,6 +113,13 @@ def load_prompts(
                 stage.top_k <= num_tokens,
                 f"flow.infer({stage.model.name!r}, top_k={stage.top_k}) asks for more than the "
                 f"{num_tokens} tokens of the vocabulary; use at most that.",
+            )
+            role = stage.model.config
+            its = config.model if role is None else role.model
+            require(
+                stage.adapters or bool(isinstance(its, ModelConfig) and its.lora),
+                f"flow.infer({stage.model.name!r}, adapters=False) leaves out adapters that the "
+                "model does not have; set model.lora, or give flow.infer a reference of its own.",
             )
     with mistakes.noted():
         require(

@@ -137,10 +137,12 @@ class TrainerActor(Heartbeat):
             batches = [MicroBatch(rows=read_rows(rows, self._store)) for rows in passes]
             self._engine.accumulate(*batches)
 
-    def infer(self, writes: str, per_token: bool, rows: Rows, speaks: bool) -> Written:
+    def infer(
+        self, writes: str, per_token: bool, adapters: bool, rows: Rows, speaks: bool
+    ) -> Written:
         """What the model says now; nothing is written where another rank speaks for these rows."""
         with self._working("infer", rows=len(rows)):
-            made = self._engine.infer(read_rows(rows, self._store))
+            made = self._engine.infer(read_rows(rows, self._store), adapters=adapters)
             if not speaks:
                 return Written()
             return write_column(writes, made, self._store, per_token=per_token)

@@ -51,6 +51,8 @@ class DPOConfig(RunConfig):
     """Part of the preferences that is wrong."""
     reference: RoleConfig = field(default_factory=RoleConfig)
     """The reference: by default the policy as it was at the beginning."""
+    own_reference: bool = False
+    """The reference is the policy without its adapters (model.lora), which takes no memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,9 +67,11 @@ def dpo(cfg: DPOConfig, *, rows: Sequence[dict[str, Any]] | None = None) -> Data
     """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
     flow = Dataflow()
     policy = flow.model("policy")
-    reference = flow.model("reference", cfg.reference)
     pairs = flow.dataset(Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
-    reference_logprobs = flow.infer(reference, pairs, writes="reference_logprobs")
+    reference = policy if cfg.own_reference else flow.model("reference", cfg.reference)
+    reference_logprobs = flow.infer(
+        reference, pairs, writes="reference_logprobs", adapters=not cfg.own_reference
+    )
     flow.train(
         policy,
         pairs,

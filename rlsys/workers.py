@@ -220,8 +220,11 @@ class Learner(Protocol):
     def attention_tokens(self) -> float:
         """Of a row, when attention to them costs as much as all the rest of the model does."""
 
-    async def infer(self, writes: str, shares: Sequence[Rows]) -> Sequence[Written]:
-        """What the model says now, as column `writes`, of each share. Raises RowsLost."""
+    async def infer(
+        self, writes: str, shares: Sequence[Rows], *, adapters: bool = True
+    ) -> Sequence[Written]:
+        """What the model says now, or would without its adapters, as column `writes`, of each
+        share. Raises RowsLost."""
 
     async def compute(self, stage: str, rows: Rows) -> Written:
         """A stage's function over all rows of a step, where its numbers lie with the tokens. Raises

@@ -87,6 +87,17 @@ def test_no_more_likeliest_tokens_are_asked_for_than_there_are(tmp_path: Path) -
         arithmetic.run(cfg, distill.distill, dry_run=True)
 
 
+def test_a_policy_without_adapters_is_not_its_own_reference(tmp_path: Path) -> None:
+    cfg = DPOConfig(
+        prompts_per_step=4,
+        data=pairs(tmp_path),
+        own_reference=True,
+        runs_dir=str(tmp_path),
+    )
+    with pytest.raises(ValueError, match=r"'policy', adapters=False\) .*; set model\.lora"):
+        rlsys.launch(cfg, dpo(cfg), own_model=arithmetic.MODEL, dry_run=True)
+
+
 def test_a_reward_model_that_fits_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -253,7 +253,9 @@ class TrainingSide:
             learner = self._learners[stage.model.name]
             shares = split(groups, learner.num_data)
             written = await learner.infer(
-                stage.writes[0].name, [self._rows.rows(share, reads) for share in shares]
+                stage.writes[0].name,
+                [self._rows.rows(share, reads) for share in shares],
+                adapters=stage.adapters,
             )
             for share, of_share in zip(shares, written, strict=True):
                 self._rows.add(share, of_share)

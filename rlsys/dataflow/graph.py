@@ -182,7 +182,13 @@ class Dataflow:
         return tuple(column for column in columns if column.name != SAMPLER_COLUMN)
 
     def infer(
-        self, model: Model, rollouts: Sequence[Column], *, writes: str, top_k: int = 0
+        self,
+        model: Model,
+        rollouts: Sequence[Column],
+        *,
+        writes: str,
+        top_k: int = 0,
+        adapters: bool = True,
     ) -> Column:
         """What `model` makes of each rollout: log-probabilities of its tokens (head "logits"),
         their values ("value"), or its score ("score"). A model that is trained does so at the
@@ -191,7 +197,10 @@ class Dataflow:
         `top_k`: in place of its tokens' log-probabilities those of the top_k likeliest tokens at
         each of them, for losses that read such a column (rlsys.algorithms.top_k_distill): 2 top_k
         + 1 values a token, the ids, then their log-probabilities, then that of all other tokens
-        together. Of frozen models only."""
+        together. Of frozen models only.
+
+        `adapters=False`: what a policy that is trained by adapters (model.lora) would say without
+        them. So it is its own reference, which takes no memory."""
         self._check_model("infer", model)
         check_rollouts("infer", rollouts)
         checked(top_k, int, "flow.infer: top_k")
@@ -201,6 +210,12 @@ class Dataflow:
             f"flow.infer({model.name!r}, top_k={top_k}): only a frozen language model tells its "
             "likeliest tokens; give flow.model a RoleConfig and no other head.",
         )
+        checked(adapters, bool, "flow.infer: adapters")
+        require(
+            adapters or (model.head == "logits" and model.may_train),
+            f"flow.infer({model.name!r}, adapters=False): a frozen model has none, and a critic or "
+            "reward model is more than its base without them; leave it out.",
+        )
         return self._add(
             InferStage(
                 name=f"infer {writes}",
@@ -208,6 +223,7 @@ class Dataflow:
                 writes=(Column(writes, PER[model.head], 2 * top_k + 1),),
                 model=model,
                 top_k=top_k,
+                adapters=adapters,
             )
         )
 

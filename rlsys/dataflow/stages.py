@@ -161,10 +161,12 @@ class DatasetStage(SourceStage):
 @dataclass(frozen=True, kw_only=True)
 class InferStage(Stage):
     """With `top_k` it writes the likeliest tokens of each place and what the model says of them,
-    otherwise what its head says of the token there."""
+    otherwise what its head says of the token there. Without `adapters` a model that is trained by
+    them says what it would without."""
 
     model: Model
     top_k: int = 0
+    adapters: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -335,7 +335,9 @@ class SimulatedLearner:
         if self.devices is not None:
             self.devices.let_go(self.name)
 
-    async def infer(self, writes: str, shares: Sequence[Rows]) -> Sequence[Written]:
+    async def infer(
+        self, writes: str, shares: Sequence[Rows], *, adapters: bool = True
+    ) -> Sequence[Written]:
         async def work() -> list[Written]:
             async with self._carrying_out():
                 await asyncio.sleep(self.row_s * max(len(share) for share in shares))

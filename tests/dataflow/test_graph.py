@@ -49,6 +49,7 @@ from rlsys.dataflow.stages import (
     PREFERENCE,
     Column,
     GenerateStage,
+    InferStage,
     Model,
     Prompts,
     TrainStage,
@@ -587,6 +588,19 @@ def test_only_frozen_language_models_tell_their_likeliest_tokens() -> None:
     flow.train(policy, rollouts, advantages, loss=cispo(), aggregation=token_mean)
     with pytest.raises(ValueError, match="reads 'likeliest', which has 5 values a token"):
         flow.check()
+
+
+def test_only_a_trained_policy_leaves_its_adapters_out() -> None:
+    flow = Dataflow()
+    rollouts = generated(flow)
+    policy = flow.models["policy"]
+    critic = flow.model("critic", TrainedRoleConfig(), head="value")
+    frozen = flow.model("reference", RoleConfig())
+    for model in (critic, frozen):
+        with pytest.raises(ValueError, match=rf"{model.name}', adapters=False\): a frozen model"):
+            flow.infer(model, rollouts, writes="reference_logprobs", adapters=False)
+    flow.infer(policy, rollouts, writes="reference_logprobs", adapters=False)
+    assert [stage.adapters for stage in flow.all(InferStage)] == [False]
 
 
 def judged(flow: Dataflow) -> tuple[Any, tuple[Column, ...], Column]:

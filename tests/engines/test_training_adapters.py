@@ -115,6 +115,33 @@ def test_an_export_names_layers_in_order(engine: FSDPEngine, tmp_path: Path) -> 
     assert told["target_modules"] == sorted(told["target_modules"])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_is_its_own_reference(model_path: Path, dtype: str) -> None:
+    made = make_engine(model_path, lora=LORA, loss=cross_entropy(), dtype=dtype)
+    rows = make_rows(4)
+    begun = made.infer(rows)
+    step(made)
+    trained = made.infer(rows)
+    for own, other in zip(made.infer(rows, adapters=False), begun, strict=True):
+        assert (own == other).all()  # B was 0 then
+    assert all((own == other).all() for own, other in zip(made.infer(rows), trained, strict=True))
+    assert not any((own == other).all() for own, other in zip(trained, begun, strict=True))
+    step(made, seed=1)  # the adapters are trained as before
+    again = make_engine(model_path, lora=LORA, loss=cross_entropy(), dtype=dtype)
+    step(again)
+    step(again, seed=1)
+    assert_same(weights(made), weights(again), rtol=0, atol=0)
+    made.close()
+    again.close()
+
+
+def test_a_model_without_adapters_leaves_none_out(model_path: Path) -> None:
+    made = make_engine(model_path)
+    with pytest.raises(ValueError, match=r"no adapters to be left out; set model\.lora"):
+        made.infer(make_rows(1), adapters=False)
+    made.close()
+
+
 def test_an_adapter_begins_as_its_base(model_path: Path) -> None:
     """So a reference that takes the policy's weights is the base without adapter."""
     made = make_engine(model_path, lora=LORA)
@@ -229,6 +256,7 @@ def trained(model_path: Path, parts: Sequence[Sequence[TrainRow]], **options: An
     for _ in range(2):
         accumulate(made, parts)
         made.optimizer_step()
+        made.infer(parts[0], adapters=False)  # changes nothing
     found = weights(made)
     made.close()
     return found

@@ -12,7 +12,8 @@ Shape legend: I inputs and O outputs of a linear layer, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,18 @@ class Adapters:
             f"{name}.weight": AdaptedWeight.of(layer) for name, layer in self._layers.items()
         }
         return {name: adapted.get(name, tensor) for name, tensor in self.base.items()}
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """The model computes as it would without them meanwhile."""
+        layers = list(self._layers.values())
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
 
     def save(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
         """Write them alone beside a model, as PEFT loads them into the one that it began as.

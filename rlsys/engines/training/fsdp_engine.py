@@ -12,6 +12,7 @@ together. A batch may take several updates; the version counts batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -237,13 +238,18 @@ class FSDPEngine:
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         return self._apply_gradients(rate, "a supervised step").loss
 
-    def infer(self, rows: Sequence[TrainRow]) -> list[Float32Array]:
+    def infer(self, rows: Sequence[TrainRow], *, adapters: bool = True) -> list[Float32Array]:
+        max_tokens, ranks = self._config.micro_batch_tokens, self._ranks
         try:
-            return infer(
-                self._role, rows, max_tokens=self._config.micro_batch_tokens, ranks=self._ranks
-            )
+            with nullcontext() if adapters else self._without_adapters():
+                return infer(self._role, rows, max_tokens=max_tokens, ranks=ranks)
         finally:
             let_go(self._role.network)
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        if self._adapters is None:
+            raise ValueError("the model has no adapters to be left out; set model.lora.")
+        return self._adapters.left_out()
 
     @property
     def attention_tokens(self) -> float:

@@ -61,14 +61,15 @@ class TrainingEngine(Protocol):
         gradient is not finite; ValueError if no token was accumulated on any rank.
         """
 
-    def infer(self, rows: Sequence[TrainRow]) -> list[Float32Array]:
+    def infer(self, rows: Sequence[TrainRow], *, adapters: bool = True) -> list[Float32Array]:
         """What the model says now, without gradient, an array a row: with head "logits" the
         log-probabilities of the completion tokens [T], with "value" the values of the text before
         each of them [T], with "score" the score of the row [1].
 
         Each rank gets a share of its own, in whatever way the caller splits the rows, and answers
         for it; one without rows takes part in collectives only. Loss masks and columns play no
-        part.
+        part. Without `adapters`, what the model says that they were put into; raises ValueError
+        where there are none.
         """
 
     @property
