@@ -11,6 +11,7 @@ from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage, Head
 from rlsys.estimate import (
+    ANOTHER_NODE,
     ITS_NODE,
     ModelShape,
     checkpoint_bytes,
@@ -57,6 +58,7 @@ def describe(
         f"memory for {shape.num_parameters:,} parameters",
         *_ranks(config, flow, shape),
         f"published weights {_size(memory.published_bytes)}  at most two versions, shared memory",
+        f"  packed          {_size(memory.packed_bytes)}  beside them, for replicas on other nodes",
         f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
         f"rollout replica   {_size(memory.replica_bytes)}  weights and a full KV cache",
         f"store, per node   {_size(store_bytes(config, flow))}  in shared memory",
@@ -103,7 +105,12 @@ def _rank(
             f"  passes          {_size(rank.passes)}  of {trainer.micro_batch_tokens:,} tokens: "
             "activations, gathered weights, logits"
         )
-    yield f"  in pieces       {_size(rank.in_pieces)}  that the allocator keeps"
+    if not rank.on_gpu:
+        yield f"  in pieces       {_size(rank.in_pieces)}  that the allocator keeps"
+
+
+# Beyond so many ranks links are told in sum.
+MAX_TOLD_RANKS = 8
 
 
 def _links(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:
@@ -111,13 +118,16 @@ def _links(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str
     if not flow.all(GenerateStage):
         return
     yield "weights that travel after each step"
-    for name, to in (("to its node", ITS_NODE), ("to each other node", "another")):
-        if (put := planned_links(config, shape, to=to)) is None:
+    for name, to in (("to its node", ITS_NODE), ("to each other node", ANOTHER_NODE)):
+        if (links := planned_links(config, shape, to=to)) is None:
             yield "not planned beforehand for so many ranks"
             break
+        put = links.put
         each = f"{_size(min(put)).strip()} to {_size(max(put)).strip()}"
         ranks = "the trainer's rank" if len(put) == 1 else f"{len(put)} ranks, {each} each"
         yield f"{name:18}{_size(sum(put))}  with replicas, from {ranks}"
+        if len(put) <= MAX_TOLD_RANKS:
+            yield from (f"  {line}" for line in links.describe(to))
     yield ""
 
 

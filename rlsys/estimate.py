@@ -6,7 +6,7 @@ Out: bytes of a trainer's rank, of other kinds of actors, and of the store.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from rlsys.engines.training.pass_memory import (
 )
 from rlsys.hf_config import largest
 from rlsys.layout.holdings import Box, Holder
+from rlsys.layout.link_bytes import size_text
 from rlsys.layout.plan import plan
 from rlsys.run_directory import MAX_WAITING
 
@@ -37,9 +38,13 @@ MASTER_BYTES, GRAD_BYTES = 4, 4  # per parameter, float32
 
 # Of published weights: the newest, and the one before while a replica still reads it.
 NUM_VERSIONS = 2
+# And for other nodes, packed: what was sent last and what it has changed to since, from which
+# changes are told, and in Ray's object store what is on its way.
+NUM_PACKED = 3
 
 # What a rank's allocator keeps beside what is held, because it lies in pieces of other sizes, as a
-# share of that. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md).
+# share of that. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md). Of torch's allocator
+# on GPUs it is not known.
 SHARE_IN_PIECES = 0.12
 
 # Metrics, rollouts and a trace of an average run, beside its models.
@@ -67,11 +72,12 @@ class RankMemory:
     moments: int
     passes: int  # activations, what is gathered for them, logits
     untold: str = ""  # why `passes` is not told, and counts as nothing
+    on_gpu: bool = False
 
     @property
     def in_pieces(self) -> int:
-        """What the allocator keeps beside."""
-        return int(SHARE_IN_PIECES * self._used)
+        """What the allocator keeps beside; of that on GPUs, nothing is told."""
+        return 0 if self.on_gpu else int(SHARE_IN_PIECES * self._used)
 
     @property
     def total(self) -> int:
@@ -85,6 +91,7 @@ class RankMemory:
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     published_bytes: int  # versions of the weights for the replicas, over the ranks' hosts
+    packed_bytes: int  # for replicas on other nodes, over the ranks' hosts
     snapshot_bytes: int  # per trainer rank, in the host's memory
     replica_bytes: int
 
@@ -150,6 +157,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     num_shards = _num_shards(config.trainer)
     return MemoryEstimate(
         published_bytes=NUM_VERSIONS * shape.num_parameters * itemsize,
+        packed_bytes=NUM_PACKED * shape.num_parameters * itemsize,
         snapshot_bytes=max(1, num_snapshots(config, config.trainer)) * state_bytes // num_shards,
         replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
     )
@@ -159,13 +167,28 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
 MAX_PLANNED_RANKS = 32
 
 
-ITS_NODE = "its node"
+ITS_NODE, ANOTHER_NODE = "its node", "another node"
 
 
-def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> list[int] | None:
-    """What each rank of the trainer stages or sends of a version, where all ranks lie on one node
-    and replicas on `to`: "its node", or another. None where that is not told beforehand: of many
-    ranks, and where the layout does not fit the model."""
+@dataclass(frozen=True, kw_only=True)
+class PlannedLinks:
+    """Bytes of a version on their way to the replicas of a node."""
+
+    put: Sequence[int]  # by rank of the trainer: stages them there, or sends them
+    read: int  # by a replica, from its node's memory
+
+    def describe(self, to: str) -> Iterator[str]:
+        """A line for each rank, and one for a replica."""
+        by_link = {f"rank {rank} -> {to}": num_bytes for rank, num_bytes in enumerate(self.put)}
+        by_link[f"{to} -> replica"] = self.read
+        width = max(map(len, by_link))
+        yield from (f"{link:{width}}{size_text(of)}" for link, of in by_link.items())
+
+
+def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> PlannedLinks | None:
+    """Where all ranks of the trainer lie on one node and replicas on `to`: "its node", or another.
+    None where that is not told beforehand: of many ranks, and where the layout does not fit the
+    model."""
     layout, dtype = config.trainer.parallel, getattr(torch, config.model.dtype)
     if layout.num_ranks > MAX_PLANNED_RANKS:
         return None
@@ -185,8 +208,11 @@ def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> list[int]
         )
         for one in whole.values()
     )
-    put = plan(sources, (Holder("replicas", to, tuple(wanted)),)).put
-    return [put.get((source.rank, to), 0) for source in sources]
+    found = plan(sources, (Holder("replica", to, tuple(wanted)),))
+    return PlannedLinks(
+        put=[found.put.get((source.rank, to), 0) for source in sources],
+        read=found.bytes_per_link.read["replica"],
+    )
 
 
 def estimate_rank(
@@ -217,6 +243,7 @@ def estimate_rank(
         moments=num_trained * _moment_bytes(trainer),
         passes=rank.passes or 0,
         untold=rank.untold,
+        on_gpu=trainer.num_gpus > 0,
     )
 
 

@@ -2,16 +2,18 @@
 
     python scripts/draw_plan.py [BEFORE] [AFTER] [--out PICTURE]
 
-A trainer of the layout BEFORE (dp2tp2), two of its ranks on a node, and on each of its nodes an
-engine of the layout AFTER (tp2), from models that were laid out so (gloo processes on this
-machine). A line for each kind of weight of a Qwen3's first layer, or of a Qwen3-MoE's for ep: where
-the trainer has it, then what each rank of an engine is to have, in the colours and numbers of the
-ranks that stage it. What is hatched comes from another node.
+A trainer of the layout BEFORE (dp2tp2), two of its ranks on a node, from a model that was laid out
+so (gloo processes on this machine), and on each of its nodes AFTER: a vLLM of so many
+tensor-parallel ranks ("vllm tp2"), which is started here and tells what its own weight loaders
+take, or a trainer of another layout. A line for each kind of weight of a Qwen3's first layer, or of
+a Qwen3-MoE's for ep: where the trainer has it, then what each rank of an engine is to have, in the
+colours and numbers of the ranks that stage it. What is hatched comes from another node.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import re
 import sys
 import tempfile
@@ -19,11 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlsys.config import RolloutConfig
 from rlsys.engines.causal_lm import hide_progress_bars
+from rlsys.engines.generation.vllm_engine import VLLMEngine
 from rlsys.layout.holdings import Box, Holder, Holding
 from rlsys.layout.plan import Plan, plan
 from rlsys.mesh import Layout
-from scripts.bench.layouts import build_model
+from scripts.check_reallocation import build_model
 from scripts.draw_layouts import Cells, draw_tensor, held, holders, kind
 from scripts.plot_run import INK
 from scripts.ranks import on_ranks
@@ -47,6 +51,18 @@ def placed(
         for rank, own in enumerate(after)
     )
     return sources, targets
+
+
+async def held_by_vllm(path: Path, num_ranks: int) -> list[list[Holding]]:
+    rollout = RolloutConfig(
+        engine="vllm", tensor_parallel=num_ranks, num_cpus=num_ranks, kv_cache_gib=0.125
+    )
+    engine = VLLMEngine(str(path), rollout, dtype="float32")
+    await engine.start()
+    try:
+        return await engine.holdings()
+    finally:
+        await engine.close()
 
 
 def arrivals(found: Plan, target: Holder) -> dict[str, tuple[Cells, frozenset[Box]]]:
@@ -97,16 +113,24 @@ def draw(title: str, sources: Sequence[Holder], targets: Sequence[Holder]) -> An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("before", nargs="?", default="dp2tp2", type=Layout.parse)
-    parser.add_argument("after", nargs="?", default="tp2", type=Layout.parse)
+    parser.add_argument("after", nargs="?", default="vllm tp2")
     parser.add_argument("--out", type=Path, default=Path("plan.svg"))
     arguments = parser.parse_args()
     before, after = arguments.before, arguments.after
+    engine, _, name = after.rpartition(" ")
+    if engine not in ("", "vllm"):
+        parser.error(f"AFTER {after!r} is no layout; give one, or 'vllm tp2'.")
+    layout = Layout.parse(name)
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"
-        build_model(path, "qwen3_moe" if max(before.ep, after.ep) > 1 else "qwen3")
-        ranks = [on_ranks(one.num_ranks, held, one, path) for one in (before, after)]
-    sources, targets = placed(*ranks)
+        build_model(path, "qwen3_moe" if max(before.ep, layout.ep) > 1 else "qwen3")
+        of_trainer = on_ranks(before.num_ranks, held, before, path)
+        if engine:
+            of_engine = asyncio.run(held_by_vllm(path, layout.tp))
+        else:
+            of_engine = on_ranks(layout.num_ranks, held, layout, path)
+    sources, targets = placed(of_trainer, of_engine)
     try:
         figure = draw(f"a trainer of {before} to engines of {after}", sources, targets)
     except ImportError as error:

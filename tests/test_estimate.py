@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -270,13 +271,31 @@ def row_of(first: int) -> TrainRow:
     return replace(row, columns={**row.columns, "returns": np.ones(149, np.float32)})
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_token_counts_at_its_experts(dtype: str, tmp_path: Path, apart: Executor) -> None:
+    file = build_model(tmp_path, "qwen3_moe") / "config.json"
+    # Of rows as long as others of these tests have.
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 2048}))
+    found = counted(0, 1, tmp_path, [("dp1", "logits", {"dtype": dtype})])
+    estimate = apart.submit(estimated, config_of(tmp_path, dtype=dtype)).result()
+    assert not estimate.untold
+    assert estimate.passes == pytest.approx(found[0], rel=0.03)
+
+
+def test_of_a_gpus_allocator_nothing_is_told() -> None:
+    rank = RankMemory(weights=100, gradients=100, moments=200, passes=600)
+    assert rank.total == 1120
+    assert replace(rank, on_gpu=True).total == 1000
+
+
 def test_what_cannot_be_told_is_not_counted(tmp_path: Path, apart: Executor) -> None:
-    """How many tokens an expert gets follows from their numbers."""
+    """How many tokens go to the experts of other ranks follows from their numbers."""
     build_model(tmp_path, "qwen3_moe")
-    rank = apart.submit(estimated, config_of(tmp_path)).result()
+    rank = apart.submit(estimated, config_of(tmp_path, "ep2")).result()
     assert rank.passes == 0
     assert rank.untold.startswith("a pass of Qwen3MoeForCausalLM cannot be told beforehand")
-    assert rank.total == int(1.12 * 16 * model_shape(str(tmp_path)).num_parameters)
+    # Beside the experts, FSDP2 cuts the rest over both ranks.
+    assert rank.total == int(1.12 * 16 * model_shape(str(tmp_path)).num_parameters / 2)
 
 
 @pytest.mark.parametrize("layout", ["dp2tp2", "pp2"])
@@ -298,8 +317,8 @@ def test_each_byte_of_a_version_is_put_once_and_ranks_share_the_work(
     config = config_of(path, "dp2tp2", dtype="bfloat16")
     shape = model_shape(str(path))
     for to in (ITS_NODE, "another"):
-        put = apart.submit(planned_links, config, shape, to=to).result()
-        assert put is not None
-        assert sum(put) == 2 * shape.num_parameters
-        assert max(put) < 1.1 * min(put)
+        links = apart.submit(planned_links, config, shape, to=to).result()
+        assert links is not None
+        assert sum(links.put) == links.read == 2 * shape.num_parameters
+        assert max(links.put) < 1.1 * min(links.put)
     assert planned_links(config_of(path, "dp32tp2"), shape, to=ITS_NODE) is None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
+import io
+import itertools
 import json
 import math
 import os
@@ -17,7 +20,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,6 +226,34 @@ def test_a_dry_run_writes_nothing_and_prints_a_file_that_config_accepts(
     assert parsed.config.seed == 3
     assert parsed.config.runs_dir == str(tmp_path / "runs")
     assert parsed.config.model.path == ""
+
+
+def printed_dry(tmp_path: Path, layout: str) -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        launch(tmp_path, ROWS, trainer=rlsys.TrainerConfig(layout=layout))
+    return printed.getvalue().splitlines()
+
+
+def test_a_dry_run_tells_what_goes_over_each_link(tmp_path: Path) -> None:
+    """Of few ranks by rank, of many in sum. The model has 0.8M parameters."""
+    # A process that no other test has made a rank of something.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
+        of_two, of_many = apart.map(printed_dry, [tmp_path] * 2, ["dp2", "dp4pp4"])
+    start = of_two.index("# weights that travel after each step")
+    told = [re.fullmatch(r"# +(.*?) +([0-9.]+) MiB(.*)", line) for line in of_two[start + 1 :]]
+    links = [(found[1], float(found[2])) for found in itertools.takewhile(bool, told) if found]
+    whole = links[0][1]
+    for node in ("its node", "another node"):
+        name = "to its node" if node == "its node" else "to each other node"
+        titles, sizes = zip(*links[:4], strict=True)
+        assert titles == (name, *(f"rank {r} -> {node}" for r in (0, 1)), f"{node} -> replica")
+        assert sizes == pytest.approx((whole, whole / 2, whole / 2, whole), abs=0.1)
+        del links[:4]
+    assert not links
+    start = of_many.index("# weights that travel after each step")
+    assert re.fullmatch(r"# to its node .* from 16 ranks, .* each", of_many[start + 1])
+    assert of_many[start + 2].startswith("# to each other node")
+    assert of_many[start + 3] == "#"
 
 
 def test_a_dry_run_names_the_reward_workers(

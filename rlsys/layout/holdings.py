@@ -80,6 +80,10 @@ class Holding:
     dtype: torch.dtype
     box: Box
 
+    def __str__(self) -> str:
+        precision = str(self.dtype).removeprefix("torch.")
+        return f"{self.name} {list(self.shape)} {precision} {self.box}"
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:

@@ -125,17 +125,18 @@ def table(
 def _lines(links: Sequence[tuple[str, str, str, Sequence[int]]], width: int) -> list[str]:
     by_bytes = sorted(links, key=lambda link: (-sum(link[-1]), link[0]))
     told = [
-        f"{title:{width}} {_size(sum(of))}  {verb} {len(of)} {who}{'s' * (len(of) > 1)}"
-        + (f", at most {_size(max(of)).strip()} each" if len(of) > 1 else "")
+        f"{title:{width}} {size_text(sum(of))}  {verb} {len(of)} {who}{'s' * (len(of) > 1)}"
+        + (f", at most {size_text(max(of)).strip()} each" if len(of) > 1 else "")
         for title, verb, who, of in by_bytes[:MAX_LINES]
     ]
     if others := by_bytes[MAX_LINES:]:
         left = sum(sum(of) for *_, of in others)
-        told.append(f"{f'and {len(others)} more':{width}} {_size(left)}")
+        told.append(f"{f'and {len(others)} more':{width}} {size_text(left)}")
     return told
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """As wide as others of these."""
     for power, unit in enumerate(("KiB", "MiB"), start=1):
         if num_bytes < 1024 ** (power + 1):
             return f"{num_bytes / 1024**power:9.1f} {unit}"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlsys.layout.holdings import Box
+from rlsys.layout.holdings import Box, Holding
 
 COPY = torch.ops.aten.copy_.default
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
@@ -60,6 +60,25 @@ def joined(copies: Iterable[Copy]) -> list[Copy]:
                 row.append(one)
         found = [one for row in rows.values() for one in row]
     return found
+
+
+def wanted(
+    copies: Iterable[Copy],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+) -> list[Holding]:
+    """What a loader takes of its sources, which have these shapes, as numbers of its targets'
+    `dtypes`: for a plan, what is to get there."""
+    found = (
+        Holding(
+            name=one.source,
+            shape=shapes[one.source],
+            dtype=dtypes[one.target],
+            box=one.source_box,
+        )
+        for one in copies
+    )
+    return list(dict.fromkeys(found))
 
 
 def _row(one: Copy, dim: int) -> object:

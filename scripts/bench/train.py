@@ -3,6 +3,7 @@
     python scripts/bench/train.py                         # on a small random model, CPU
     python scripts/bench/train.py --model MODEL_DIR --device cuda --dtype bfloat16
     python scripts/bench/train.py --only tree balance     # some of its parts
+    python scripts/bench/train.py --only mfu --shape 8b --device cuda --dtype bfloat16
 
 The padded loop is what is usually written over transformers: right-padded rows, an attention mask,
 logits of every token, the same loss, AdamW. Both train on the same rows, in turn.
@@ -15,7 +16,11 @@ against logits in one piece), `checkpoint` (what training waits for, a copy into
 checkpoint is then written from, against memcpy of as many bytes; of both destinations every page
 was touched before; a state of 500 MB), `load` (peak memory of each of four ranks that load a model
 of 1B parameters, against its share of the float32 masters), `memory` (peak of a rank that trains a
-model of 103M parameters, against what --dry-run estimates). Prints one line of JSON last.
+model of 103M parameters, against what --dry-run estimates), `mfu` (passes of 8,192 tokens, rows of
+2,048, whole optimizer steps: what they need by scripts/bench/flops.py, a second, over the device's
+peak; of a model of random weights of `--shape`, by default of the model of the other parts; null
+where no peak is known, as on a CPU, and not given by `--peak-tflops`). Prints one line of JSON
+last.
 """
 
 from __future__ import annotations
@@ -41,16 +46,19 @@ from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, Precision, TrainerConfig
 from rlsys.dataflow.batching import ReadyGroup, StepAssembler
 from rlsys.dataflow.passes import Budget, GroupLengths, RowPlace, plan_passes
+from rlsys.engines.training.collate import collate
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.token_policy import token_logprobs
+from rlsys.engines.training.hidden_states import hidden_states
+from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.engines.training.trainer_state import finish_state
 from rlsys.layout.transport.shared_memory import SharedMemory
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import MicroBatch, TrainRow
+from scripts.bench.flops import peak_tflops, step_flops
 from scripts.bench.loading import measure_loading
 from scripts.bench.memory import measure_memory
 
-PARTS = ("equal", "mixed", "tree", "balance", "head", "checkpoint", "load", "memory")
+PARTS = ("equal", "mixed", "tree", "balance", "head", "checkpoint", "load", "memory", "mfu")
 REPEATS = 7
 BATCH_ROWS = 16  # of the padded loop: the usual micro-batch
 LOW, HIGH = 0.2, 0.28
@@ -66,6 +74,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=get_args(Precision), default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--shape", choices=SHAPES, help="of the model of part mfu")
+    parser.add_argument("--peak-tflops", type=float, help="of the device; default: by its name")
     parser.add_argument("--peak-of", choices=("rlsys", "naive"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -85,6 +95,11 @@ def main() -> None:
             found |= bench.tree()
         if "checkpoint" in args.only:
             found |= checkpoint(Path(directory))
+        del bench  # and its memory
+        if "mfu" in args.only:
+            peak = args.peak_tflops or peak_tflops(torch.device(args.device), args.dtype)
+            shaped = build_shape(Path(directory) / "shape", args.shape) if args.shape else path
+            found |= utilisation(Path(shaped), args.device, args.dtype, peak)
     if "balance" in args.only:
         found["balance"] = min(balance(size, ranks) for size in GROUP_TOKENS for ranks in (4, 8))
     if "head" in args.only:
@@ -99,11 +114,11 @@ def main() -> None:
 
 
 class Bench:
-    def __init__(self, path: Path, device: str, dtype: Precision) -> None:
+    def __init__(self, path: Path, device: str, dtype: Precision, **trainer: Any) -> None:
         self._path, self._device, self._dtype = path, torch.device(device), dtype
         self._engine = FSDPEngine(
             model_path=path,
-            trainer=TrainerConfig(learning_rate=RATE),
+            trainer=TrainerConfig(learning_rate=RATE, **trainer),
             model=ModelConfig(dtype=dtype),
             loss=clipped_surrogate(LOW, HIGH),
             aggregation=token_mean,
@@ -112,7 +127,8 @@ class Bench:
             seed=0,
             device=device,
         )
-        self.vocab_size: int = self._engine._model.config.vocab_size
+        self.config = self._engine._model.config
+        self.vocab_size: int = self.config.vocab_size
 
     def step(self, rows: Sequence[TrainRow]) -> None:
         self._engine.accumulate(MicroBatch(rows=rows))
@@ -138,17 +154,29 @@ class Bench:
             network.shares = True
 
         pairs = in_turn(lambda: self.step(shared), apart)
-        gradients = []
+        found: dict[bool, tuple[torch.Tensor, torch.Tensor]] = {}
+        weights = {name: one.detach().clone() for name, one in self._engine._parameters.items()}
         for shares in (True, False):
             network.shares = shares
             self._engine.accumulate(MicroBatch(rows=shared))
-            parameters = self._engine._parameters.values()
-            gradients.append(torch.cat([p.grad.flatten().double() for p in parameters]))
-            self._engine._begin_batch()
+            parameters = self._engine._parameters
+            gradient = torch.cat([p.grad.flatten().double() for p in parameters.values()])
+            loss = self._engine.optimizer_step().metrics["loss"]
+            found[shares] = torch.tensor(loss, dtype=torch.float64), gradient
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    parameters[name].copy_(weight)
         network.shares = True
-        error = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
+        errors = [
+            float((tree - apart).norm() / apart.norm())
+            for tree, apart in zip(found[True], found[False], strict=True)
+        ]
         ratio = statistics.median(apart / tree for tree, apart in pairs)
-        return {"tree_ratio": round(ratio, 2), "tree_error": float(f"{error:.1e}")}
+        told = {"tree_ratio": round(ratio, 2)}
+        return told | {
+            name: float(f"{error:.1e}")
+            for name, error in zip(("tree_loss_error", "tree_gradient_error"), errors, strict=True)
+        }
 
 
 class PaddedLoop:
@@ -194,6 +222,53 @@ class PaddedLoop:
         clipped = ratio.clamp(1 - LOW, 1 + HIGH) * advantages
         loss: torch.Tensor = -(torch.minimum(ratio * advantages, clipped) * trained_[:, 1:]).sum()
         return loss
+
+
+# Of Qwen3: width, layers, query heads, width of the MLP, and whether the head is the embedding.
+SHAPES = {
+    "0.6b": (1024, 28, 16, 3072, True),
+    "1.7b": (2048, 28, 16, 6144, True),
+    "4b": (2560, 36, 32, 9728, True),
+    "8b": (4096, 36, 32, 12288, False),
+}
+PACK_TOKENS, PACK_ROW_TOKENS, PACKS = 8192, 2048, 4
+
+
+def build_shape(directory: Path, name: str) -> Path:
+    """Of random weights, in bfloat16 files."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    width, num_layers, num_heads, mlp_width, tied = SHAPES[name]
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=151_936,
+        hidden_size=width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=mlp_width,
+        tie_word_embeddings=tied,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def utilisation(
+    path: Path, device: str, dtype: Precision, peak: float | None
+) -> dict[str, float | None]:
+    """Of a median step. The moments are in 16 bits, so that 8B parameters fit on one large GPU."""
+    bench = Bench(path, device, dtype, micro_batch_tokens=PACK_TOKENS, optimizer_state="bfloat16")
+    lengths = [(PACK_ROW_TOKENS // 4, 3 * PACK_ROW_TOKENS // 4)]
+    batch = rows(bench.vocab_size, lengths * (PACKS * PACK_TOKENS // PACK_ROW_TOKENS))
+    seconds = statistics.median(one for one, _ in in_turn(lambda: bench.step(batch), lambda: None))
+    tflops = step_flops(bench.config, batch) / 1e12 / seconds
+    return {
+        "mfu": None if peak is None else round(tflops / peak, 3),
+        "mfu_tflops_per_s": round(tflops, 3),
+        "mfu_tokens_per_s": round(PACKS * PACK_TOKENS / seconds),
+        "peak_tflops": peak,
+    }
 
 
 STATE_WIDTH, STATE_MLP_WIDTH, STATE_REPEATS = 1024, 3264, 9  # 500 MB
@@ -339,33 +414,34 @@ def load(groups: Sequence[GroupLengths], share: Sequence[RowPlace], budget: Budg
     )
 
 
-NUM_HEAD_TOKENS, VOCAB_SIZE, WIDTH = 8192, 150_000, 64
+NUM_HEAD_TOKENS, HEAD_ROW_TOKENS, VOCAB_SIZE, WIDTH = 8192, 128, 150_000, 64
 
 
 def peak_mb(who: str) -> int:
-    """Of this process beyond what it had: log-probabilities of a head, and their gradient."""
-    from torch.utils.checkpoint import checkpoint
+    """Of this process beyond what it had: log-probabilities of the policy as it is trained, and
+    their gradient; `naive`: of the same model, by its own logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlsys.engines.training.token_policy import MAX_LOGITS
-
-    weight = torch.randn(VOCAB_SIZE, WIDTH, requires_grad=True)
-    hidden = torch.randn(NUM_HEAD_TOKENS, WIDTH, requires_grad=True)
-    targets = torch.randint(VOCAB_SIZE, (NUM_HEAD_TOKENS,))
-
-    def score(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return token_logprobs(hidden @ weight.T, targets)[0]
-
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=WIDTH,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    batch = collate(rows(VOCAB_SIZE, [(1, HEAD_ROW_TOKENS)] * (NUM_HEAD_TOKENS // HEAD_ROW_TOKENS)))
+    policy = TokenPolicy(model)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if who == "naive":
-        logprobs = (hidden @ weight.T).log_softmax(-1).gather(-1, targets[:, None])
+        hidden, places = hidden_states(model, batch, None)
+        targets = places.of(batch.targets)[:, None]
+        logprobs = model.get_output_embeddings()(hidden).log_softmax(-1).gather(-1, targets)
     else:
-        chunk = MAX_LOGITS // VOCAB_SIZE
-        logprobs = torch.cat(
-            [
-                checkpoint(score, *pieces, use_reentrant=False)
-                for pieces in zip(hidden.split(chunk), targets.split(chunk), strict=True)
-            ]
-        )
+        logprobs, _, _ = policy(batch, 1.0)
     logprobs.sum().backward()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
 

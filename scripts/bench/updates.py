@@ -31,9 +31,11 @@ from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm_engine import VLLMEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.layout.holdings import Box, whole
+from rlsys.layout.holdings import Box, Holder, whole
+from rlsys.layout.link_bytes import minimal_bytes
 from rlsys.layout.transport.parcels import Inbox
 from rlsys.layout.transport.shared_memory import SharedMemory
+from rlsys.layout.transport.staging import NAME
 from rlsys.layout.transport.weights import Weights
 from rlsys.mesh import Layout
 from rlsys.tiny_models import build_tiny_model, build_tokenizer
@@ -48,9 +50,8 @@ TIMEOUT_S = 600.0
 
 T = TypeVar("T")
 
-Publish = Callable[[], tuple[WeightManifest, float, float]]
-"""The manifest, the seconds that the trainer waited, and by how many MB its memory was larger at
-the peak than before it ever published."""
+Publish = Callable[[], tuple[WeightManifest, float]]
+"""The manifest, and the seconds that the trainer waited."""
 
 
 def build_model(directory: Path, num_bytes: int) -> Path:
@@ -112,22 +113,71 @@ def _train(path: Path, pipe: Any) -> None:
     engine.close()
 
 
+class _Trainer:
+    """A trainer's process, as others see it."""
+
+    def __init__(self, pid: int, pipe: Any) -> None:
+        self._pid, self._pipe = pid, pipe
+        self._resident_mb: float = pipe.recv()  # before it ever published
+        self._peak_mb = self._resident_mb  # while it published last
+
+    def publish(self) -> tuple[WeightManifest, float]:
+        self._pipe.send(True)
+        published: tuple[WeightManifest, float, float] = self._pipe.recv()
+        manifest, seconds, self._peak_mb = published
+        return manifest, seconds
+
+    def extra_mb(self) -> float:
+        """By how much its memory was larger in the last publication than before the first one: its
+        own at the peak, and what it has staged for readers and does not map any more."""
+        here, there = _staged("self"), _staged(self._pid)
+        given_up = here.keys() - {inode for inode in there if _maps(self._pid, inode)}
+        kept_mb = sum(here[one] for one in given_up) / 1e6
+        return float(self._peak_mb - self._resident_mb + kept_mb)
+
+
+def _staged(pid: int | str) -> dict[int, int]:
+    """Bytes of versions that a process has open, by inode."""
+    found = {}
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a directory that is being read, itself
+            if os.readlink(descriptor).startswith(f"/memfd:{NAME} "):
+                status = descriptor.stat()
+                found[status.st_ino] = 512 * status.st_blocks
+    return found
+
+
+def _maps(pid: int, inode: int) -> bool:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return any(line.split()[4] == str(inode) for line in lines)
+
+
 @contextlib.contextmanager
-def _trainer(path: Path) -> Iterator[Publish]:
+def _trainer(path: Path) -> Iterator[_Trainer]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_train, args=(path, theirs), daemon=True)
     process.start()
-    resident_mb = ours.recv()
-
-    def publish() -> tuple[WeightManifest, float, float]:
-        ours.send(True)
-        manifest, seconds, peak_mb = ours.recv()
-        return manifest, seconds, peak_mb - resident_mb
-
-    yield publish
+    assert process.pid is not None
+    yield _Trainer(process.pid, ours)
     ours.send(False)
     process.join()
+
+
+def measure_memory(path: Path) -> dict[str, float]:
+    """The most MB that a trainer takes beside what it had: where readers let go of a version before
+    the next one is published, and where one keeps it until then."""
+    with _trainer(path) as trainer:
+        alone, beside = [], []
+        for _ in range(REPEATS):
+            trainer.publish()
+            alone.append(trainer.extra_mb())
+        manifest, _ = trainer.publish()
+        for _ in range(REPEATS):
+            with Weights(manifest):
+                manifest, _ = trainer.publish()
+                beside.append(trainer.extra_mb())
+    return {"alone_mb": round(max(alone), 1), "beside_reader_mb": round(max(beside), 1)}
 
 
 async def _update(engine: GenerationEngine, publish: Publish) -> dict[str, float]:
@@ -137,7 +187,7 @@ async def _update(engine: GenerationEngine, publish: Publish) -> dict[str, float
         await asyncio.sleep(STEP_S)
         if engine.stats().num_running:
             await _until_more_is_sampled(engine)
-        manifest, wait_s, extra_mb = await asyncio.to_thread(publish)
+        manifest, wait_s = await asyncio.to_thread(publish)
         published = time.perf_counter()
         await engine.prepare(manifest)
         prepared = time.perf_counter()
@@ -154,7 +204,6 @@ async def _update(engine: GenerationEngine, publish: Publish) -> dict[str, float
                 ("pause_ms", 1000 * (end - before)),
                 ("update_ms", 1000 * (end - published)),
                 ("gb_per_s", manifest.num_bytes / (wait_s + end - published) / 1e9),
-                ("extra_mb", extra_mb),
             ):
                 found.setdefault(name, []).append(value)
     return {name: round(median(values), 2) for name, values in found.items()}
@@ -170,11 +219,11 @@ async def _until_more_is_sampled(engine: GenerationEngine) -> None:
 async def _measure(engine: GenerationEngine, path: Path) -> dict[str, float]:
     await engine.start()
     try:
-        with _trainer(path) as publish:
-            alone = await _update(engine, publish)
+        with _trainer(path) as trainer:
+            alone = await _update(engine, trainer.publish)
             running = asyncio.create_task(_keep_running(engine))
             await _until_more_is_sampled(engine)
-            found = await _update(engine, publish)
+            found = await _update(engine, trainer.publish)
             running.cancel()
             return {**found, "gb_per_s": alone["gb_per_s"]}
     finally:
@@ -233,11 +282,16 @@ def measure_peer(path: Path, layout: str) -> dict[str, float]:
     """Medians of rank 0: our publication, and each of two readers that takes its half, against
     gathering a state dict on rank 0, then writing it to memory as one file with a checksum, or
     broadcasting it to two readers."""
-    found = on_ranks(Layout.parse(layout).num_ranks, _on_rank, path, layout)
-    return {name: round(1000 * value, 1) for name, value in found[0].items()}
+    ranks: list[tuple[dict[str, float], dict[str, int]]] = on_ranks(
+        Layout.parse(layout).num_ranks, _on_rank, path, layout
+    )
+    seconds, num_bytes = ranks[0]
+    return {name: round(1000 * value, 1) for name, value in seconds.items()} | num_bytes
 
 
-def _on_rank(rank: int, world_size: int, path: Path, layout: str) -> dict[str, float]:
+def _on_rank(
+    rank: int, world_size: int, path: Path, layout: str
+) -> tuple[dict[str, float], dict[str, int]]:
     engine = training_engine(path, layout, rank)
     readers = [0, 1] if world_size > 1 else [0]
     seconds: dict[str, list[float]] = {}
@@ -265,8 +319,38 @@ def _on_rank(rank: int, world_size: int, path: Path, layout: str) -> dict[str, f
         timed("gather_write_ms", lambda: _gather_and_write(engine))
         timed("gather_broadcast_ms", lambda: _gather_and_broadcast(engine))
         engine.policy_version += 1
+    num_bytes = _bytes(engine, len(readers))
     engine.close()
-    return {name: median(values) for name, values in seconds.items()}
+    return {name: median(values) for name, values in seconds.items()}, num_bytes
+
+
+def _bytes(engine: FSDPEngine, num_readers: int) -> dict[str, int]:
+    """Of a version's shares, with all that lies in them, and the least that any plan stages for
+    readers on the same node that have some rows of each tensor. A collective; of rank 0."""
+    manifest = engine.publish()
+    if manifest is None:
+        return {}
+    publisher = engine._require_publisher()
+    readers = tuple(
+        Holder(
+            f"reader {place}",
+            publisher._node,
+            tuple(
+                replace(one, box=_rows(one.shape, place, num_readers)) for one in publisher._wanted
+            ),
+        )
+        for place in range(num_readers)
+    )
+    least = minimal_bytes(publisher._sources, readers)
+    return {
+        "bytes_published": sum(share.num_bytes for share in manifest.shares),
+        "bytes_published_minimal": sum(least.staged.values()) + sum(least.imported.values()),
+    }
+
+
+def _rows(shape: Sequence[int], place: int, of: int) -> Box:
+    bounds = shape[0] * place // of, shape[0] * (place + 1) // of
+    return Box((bounds, *((0, size) for size in shape[1:])))
 
 
 def _take_half(manifest: WeightManifest, place: int, of: int) -> None:
@@ -274,8 +358,7 @@ def _take_half(manifest: WeightManifest, place: int, of: int) -> None:
     with Weights(manifest) as weights:
         weights.verify()
         for name, shape in weights.shapes.items():
-            start, stop = shape[0] * place // of, shape[0] * (place + 1) // of
-            weights.read(name, Box(((start, stop), *((0, size) for size in shape[1:])))).clone()
+            weights.read(name, _rows(shape, place, of)).clone()
 
 
 def _gather_and_write(engine: FSDPEngine) -> None:
@@ -377,7 +460,8 @@ def _status(field: str) -> float:
 
 
 def measure(num_bytes: int, parts: Sequence[str]) -> dict[str, float]:
-    """Of weights.py's JSON, what these parts ("torch", "vllm", "peer", "changes") tell."""
+    """Of weights.py's JSON, what these parts tell: some of "torch", "memory", "vllm", "peer",
+    "changes"."""
     told: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         large = build_model(Path(directory) / "large", num_bytes)
@@ -388,7 +472,11 @@ def measure(num_bytes: int, parts: Sequence[str]) -> dict[str, float]:
             found = measure_update(large, "torch")
             print(f"to the torch engine: {found}", flush=True)
             told["gb_per_s"] = found["gb_per_s"]
-            told["peak_extra_mb"] = found["extra_mb"]
+        if "memory" in parts:
+            memory = measure_memory(large)
+            print(f"memory of the trainer: {memory}", flush=True)
+            told["peak_extra_mb"] = memory["beside_reader_mb"]
+            told["peak_extra_alone_mb"] = memory["alone_mb"]
         if "vllm" in parts:
             small = build_tiny_model(Path(directory) / "small")
             found = measure_update(small, "vllm")
@@ -407,6 +495,7 @@ def measure(num_bytes: int, parts: Sequence[str]) -> dict[str, float]:
             told["gather_broadcast_ratio"] = round(
                 found["gather_broadcast_ms"] / found["ours_ms"], 2
             )
+            told |= {name: found[name] for name in ("bytes_published", "bytes_published_minimal")}
         if "changes" in parts:
             told["delta_ratio"] = round(measure_changes(large), 3)
     return told

@@ -8,6 +8,7 @@ plan    a trainer of each LAYOUT and engines of `--tp` ranks on `--nodes` nodes 
 share   one rank's share of `--model-mb` MB, staged in shared memory and verified
 torch   a trainer's process to a torch engine of the same node, a model of `--model-mb` MB in
         float32
+memory  what that trainer takes to publish, with a reader that keeps the version before and without
 vllm    the same to vLLM, with that model and with one of 0.8M parameters
 peer    a trainer of dp1, then dp2tp2, and two readers on the same node, against gathering a state
         dict on rank 0 and writing it to a file, or broadcasting it over gloo
@@ -20,8 +21,10 @@ from the trainer's call until the engine can go on, while nothing runs. `vllm_up
 `vllm_pause_ms` of the small model, `pause_500mb_ms` of the large one beside memcpy of as much, with
 requests that run.
 `wait_ratio_*`: the trainer's wait over that for a gathered file; `gather_broadcast_ratio`: of the
-time until two readers have what they need; `peak_extra_mb`: of a trainer that publishes;
-`delta_ratio`: bytes sent of changes over those of whole versions.
+time until two readers have what they need; `peak_extra_mb`: of a trainer that
+publishes while a reader keeps the version before, `peak_extra_alone_mb` of one without readers;
+`bytes_published` by four real ranks of dp2tp2, all that lies in their shares, beside the
+least; `delta_ratio`: bytes sent of changes over those of whole versions.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ from rlsys.layout.transport.staging import Share, Stage
 from rlsys.mesh import Layout
 from scripts.bench import updates
 
-PARTS = ("plan", "share", "torch", "vllm", "peer", "changes")
+PARTS = ("plan", "share", "torch", "memory", "vllm", "peer", "changes")
 LAYOUTS = ("dp125tp8", "dp5x25tp8", "dp16tp8pp8")
 RANKS_PER_NODE = 8
 

@@ -217,6 +217,18 @@ def test_two_ranks_and_two_replicas(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")) == 3
 
 
+@pytest.mark.parametrize("layout", ["dp1tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+def test_a_model_is_cut_over_two_ranks(layout: str, tmp_path: Path) -> None:
+    """Each weight, or each layer, lies on one of them; the sampler has all that they hold."""
+    job = quickstart(tmp_path, "--trainer.layout", layout)
+    assert job.returncode == 0, job.output
+    metrics = read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert {f"time/work_s/trainer-{rank}" for rank in range(2)} <= metrics[-1].keys()
+    assert abs(metrics[0]["kl/sampler_trainer"]) < 1e-6
+    AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "quickstart" / "hf")
+
+
 @pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.slow), "vllm"])
 def test_gsm8k_runs_with_either_engine(engine: str, tmp_path: Path) -> None:
     options = (

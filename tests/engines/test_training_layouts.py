@@ -26,6 +26,7 @@ from tests.engines.training_harness import (
     Weights,
     accumulate,
     assert_same,
+    assert_same_sums,
     gradients,
     hold,
     make_engine,
@@ -157,6 +158,7 @@ def ranks(directory: Path) -> list[dict[str, Any]]:
 
 def assert_same_training(found: Trained, expected: Trained) -> None:
     assert_same(found.gradients, expected.gradients, rtol=1e-4, atol=1e-5)
+    assert_same_sums(found.results[0].metrics, expected.results[0].metrics)
     for result, other in zip(found.results, expected.results, strict=True):
         assert result.metrics == pytest.approx(other.metrics, rel=1e-4, abs=1e-6)
         assert result.num_tokens == other.num_tokens

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlsys.engines.causal_lm import Head, head_logits, load_causal_lm
 from rlsys.engines.training.collate import collate
@@ -123,23 +125,47 @@ def test_chunks_of_the_head_change_nothing(tmp_path: Path) -> None:
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_a_large_vocabulary_is_never_held_at_once(tmp_path: Path) -> None:
-    """The largest tensor saved for the backward pass is the head's weight, far below [N, V]."""
-    policy = TokenPolicy(load_causal_lm(tiny_model(tmp_path), dtype="float32"))
-    head = Head(policy.model).for_chunks()
-    saved: list[int] = []
+class LogitsAlive(TorchDispatchMode):
+    """How many rows of tensors as wide as the vocabulary lie in memory at once, at most."""
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor.numel())
-        return tensor
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        shapes = [parameter.shape for parameter in model.parameters()]
+        self._of_weights = {*shapes, *(shape[::-1] for shape in shapes)}  # and their gradients
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
 
-    hidden = torch.randn(50, 32, requires_grad=True)
-    positions = torch.arange(50)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        for chunk in hidden.split(2):
-            policy._score(True, head, chunk, positions[:2, None], 1.0)
-    # The head's own weight; of the chunks, two rows of hidden states and of logits.
-    assert max(saved) <= VOCABULARY * 32
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
+            if not isinstance(one, torch.Tensor) or one.shape in self._of_weights:
+                continue
+            if one.shape[-1:] == (VOCABULARY,):
+                storage = StorageWeakRef(one.untyped_storage())
+                self._alive[storage.cdata] = storage, one.numel() // VOCABULARY
+        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+        self.most = max(self.most, sum(rows for _, rows in self._alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("asked", ["own", "candidates", "likeliest"])
+def test_a_large_vocabulary_is_never_held_at_once(asked: str, tmp_path: Path) -> None:
+    """Of a whole forward and backward pass: what lies there of the logits, their log-softmax and
+    its gradient is a chunk of each."""
+    model = load_causal_lm(tiny_model(tmp_path), dtype="float32")
+    policy = TokenPolicy(model, max_logits=2 * VOCABULARY)
+    batch = collate(make_rows(20))
+    num_places = len(batch.targets)
+    assert num_places > 100
+    candidates = batch.targets[:, None].expand(-1, 3) if asked == "candidates" else None
+    with LogitsAlive(model) as logits:
+        if asked == "likeliest":
+            with torch.no_grad():
+                policy.likeliest(batch, 0.7, 2)
+        else:
+            logprobs, entropy, _ = policy(batch, 0.7, candidates=candidates)
+            (logprobs.sum() + 0.1 * entropy.sum()).backward()
+    assert 2 <= logits.most <= 7 * 2  # rows of a chunk
 
 
 def test_logprobs_are_those_of_the_model_at_temperature(tmp_path: Path) -> None:

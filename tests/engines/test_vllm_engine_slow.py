@@ -20,6 +20,8 @@ import torch
 
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.engines.generation.vllm_leftovers import shared_files
+from rlsys.engines.model_tensors import model_tensors
+from rlsys.layout.holdings import Box, Holding
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
 from tests.engines.buffered_models import build_buffered
@@ -111,6 +113,28 @@ def test_an_update_equals_a_fresh_start_for_two_tensor_parallel_ranks(
     for a, b in zip(updated, fresh, strict=True):
         assert np.array_equal(a.token_ids, b.token_ids)
         assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
+
+
+async def holdings_of(path: Path) -> list[list[Holding]]:
+    async with running_engine(path, tensor_parallel=2, num_cpus=2) as engine:
+        return await engine.holdings()
+
+
+def test_two_tensor_parallel_ranks_have_the_model_between_them(tmp_path: Path) -> None:
+    """As vLLM cuts it: a vocabulary that it pads, heads, columns and rows of the MLP, norms on
+    both."""
+    (path, _) = build("qwen3", tmp_path)
+    first, last = asyncio.run(holdings_of(path))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors(load(path)).items()}
+    assert {one.name: one.shape for one in first} == shapes
+    boxes = [{one.name: one.box for one in of_rank} for of_rank in (first, last)]
+    for name, shape in shapes.items():
+        left = Box.whole(shape).without(boxes[0][name])
+        norm = name.endswith("norm.weight")
+        assert boxes[1][name] == Box.whole(shape) if norm else left == [boxes[1][name]], name
+    vocabulary, width = shapes["model.embed_tokens.weight"]
+    half = -(-vocabulary // 64) * 64 // 2
+    assert str(boxes[0]["model.embed_tokens.weight"]) == f"[0:{half}, 0:{width}]"
 
 
 def test_an_architecture_that_vllm_loads_but_cannot_run_fails_at_the_start(tmp_path: Path) -> None:

@@ -69,6 +69,10 @@ def test_where_addresses_stay_packed_weights_are_copied_over_the_old_ones() -> N
     addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     updater = WeightUpdater(model, shapes, torch.float32, dict)
+    assert list(map(str, updater.holdings)) == [
+        "norm [2] float32 [0:2]",
+        "experts.w13_weight [2, 4, 3] float32 [0:2, 0:4, 0:3]",
+    ]
     updater._on_cpu = False
     manifest = published.publish(1, [("norm", NORM), ("experts.w13_weight", EXPERTS)])
     with Weights(manifest) as weights:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rlsys.algorithms.aggregation import Aggregation, token_mean
@@ -144,6 +145,12 @@ def whole_state(engine: FSDPEngine) -> Weights:
         for name, tensor in engine._local_state().items()
         if name != "rng"
     }
+
+
+def assert_same_sums(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    """What layouts and passes may not change beyond rounding: 1e-6 of each."""
+    for name in ("loss", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
 
 
 def gradients(engine: FSDPEngine) -> Weights:

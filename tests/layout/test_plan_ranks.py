@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.layout.holdings import Box, Holder, Holding, local_part
 from rlsys.layout.link_bytes import minimal_bytes
 from rlsys.layout.plan import Segment, plan
+from rlsys.layout.transport.weights import Weights
 from rlsys.mesh import Layout
 from scripts.bench.layouts import build_model
 from scripts.bench.weights import Weight, trainer
@@ -56,6 +58,9 @@ def carried_out(
     expected = torch.load(directory / "trained.pt")
     old_parts = {name: local_part(tensor.detach()) for name, tensor in old._base.items()}
     new_parts = {name: local_part(tensor.detach()) for name, tensor in new._base.items()}
+    check_publication(
+        old, gathered(Holder(f"rank-{rank}", "here", tuple(old.holdings)), world_size)
+    )
     for name in old_parts:
         old_parts[name].mul_(1.5)
     for name in new_parts:
@@ -107,6 +112,24 @@ def carried_out(
         for name, tensor in expected.items():
             assert torch.equal(whole[name], tensor.bfloat16()), name
     return [found.staged(one.rank) for one in sources], old.holdings
+
+
+def check_publication(engine: FSDPEngine, sources: tuple[Holder, ...]) -> None:
+    """A version's shares, of ranks that share memory, have each element once and hardly more."""
+    manifest = engine.publish()
+    if manifest is not None:
+        with Weights(manifest) as weights:
+            wanted = tuple(
+                Holding(name=name, shape=shape, dtype=torch.float32, box=Box.whole(shape))
+                for name, shape in weights.shapes.items()
+            )
+            parts = [part for _, _, part in weights.parts()]
+        least = minimal_bytes(sources, (Holder("reader", "here", wanted),)).staged["here"]
+        assert sum(part.nbytes for part in parts) == least
+        beside = sum(share.num_bytes for share in manifest.shares) - least
+        # Gaps, what tells where each part lies, digests.
+        assert 0 <= beside <= 256 * len(parts) + 1024 * len(manifest.shares)
+    dist.barrier()
 
 
 def gathered(own: Holder, world_size: int) -> tuple[Holder, ...]:

@@ -46,6 +46,7 @@ from rlsys.engines.generation.vllm_requests import (
     vllm_prompt,
 )
 from rlsys.engines.model_tensors import hollow_tensors
+from rlsys.layout.holdings import Holding
 from rlsys.layout.transport.weights import Tensors, open_verified
 from rlsys.types import Generation, GenerationRequest, SamplingParams, WeightManifest
 
@@ -183,6 +184,12 @@ class VLLMEngine:
         await self._rpc("rlsys_load")
         await self._call(self._llm.update_weight_version(str(self._prepared)))
         self._version = self._prepared
+
+    async def holdings(self) -> list[list[Holding]]:
+        """What each tensor-parallel rank has of the Hugging Face model, as vLLM's own weight
+        loaders take it."""
+        self._check_alive()
+        return [pickle.loads(pickled) for pickled in await self._rpc("rlsys_holdings")]
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Each worker's answer."""

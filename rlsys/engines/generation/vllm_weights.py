@@ -41,9 +41,9 @@ from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from rlsys.engines.model_tensors import model_tensors
-from rlsys.layout.holdings import Box
+from rlsys.layout.holdings import Box, Holding
 from rlsys.layout.link_bytes import without
-from rlsys.layout.recording import Copy, CopyRecorder, joined
+from rlsys.layout.recording import Copy, CopyRecorder, joined, wanted
 from rlsys.layout.transport.weights import Weights
 
 TABLES = ("_parameters", "_buffers", "_modules")  # of a module
@@ -105,6 +105,10 @@ class WeightUpdater:
         for one in joined(recorder.copies):
             self._copies[one.target].append(one)
         self._padded = {name for name, _ in recorder.fills}
+        copies = (one for of_target in self._copies.values() for one in of_target)
+        dtypes = {name: hollow.dtype for name, hollow in self._hollow.items()}
+        self.holdings: list[Holding] = wanted(copies, shapes, dtypes)
+        """What this rank has of the Hugging Face model."""
         self._check_coverage(recorder)
 
     @torch.no_grad()

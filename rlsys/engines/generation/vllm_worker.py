@@ -73,6 +73,11 @@ class Worker(PlatformWorker):
             return str(error)
         return None
 
+    def rlsys_holdings(self) -> bytes:
+        """What this rank has of the Hugging Face model, pickled: vLLM's channel carries plain data
+        alone."""
+        return pickle.dumps(self._updater.holdings)
+
     def rlsys_answer(self) -> None:
         """Nothing is wanted but the answer."""
 

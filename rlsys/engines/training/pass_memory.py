@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.integrations import moe
 
 from rlsys.config import Checkpointing, Precision
 from rlsys.data.hub import in_short
@@ -146,7 +147,8 @@ def fullest_rank(
     """Of a model with this Hugging Face configuration and head, the rank that takes the most. All
     tokens of its rows are trained on but the first; rows have nothing in common.
 
-    What follows from the numbers themselves, as the routing of experts does, is `untold`. Raises
+    What follows from the numbers themselves, as how many tokens a rank sends to experts of others
+    does, is `untold`. Raises
     ValueError for an architecture that cannot be trained or laid out so, and in a process that has
     met other ranks.
     """
@@ -221,6 +223,42 @@ def _in_role(config: Any, head: HeadKind, mode: FakeTensorMode) -> Role:
     return role_of(model, head, torch.device("cpu"), temperature=1.0)
 
 
+class _GroupedProducts(torch.autograd.Function):
+    """What torch's product of experts makes, and keeps for its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return tokens.new_empty(len(tokens), weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        tokens, weight = ctx.saved_tensors
+        return torch.empty_like(tokens), torch.empty_like(weight), None
+
+
+@contextmanager
+def _any_precision_of_experts() -> Iterator[None]:
+    """Torch's product of fake experts knows bfloat16 alone; how many tokens each expert gets makes
+    no difference to it."""
+    known = moe._grouped_mm
+
+    def product(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        if weight.dtype == torch.bfloat16:
+            real: torch.Tensor = known(input, weight, offs)
+            return real
+        made: torch.Tensor = _GroupedProducts.apply(input.to(weight.dtype), weight, offs)
+        return made
+
+    moe._grouped_mm = product
+    try:
+        yield
+    finally:
+        moe._grouped_mm = known
+
+
 def _rank_bytes(role: Role, passes: Passes, mode: FakeTensorMode) -> RankBytes:
     model = role.network.model
     with mode:
@@ -239,7 +277,7 @@ def _rank_bytes(role: Role, passes: Passes, mode: FakeTensorMode) -> RankBytes:
     torchs = logging.getLogger("torch._subclasses.fake_tensor")
     torchs.disabled = True  # what fails is told here
     try:
-        with mode, live:
+        with mode, live, _any_precision_of_experts():
             _train(role, batches)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         untold = f"a pass of {type(model).__name__} cannot be told beforehand"

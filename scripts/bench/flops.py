@@ -1,0 +1,77 @@
+"""Floating-point operations that a step of training needs, and what devices can do at most.
+
+    rows ──► tree of tokens: M tokens that differ in themselves or their past, at positions t
+               └─► 6 · weights · M  +  12 · layers · heads · head width · Σ (t + 1)  +  6 · head · P
+
+Six for each weight of a matrix product and token: a product and a sum forward, twice as many
+backward. Attention: scores and values of each of the t + 1 tokens that a token sees, likewise
+(PaLM, 2204.02311, appendix B). The head counts at the P places where something is predicted. What
+rows share counts once, padding and what is computed again count as nothing: this is what is
+useful, however it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rlsys.engines.training.collate import collate
+from rlsys.types import TrainRow
+
+# Dense products in 16 bits with float32 sums, TFLOP/s, by a part of the device's name; the first
+# that fits counts. From the vendor's data sheets.
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H20": 148.0,
+    "L40S": 362.0,
+    "A100": 312.0,
+    "RTX 4090": 165.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "L40": 181.0,
+    "L4": 121.0,
+}
+
+
+def step_flops(config: Any, rows: Sequence[TrainRow]) -> int:
+    """Of forward and backward over these rows, of a dense model with this Hugging Face
+    configuration. Raises ValueError for experts and sliding windows, which it does not count."""
+    from transformers import AutoModelForCausalLM
+
+    if getattr(config, "sliding_window", None) or hasattr(config, "num_experts_per_tok"):
+        raise ValueError(
+            f"operations of {config.model_type!r} are not counted here; use a dense model without "
+            "sliding windows."
+        )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    head = model.get_output_embeddings()
+    weights: int = sum(
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head
+    )
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    batch = collate(rows, shares=True)
+    assert batch.packing is not None
+    positions = batch.packing.tree.position_ids
+    num_seen = int(np.sum(positions.astype(np.int64) + 1))
+    attention = config.num_hidden_layers * config.num_attention_heads * head_dim * num_seen
+    at_head: int = head.weight.numel() * len(batch.positions.unique())
+    return 6 * weights * len(positions) + 12 * int(attention) + 6 * at_head
+
+
+def peak_tflops(device: torch.device, dtype: str) -> float | None:
+    """None for what is not in the table: CPUs, other precisions, other devices."""
+    if device.type != "cuda" or dtype == "float32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
