@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import pytest
 
 import scripts.submit
 from actors.cluster import SUBMITTED, check_runs_dir
+from rlsys.audit import audit
+from rlsys.history import read_evidence
 from rlsys.observe.metrics import read_metrics
 from scripts.submit import connect, submit, upload
 from tests.e2e.job import PATIENCE_S, ROOT, SMALL_QUICKSTART, Job, start, start_command
@@ -57,6 +61,10 @@ TOLD.joinpath("upload").write_text(json.dumps([str(path) for path in Path().rglo
 recipe.correct = told
 recipe.main()
 """
+
+
+# What a run consists of, as it is called in a list of processes: the recipe, and Ray's actors.
+OF_THE_RUN = re.compile(r"\bquickstart\.py\b|ray::\w*(Actor|Shard|Keeper)\b")
 
 
 @dataclass(kw_only=True)
@@ -222,6 +230,34 @@ def test_ray_job_stop_ends_a_run_in_good_order(head: Head, checkout: Path, tmp_p
         assert "Traceback" not in job.output
     finally:
         job.end()
+
+
+@pytest.mark.slow
+def test_a_killed_job_goes_on_when_it_is_submitted_again(
+    head: Head, checkout: Path, tmp_path: Path
+) -> None:
+    """As whoever retries it does: with the same command."""
+    options = shlex.split("--num-steps 12 --checkpoint-every 2 --resume auto")
+    arguments = [*SMALL_QUICKSTART, *options, "--runs-dir", str(tmp_path / "runs")]
+    command = ["bash", str(checkout / "scripts" / "submit.sh"), "recipes/quickstart.py", *arguments]
+    directory = tmp_path / "runs" / "quickstart"
+    job = start_command(command, tmp_path, **head.environment, RAY_API_SERVER_ADDRESS=head.address)
+    try:
+        job.wait_for_step(directory, 5)
+        killed = [pid for pid, told in head.job.processes().items() if OF_THE_RUN.search(told)]
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        assert job.wait() != 0, job.output
+    finally:
+        job.end()
+    assert len(read_metrics(directory / "metrics.jsonl")) < 12
+    again = head.submit(checkout, "recipes/quickstart.py", *arguments)
+    assert again.returncode == 0, again.stdout
+    assert "Finished: 12 of 12 steps" in again.stdout
+    evidence, damages = read_evidence(directory)
+    verdict = audit(evidence)
+    assert [*damages, *verdict.faults] == []
+    assert "1 resumes" in verdict.summary
 
 
 @pytest.mark.parametrize(
