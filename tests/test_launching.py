@@ -798,7 +798,7 @@ from tests.test_launching import ROWS, small_flow
 class Endless:
     def __init__(self, *_): pass
 
-    async def run(self, warm_start):
+    async def run(self, *_):
         print("under way", flush=True)
         await asyncio.Event().wait()
 
