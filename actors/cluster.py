@@ -42,8 +42,8 @@ def connected(config: ClusterConfig, *, asked_cpus: float = 0) -> Iterator[str]:
     if num_cpus < asked_cpus <= OVERBOOKED * num_cpus:
         warning = (
             f"the run asks for {asked_cpus:g} CPUs, of which this machine has {num_cpus}: its "
-            "processes take turns; lower num_cpus, num_ranks, layout or num_replicas where that is "
-            "slow."
+            "processes take turns; lower num_cpus, layout, num_workers or num_replicas where that "
+            "is slow."
         )
         num_cpus = math.ceil(asked_cpus)
     with local_ray(num_cpus):

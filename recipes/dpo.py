@@ -61,6 +61,11 @@ class DPOConfig(RunConfig):
             0 <= self.label_smoothing < 0.5,
             f"label_smoothing={self.label_smoothing} takes labels for noise; use 0 to 0.5.",
         )
+        path = self.reference.model.path
+        require(
+            not (self.own_reference and path),
+            f"reference.model.path={path!r} would not be read: own_reference=True; use one.",
+        )
 
 
 def dpo(cfg: DPOConfig, *, rows: Sequence[dict[str, Any]] | None = None) -> Dataflow:

@@ -25,7 +25,7 @@ from rlsys import Dataflow, Prompts, RewardFn
 from rlsys.algorithms import check_group_size
 from rlsys.algorithms.registry import parse
 from rlsys.config import RunConfig
-from rlsys.dataflow.by_name import ADVANTAGES, add_advantage, needs_greedy
+from rlsys.dataflow.by_name import ADVANTAGES, add_advantage, needs_greedy, told_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,12 @@ class GRPOConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_group_size(parse(self.advantage, *ADVANTAGES), self.group_size)
-        parse(self.loss, "loss")
-        parse(self.aggregation, "aggregation")
+        with told_of("advantage"):
+            check_group_size(parse(self.advantage, *ADVANTAGES), self.group_size)
+        with told_of("loss"):
+            parse(self.loss, "loss")
+        with told_of("aggregation"):
+            parse(self.aggregation, "aggregation")
 
 
 def grpo(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
@@ -33,7 +34,7 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.dataflow.stages import Head
-from rlsys.engines.training.pass_memory import LiveBytes, holdings_of_ranks
+from rlsys.engines.training.pass_memory import LiveBytes, _alone, holdings_of_ranks
 from rlsys.engines.training.supervised import supervised_row
 from rlsys.estimate import (
     ITS_NODE,
@@ -322,3 +323,10 @@ def test_each_byte_of_a_version_is_put_once_and_ranks_share_the_work(
         assert sum(links.put) == links.read == 2 * shape.num_parameters
         assert max(links.put) < 1.1 * min(links.put)
     assert planned_links(config_of(path, "dp32tp2"), shape, to=ITS_NODE) is None
+
+
+def test_a_process_that_played_a_rank_prints_exceptions_as_before() -> None:
+    hook = sys.excepthook
+    with _alone(1, 2):
+        assert sys.excepthook is not hook  # torch's, which names the rank in every line
+    assert sys.excepthook is hook

@@ -558,7 +558,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     for mistake in (
         "the dataflow has groups of group_size=2",
         "prompts_per_step=4, but the recipe's data has only 3 prompts",
-        "reward 'right' reads column 'answer', which the dataset does not have",
+        "reward 'right' reads column 'answer', which the recipe's data does not have",
     ):
         assert f"\n  - {mistake}" in str(refused.value)
 

@@ -107,6 +107,12 @@ def test_a_teacher_of_another_vocabulary_is_told_by_its_field(
     assert not (tmp_path / "runs" / cfg.name).exists()
 
 
+def test_a_reference_that_nobody_reads_is_told() -> None:
+    told = RoleConfig(model=FrozenModelConfig(path="other"))
+    with pytest.raises(ValueError, match=r"reference\.model\.path='other' would not be read"):
+        DPOConfig(own_reference=True, reference=told)
+
+
 def test_a_policy_without_adapters_is_not_its_own_reference(tmp_path: Path) -> None:
     cfg = DPOConfig(
         prompts_per_step=4,

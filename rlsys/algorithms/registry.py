@@ -330,6 +330,13 @@ def _argument(tree: ast.expr, parameter: inspect.Parameter, entry: Entry, text: 
             f"{text!r}: {parameter.name}={ast.unparse(tree)} is no {parameter.annotation}; write "
             f"{entry.signature}."
         )
+    if parameter.name == "epsilon" and not (
+        isinstance(value, float | int) and 0 <= value < math.inf
+    ):
+        raise ValueError(
+            f"{text!r}: epsilon={ast.unparse(tree)} is added to a standard deviation, and would "
+            "turn advantages round or make them all 0; use a small number, such as 1e-4."
+        )
     return value
 
 

@@ -514,7 +514,8 @@ class RunConfig:
             eta >= updates - 1,
             f"asynchrony.max_staleness={eta} counts updates of the weights, and a step makes "
             f"{updates} (trainer.num_minibatches x trainer.num_epochs): the last of them trains on "
-            f"tokens {updates - 1} updates old at least; use max_staleness >= {updates - 1}.",
+            f"tokens {updates - 1} updates old at least; use max_staleness >= {updates - 1}, or "
+            f">= {2 * updates - 1} to let sampling run a step ahead.",
         )
         require(
             self.prompts_per_step % (self.trainer.parallel.num_data * self.trainer.num_minibatches)

@@ -128,7 +128,7 @@ class PromptSource:
         """Raise ValueError for a column that a reward requires and the rows do not have; for a row
         without a value in it; and for a value of a type that the reward cannot use."""
         if rewards:
-            check_columns(rewards, self.metadata_columns)
+            check_columns(rewards, self.metadata_columns, self.where)
         for column in dict.fromkeys(name for one in rewards for name in one.required_columns):
             missing = [n for n, value in enumerate(self._values(column)) if is_missing(value)]
             require(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.config import DataConfig, require
+from rlsys.data.hub import in_short
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,15 @@ class PromptRenderer:
         self, messages: Sequence[Mapping[str, Any]], where: str, *, reply_follows: bool = True
     ) -> str:
         """By the chat template, with the beginning of a reply where one `reply_follows`."""
-        from jinja2.exceptions import TemplateError
-
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=reply_follows
             )
-        except TemplateError as error:
+        # Of jinja's own, or of whatever the template does with contents that are no text.
+        except Exception as error:
             raise ValueError(
-                f"{where} is refused by the model's chat template ({error}); change the messages."
+                f"{where} is refused by the model's chat template ({in_short(error)}); change the "
+                "messages."
             ) from error
         return _encodable(text, where)
 

@@ -10,7 +10,8 @@ with stages that write it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rlsys.algorithms.batches import GROUP_INDEX, TOKEN_FACTS
@@ -22,6 +23,15 @@ from rlsys.dataflow.stages import IS_GREEDY, NUM_TOKENS, TRUNCATED, Column
 from rlsys.user_functions import name_of
 
 ADVANTAGES: tuple[Kind, ...] = ("group_advantage", "batch_advantage", "token_advantage")
+
+
+@contextmanager
+def told_of(option: str) -> Iterator[None]:
+    """A mistake in what names something is told with the option that it stands in."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
 
 
 def needs_greedy(advantage: Callable[..., Any]) -> bool:

@@ -19,11 +19,12 @@ from numbers import Real
 from typing import Any
 
 from rlsys.config import DataConfig, require
+from rlsys.data.alphabet import Alphabet
 from rlsys.data.render import PromptRenderer
 from rlsys.dataflow.stages import JudgeStage
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.sampling import request_seed
-from rlsys.rewards.outcome import FailureKind, RewardFailure, failure_from
+from rlsys.rewards.outcome import FailureKind, RewardFailure, failure_from, is_usable
 from rlsys.types import GenerationRequest, Rollout, SamplingParams
 from rlsys.user_functions import name_of, printable
 
@@ -143,7 +144,9 @@ def rendered(asked: str | Sequence[Mapping[str, Any]], tokenizer: Any, where: st
         "text, or take a judge that has one.",
     )
     renderer = PromptRenderer(DataConfig(chat_template=is_chat), tokenizer)
-    (token_ids,) = renderer.tokenize([renderer.text(asked, where)])
+    text = renderer.text(asked, where)
+    Alphabet(tokenizer).check(text, where)
+    (token_ids,) = renderer.tokenize([text])
     return token_ids
 
 
@@ -167,7 +170,7 @@ def score(stage: JudgeStage, reply: str) -> Verdict:
         number = float(found)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
+    if not is_usable(number):
         message = f"{told} returned {number} of a reply that ends {quoted}; return finite numbers."
         return _failure(stage, "nan", message)
     return number

@@ -45,8 +45,15 @@ class RewardFailure:
     message: str
 
 
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
 # A function's value at its own name, and those of its dict at "name/key"; or why there is none.
 Outcome = dict[str, float] | RewardFailure
+
+
+def is_usable(number: float) -> bool:
+    """It stays finite in the float32 that advantages are computed in."""
+    return abs(number) <= MAX_FLOAT32
 
 
 def components_of(reward: Reward, returned: object) -> Outcome:
@@ -63,7 +70,7 @@ def components_of(reward: Reward, returned: object) -> Outcome:
             numbers[name] = float(value)
         except OverflowError:
             numbers[name] = math.inf
-        if not math.isfinite(numbers[name]):
+        if not is_usable(numbers[name]):
             message = f"{reward.name} returned {reprlib.repr(returned)}; return finite numbers."
             return RewardFailure(kind="nan", reward=reward.name, message=printable(message))
     if not is_dict:
@@ -113,7 +120,7 @@ def combine(
             return outcome
         total += one.weight * outcome[one.name]
         components |= outcome
-    if not math.isfinite(total):
+    if not is_usable(total):
         message = f"the weighted total of {components} is {total}; scale the rewards down."
         return RewardFailure(kind="nan", reward=rewards[-1].name, message=message)
     return RewardResult(total=total, components=components)

@@ -127,14 +127,19 @@ def as_rewards(functions: Sequence[Reward | RewardFunction]) -> tuple[Reward, ..
     return rewards
 
 
-def check_columns(functions: Sequence[Reward | RewardFunction], columns: Collection[str]) -> None:
-    """Raise ValueError if a reward requires a metadata column that the dataset does not have."""
+def check_columns(
+    functions: Sequence[Reward | RewardFunction],
+    columns: Collection[str],
+    where: str = "the dataset",
+) -> None:
+    """Raise ValueError if a reward requires a metadata column that the dataset does not have;
+    `where` names that."""
     for one in as_rewards(functions):
         for column in one.required_columns:
             if column not in columns:
                 raise ValueError(
-                    f"reward {one.name!r} reads column {column!r}, which the dataset does not "
-                    f"have beside its prompt; it has {sorted(columns)}. Name the right one."
+                    f"reward {one.name!r} reads column {column!r}, which {where} does not have "
+                    f"beside its prompt; it has {sorted(columns)}. Name the right one."
                 )
 
 

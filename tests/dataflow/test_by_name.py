@@ -121,7 +121,7 @@ def test_advantages_in_advantages_have_their_columns() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss": "gmpoo()"}, r"^'gmpoo\(\)': .* did you mean 'gmpo'\?"),
+        ({"loss": "gmpoo()"}, r"^loss: 'gmpoo\(\)': .* did you mean 'gmpo'\?"),
         ({"advantage": "grop_advantage"}, "did you mean 'grpo_advantage'"),
         ({"advantage": "scale_rl"}, "did you mean 'scale_rl_advantage'"),
         ({"aggregation": "gspo"}, "'gspo' is a loss, where an aggregation is wanted; known: token"),
@@ -156,3 +156,11 @@ def test_the_documented_command_names_all_three() -> None:
     for page in ("recipes/grpo.py", "docs/algorithms.md"):
         shown = " ".join((ROOT / page).read_text().replace("\\", " ").split())
         assert 'quickstart.py --loss "gmpo()" --advantage "pass_at_k_advantage(4)"' in shown
+
+
+@pytest.mark.parametrize("epsilon", ["-1", "-0.5", "1e999", "inf"])
+def test_an_advantage_is_not_turned_round(epsilon: str) -> None:
+    for name in ("grpo_advantage", "reinforce_plus_plus_advantage", "scale_rl_advantage"):
+        said = refusal(advantage=f"{name}(epsilon={epsilon})")
+        assert said.startswith("advantage: ")
+        assert "is added to a standard deviation, and would turn" in said

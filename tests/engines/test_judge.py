@@ -90,6 +90,25 @@ def test_a_chat_is_rendered_with_the_judges_template() -> None:
     assert tokens == chatty(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize("content", [5, None, b"so", [{"type": "text", "text": "so"}]])
+def test_a_message_that_is_no_text_fails_its_rollout(content: Any) -> None:
+    """What a template does with it is the template's affair."""
+    chatty = build_tokenizer()
+    chatty.chat_template = TEMPLATE
+    asks = lambda _: [{"role": "user", "content": content}]  # noqa: E731
+    failure = question(stage(asks), rollout(), chatty, context=CONTEXT)
+    assert isinstance(failure, RewardFailure)
+    assert failure.kind == "question"
+    assert "is refused by the model's chat template (can only concatenate" in failure.message
+
+
+def test_a_question_loses_no_character() -> None:
+    failure = question(stage(), rollout(), build_tokenizer("0123456789+= "), context=CONTEXT)
+    assert isinstance(failure, RewardFailure)
+    assert failure.kind == "question"
+    assert "which the model's tokenizer has no token for" in failure.message
+
+
 def key_error(_: Any) -> Any:
     raise KeyError("hint")
 
@@ -138,6 +157,7 @@ def test_the_longest_question_leaves_room_for_the_reply(tokenizer: Any) -> None:
         (lambda reply: "7", "type", "returned '7', no number"),
         (lambda reply: math.nan, "nan", "returned nan of a reply that ends 'so: 7'"),
         (lambda reply: 10**400, "nan", "returned inf"),
+        (lambda reply: 1e39, "nan", "returned 1e+39"),  # in float32 inf
         (key_error, "exception", "judge 'judge', parse key_error raised KeyError: 'hint'"),
     ],
 )

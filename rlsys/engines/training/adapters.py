@@ -158,14 +158,15 @@ class Adapters:
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """The model computes as it would without them meanwhile."""
-        layers = list(self._layers.values())
-        for layer in layers:
-            layer.enable_adapters(False)
+        # PEFT's own switch takes adapters their gradient, at which FSDP2 looks in its first pass.
+        scalings = [(layer, layer.scaling[NAME]) for layer in self._layers.values()]
+        for layer, _ in scalings:
+            layer.scaling[NAME] = 0.0
         try:
             yield
         finally:
-            for layer in layers:
-                layer.enable_adapters(True)
+            for layer, scaling in scalings:
+                layer.scaling[NAME] = scaling
 
     def save(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
         """Write them alone beside a model, as PEFT loads them into the one that it began as.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -192,11 +193,13 @@ def _alone(rank: int, num_ranks: int) -> Iterator[None]:
     """In a process that is this rank, and has met nobody."""
     if dist.is_initialized():
         raise ValueError("this process is a rank of something else")
+    hook = sys.excepthook  # in whose place torch puts one that names the rank in every line
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def _in_role(config: Any, head: HeadKind, mode: FakeTensorMode) -> Role:
