@@ -325,8 +325,11 @@ def test_each_byte_of_a_version_is_put_once_and_ranks_share_the_work(
     assert planned_links(config_of(path, "dp32tp2"), shape, to=ITS_NODE) is None
 
 
-def test_a_process_that_played_a_rank_prints_exceptions_as_before() -> None:
-    hook = sys.excepthook
+def test_a_process_that_played_a_rank_prints_exceptions_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hook = sys.__excepthook__
+    monkeypatch.setattr(sys, "excepthook", hook)
     with _alone(1, 2):
         assert sys.excepthook is not hook  # torch's, which names the rank in every line
     assert sys.excepthook is hook

@@ -57,8 +57,13 @@ def backtrack() -> float:
     return float(re.fullmatch(r"(a|aa)+b", "a" * 60) is not None)
 
 
+def own_files() -> list[int]:
+    """Descriptors beyond standard error; some have the numbers that their parent had for them."""
+    return [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2]
+
+
 def write_everywhere() -> float:
-    for fd in range(3, 64):
+    for fd in own_files():
         try:
             os.write(fd, b"\xff" * 64)
         except OSError:
@@ -68,7 +73,7 @@ def write_everywhere() -> float:
 
 
 def write_everywhere_and_return() -> float:
-    for fd in range(3, 64):
+    for fd in own_files():
         with contextlib.suppress(OSError):
             os.write(fd, os.urandom(5000))
     return 1.0
