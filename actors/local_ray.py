@@ -36,6 +36,7 @@ from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from rlsys.engines.network import loopback_variables
+from rlsys.environ import variables
 from rlsys.interrupts import INTERRUPTED
 
 from .janitor import janitor, users_of
@@ -394,17 +395,11 @@ def _own_settings() -> Iterator[None]:
         # What its actors open is for each other, whatever an environment for clusters says.
         **loopback_variables(),
     }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    _read_settings_again()
     try:
-        yield
+        with variables(settings):
+            _read_settings_again()
+            yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
         _read_settings_again()
 
 

@@ -8,12 +8,13 @@ listens there even for one rank, which has nobody to hear. NCCL takes an outer o
 from __future__ import annotations
 
 import fcntl
-import os
 import socket
 import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from rlsys.environ import variables
 
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
@@ -31,17 +32,8 @@ def loopback_variables() -> dict[str, str]:
 def on_loopback() -> Iterator[None]:
     """Groups of gloo's that are made in the block meet on the loopback interface, whatever the
     environment says. (NCCL chooses at a group's first collective.)"""
-    variables = loopback_variables()
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
+    with variables(loopback_variables()):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def interface_towards(address: str) -> str | None:
