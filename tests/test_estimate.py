@@ -325,11 +325,15 @@ def test_each_byte_of_a_version_is_put_once_and_ranks_share_the_work(
     assert planned_links(config_of(path, "dp32tp2"), shape, to=ITS_NODE) is None
 
 
-def test_a_process_that_played_a_rank_prints_exceptions_as_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hook = sys.__excepthook__
-    monkeypatch.setattr(sys, "excepthook", hook)
+def hooks_of_a_rank() -> list[str]:
+    """Where the hook for exceptions is from before, while and after a process plays a rank."""
+    found = [sys.excepthook.__module__]
     with _alone(1, 2):
-        assert sys.excepthook is not hook  # torch's, which names the rank in every line
-    assert sys.excepthook is hook
+        found.append(sys.excepthook.__module__)
+    return [*found, sys.excepthook.__module__]
+
+
+def test_a_process_that_played_a_rank_prints_exceptions_as_before(apart: Executor) -> None:
+    before, as_rank, after = apart.submit(hooks_of_a_rank).result()
+    assert before == after
+    assert as_rank == "torch.distributed.distributed_c10d"  # its hook names the rank in every line
