@@ -129,7 +129,7 @@ def block_attention(
         query,
         key,
         value,
-        score_mod=None if softcap is None else _capped(softcap),
+        score_mod=None if softcap is None else _capped(softcap, query.device),
         block_mask=mask,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -152,7 +152,10 @@ def _kernel(device: str) -> Callable[..., Any]:
 
 
 @cache
-def _capped(cap: float) -> Callable[..., torch.Tensor]:
+def _capped(softcap: float, device: torch.device) -> Callable[..., torch.Tensor]:
+    # As a number it would be one of the compiled kernel's inputs, which has no place for it.
+    cap = torch.tensor(softcap, device=device)
+
     def score(score: torch.Tensor, *_place: Any) -> torch.Tensor:
         return torch.tanh(score / cap) * cap
 

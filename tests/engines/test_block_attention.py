@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 
+from rlsys.engines import block_attention as block_attention_module
 from rlsys.engines.attention import AttentionRule, packed_attention
 from rlsys.engines.block_attention import BLOCK, Sight, block_attention, takes
 from rlsys.engines.packing import Packing
@@ -130,6 +132,27 @@ def test_rows_of_several_blocks() -> None:
         expected = packed_attention(*inputs, rule, packing)
         found = block_attention(*inputs, packing.mask(window, None), scaling=0.25)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_one_compilation_serves_passes_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but for its kernel, and without the gradient that torch has there alone."""
+    compiled = torch.compile(flex_attention.flex_attention, dynamic=True)
+    monkeypatch.setattr(block_attention_module, "_kernel", lambda device: compiled)
+    counts: list[int] = []
+    for length in (200, 350, 500, 650):
+        rows = [np.arange(length), np.r_[np.arange(150), np.arange(90)], np.arange(5, 140)]
+        packing = Packing(TokenTree(rows, min_shared=1))
+        inputs = [torch.randn(1, heads, packing.tree.num_tokens, 16) for heads in (4, 2, 2)]
+        for window, softcap in ((None, None), (100, None), (None, 20.0)):
+            rule = AttentionRule(scaling=0.25, sliding_window=window, softcap=softcap)
+            expected = packed_attention(*inputs, rule, packing)
+            mask = packing.mask(window, None)
+            with torch.no_grad():
+                found = block_attention(*inputs, mask, scaling=0.25, softcap=softcap)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        counts.append(counters["stats"]["unique_graphs"])
+    assert counts[1] == counts[2] == counts[3]
 
 
 def test_masks_are_made_once_for_all_layers() -> None:
