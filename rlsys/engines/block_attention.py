@@ -139,7 +139,8 @@ def block_attention(
         attended, of_all = attended
         share = torch.sigmoid(of_all.lse - sinks.float()[None, :, None])  # [1, H·G, M]
         attended = (attended * share[..., None]).to(query.dtype)
-    return attended.transpose(1, 2)
+    rows: torch.Tensor = attended.transpose(1, 2)
+    return rows
 
 
 @cache
@@ -148,7 +149,10 @@ def _kernel(device: str) -> Callable[..., Any]:
     computes it without a kernel."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+    kernel: Callable[..., Any] = flex_attention
+    if device == "cuda":
+        kernel = torch.compile(flex_attention, dynamic=True)
+    return kernel
 
 
 @cache

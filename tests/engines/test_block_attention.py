@@ -19,6 +19,7 @@ from rlsys.engines.block_attention import BLOCK, Sight, block_attention, takes
 from rlsys.engines.packing import Packing
 from rlsys.engines.token_tree import IntArray, TokenTree
 from tests.engines.test_token_tree import forked
+from tests.engines.test_tree_attention import random_heads
 
 Bound = st.none() | st.integers(1, 6)
 
@@ -105,18 +106,18 @@ def test_equal_to_attention_of_padded_rows(
     torch.manual_seed(seed)
     packing = Packing(TokenTree(rows, min_shared=min_shared))
     num_tokens = packing.tree.num_tokens
-    inputs = [torch.randn(1, heads, num_tokens, 16, requires_grad=True) for heads in (4, 2, 2)]
+    query, key, value = random_heads(num_tokens)
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
     rule = AttentionRule(
         scaling=0.3, sliding_window=window, chunk=chunk, softcap=softcap, sinks=sinks
     )
-    expected = packed_attention(*inputs, rule, packing)
+    expected = packed_attention(query, key, value, rule, packing)
     found = block_attention(
-        *inputs, packing.mask(window, chunk), scaling=0.3, softcap=softcap, sinks=sinks
+        query, key, value, packing.mask(window, chunk), scaling=0.3, softcap=softcap, sinks=sinks
     )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     weight = torch.randn_like(found)
-    trained = [*inputs, *([] if sinks is None else [sinks])]
+    trained = [query, key, value, *([] if sinks is None else [sinks])]
     gradients = torch.autograd.grad((found * weight).sum(), trained)
     wanted = torch.autograd.grad((expected * weight).sum(), trained)
     torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=2e-5)
@@ -126,11 +127,11 @@ def test_rows_of_several_blocks() -> None:
     torch.manual_seed(0)
     rows = [np.arange(300), np.r_[np.arange(200), np.arange(150)], np.arange(5, 140)]
     packing = Packing(TokenTree(rows, min_shared=1))
-    inputs = [torch.randn(1, heads, packing.tree.num_tokens, 16) for heads in (4, 2, 2)]
+    query, key, value = random_heads(packing.tree.num_tokens)
     for window in (None, 100):
         rule = AttentionRule(scaling=0.25, sliding_window=window)
-        expected = packed_attention(*inputs, rule, packing)
-        found = block_attention(*inputs, packing.mask(window, None), scaling=0.25)
+        expected = packed_attention(query, key, value, rule, packing)
+        found = block_attention(query, key, value, packing.mask(window, None), scaling=0.25)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -143,13 +144,13 @@ def test_one_compilation_serves_passes_of_any_length(monkeypatch: pytest.MonkeyP
     for length in (200, 350, 500, 650):
         rows = [np.arange(length), np.r_[np.arange(150), np.arange(90)], np.arange(5, 140)]
         packing = Packing(TokenTree(rows, min_shared=1))
-        inputs = [torch.randn(1, heads, packing.tree.num_tokens, 16) for heads in (4, 2, 2)]
+        query, key, value = random_heads(packing.tree.num_tokens)
         for window, softcap in ((None, None), (100, None), (None, 20.0)):
             rule = AttentionRule(scaling=0.25, sliding_window=window, softcap=softcap)
-            expected = packed_attention(*inputs, rule, packing)
+            expected = packed_attention(query, key, value, rule, packing)
             mask = packing.mask(window, None)
             with torch.no_grad():
-                found = block_attention(*inputs, mask, scaling=0.25, softcap=softcap)
+                found = block_attention(query, key, value, mask, scaling=0.25, softcap=softcap)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         counts.append(counters["stats"]["unique_graphs"])
     assert counts[1] == counts[2] == counts[3]
