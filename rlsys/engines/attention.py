@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F
 
+from rlsys.engines import block_attention
 from rlsys.engines.packing import Packing
 from rlsys.engines.tree_attention import takes, tree_attention
 
@@ -155,6 +156,16 @@ def packed_attention(
     [1, H, M, D]; returns [1, M, H·G, D]."""
     if packing.calls and _follows_tree(query, value, rule, packing, dropout):
         return tree_attention(query, key, value, packing.calls, rule.scaling)
+    if block_attention.takes(query, value) and not dropout:
+        return block_attention.block_attention(
+            query,
+            key,
+            value,
+            packing.mask(rule.sliding_window, rule.chunk),
+            scaling=rule.scaling,
+            softcap=rule.softcap,
+            sinks=rule.sinks,
+        )
     query, key, value = (packing.pad(heads) for heads in (query, key, value))
     return packing.unpad(causal_attention(query, key, value, rule, dropout=dropout))
 

@@ -130,6 +130,14 @@ class TokenTree:
         return places
 
     @cached_property
+    def ends(self) -> IntArray:
+        """[M]: the place behind the last token that follows a token, or is it."""
+        last = self.places[self.row_starts + self.lengths - 1]  # [B]
+        ends = np.zeros(self.num_tokens, np.int64)
+        np.maximum.at(ends, self.places, np.repeat(last + 1, self.lengths))
+        return ends
+
+    @cached_property
     def blocks(self) -> list[Block]:
         """What sees what: each token with each one of its row before it, or itself, once."""
         whole: list[Block] = []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rlsys.engines.causal_lm import Head, load_causal_lm
+from tests.engines.torch_engine_harness import FAMILIES, build_model
 from tests.engines.training_harness import (
     VOCABULARY,
     accumulate,
@@ -57,6 +59,21 @@ def test_bfloat16_trains_close_to_float32(model_path: Path, tmp_path: Path) -> N
         assert one == pytest.approx(other, abs=1e-6)
     engine.export(tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_attention_in_blocks_trains_as_on_the_cpu(
+    family: Any, checkpointing: str, tmp_path: Path
+) -> None:
+    """Windows and soft caps too, on rows that share their beginnings and rows that do not."""
+    path = build_model(tmp_path, family)
+    options = {"gradient_checkpointing": checkpointing}
+    engines = [make_engine(path, device=device, **options) for device in ("cpu", "cuda")]
+    for engine in engines:
+        accumulate(engine, [make_rows(12), make_rows(5, seed=1)])
+    expected, found = (gradients(engine) for engine in engines)
+    assert_same({n: g.cpu() for n, g in found.items()}, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_16_bit_heads_product_and_gradients_are_float32_sums(model_path: Path) -> None:

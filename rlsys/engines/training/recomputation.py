@@ -58,6 +58,11 @@ def _keep_and_reuse() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 
 class _Mode(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else what is compiled (block attention) would run as if it were not, under this mode."""
+        return True
+
     def __init__(self, kept: deque[tuple[str, Any, list[int]]]) -> None:
         super().__init__()
         self._kept = kept
