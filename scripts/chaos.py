@@ -15,9 +15,9 @@ With --resume-only every process of a run on this machine is killed at once, and
 started again; at staleness 0 its numbers must be those of a run that was left alone.
 
 A line for each run; then one line of JSON: `runs`, `ended_well`, `audit_errors` and `leftovers` are
-counts; `replica_back_s` and `rank_back_s` the longest time from a replica's death to its
-successor's tokens, and from a rank's to the next optimizer step (null: none was killed);
-`resampled` the groups that resumed runs sampled anew, `resampled_older` those among them that the
+counts; `replica_back_s`, `rank_back_s` and `node_back_s` the longest time from a replica's death to
+its successor's tokens, from a rank's to the next optimizer step, and from when a node joins in
+place of a lost one to the tokens of a replica there (null: none was killed); `resampled` the groups that resumed runs sampled anew, `resampled_older` those among them that the
 checkpoint should have kept. What ended badly stays in the directory that its line names.
 """
 
@@ -31,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.crashes.judgement import Outcome
+from scripts.crashes.judgement import BACK, Outcome
 from scripts.crashes.plan import ALL_KINDS, kills, plan
 from scripts.crashes.trial import hurt, kill_and_resume, undisturbed
 
@@ -99,8 +99,10 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
         "ended_well": sum(outcome.ended_well for outcome in outcomes),
         "audit_errors": sum(len(outcome.audit_errors) for outcome in outcomes),
         "leftovers": sum(len(outcome.leftovers) for outcome in outcomes),
-        "replica_back_s": _longest([s for outcome in outcomes for s in outcome.replica_back_s]),
-        "rank_back_s": _longest([s for outcome in outcomes for s in outcome.rank_back_s]),
+        **{
+            f"{what}_back_s": _longest([s for one in outcomes for s in one.back_s.get(what, ())])
+            for what in BACK
+        },
         "resampled": sum(outcome.resampled for outcome in outcomes),
         "resampled_older": sum(outcome.resampled_older for outcome in outcomes),
     }

@@ -30,6 +30,9 @@ TOLD_LATE_S = 1.0
 OF_THE_PROCESS = {ROLLOUTS_ISSUED, WEIGHTS_BYTES}
 
 
+BACK = ("replica", "rank", "node")
+
+
 @dataclass(kw_only=True)
 class Outcome:
     """Of one trial."""
@@ -39,8 +42,8 @@ class Outcome:
     ended_well: bool = False
     audit_errors: list[str] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
-    replica_back_s: list[float] = field(default_factory=list)
-    rank_back_s: list[float] = field(default_factory=list)
+    back_s: dict[str, list[float]] = field(default_factory=dict)
+    """By what was killed (BACK): from then until there was work of its successor."""
     resampled: int = 0
     resampled_older: int = 0
     notes: list[str] = field(default_factory=list)
@@ -53,8 +56,7 @@ class Outcome:
     def lines(self) -> Iterator[str]:
         """As a person reads it: one line, and one more for each thing that is wrong."""
         verdict = "well" if self.is_good else "BADLY"
-        back = [f"replica back in {s:.1f} s" for s in self.replica_back_s]
-        back += [f"rank back in {s:.1f} s" for s in self.rank_back_s]
+        back = [f"{what} back in {s:.1f} s" for what in BACK for s in self.back_s.get(what, ())]
         if self.resampled:
             back.append(
                 f"{self.resampled} groups sampled anew, {self.resampled_older} of them needlessly"

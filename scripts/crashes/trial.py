@@ -17,6 +17,7 @@ from pathlib import Path
 from scripts.crashes import processes
 from scripts.crashes.job import Job
 from scripts.crashes.judgement import (
+    BACK,
     Outcome,
     audited,
     differences,
@@ -30,6 +31,13 @@ from scripts.crashes.processes import Process
 
 CHECKPOINT_EVERY = 4
 NEW_NODE_AFTER_S = 3.0
+
+# By what is killed: of which of BACK, from how long after, and when there was work again.
+MEASURED = {
+    "rollout": ("replica", 0.0, tokens_after),
+    "trainer": ("rank", 0.0, step_after),
+    "node": ("node", NEW_NODE_AFTER_S, tokens_after),
+}
 REAP_S = 20.0  # for the system to take processes away that were told to end
 VICTIM_WITHIN_S = 60.0  # a kind that has just died may be on its way back
 
@@ -92,7 +100,7 @@ def hurt(plan: Plan, *, num_steps: int, limit_s: float, options: Sequence[str] =
             nodes.end_lost()
             outcome.leftovers += _processes_left(here.mark, but_ray=True)
         outcome.notes += assailant.notes
-        outcome.replica_back_s, outcome.rank_back_s = assailant.back_s()
+        outcome.back_s = assailant.back_s()
         _judge(outcome, job, here, ended, assailant.shared_files)
     outcome.took_s = time.monotonic() - start
     return _keep_if_bad(outcome, here)
@@ -238,14 +246,16 @@ class _Assailant:
             time.sleep(0.1)  # nothing tells when a process is there
         return []
 
-    def back_s(self) -> tuple[list[float], list[float]]:
-        """Seconds from each killed replica to the next one's tokens, and from each killed rank to
-        the next optimizer step. Where another blow fell before, there is nothing to measure."""
-        replicas, ranks = [], []
+    def back_s(self) -> dict[str, list[float]]:
+        """Seconds from each killed replica to the next one's tokens, from each killed rank to the
+        next optimizer step, and from when a node joins in place of a killed one to the tokens of a
+        replica there. Where another blow fell before, or no replica was on the node, there is
+        nothing to measure."""
+        found: dict[str, list[float]] = {what: [] for what in BACK}
         ends = [at for _, at in self._struck[1:]] + [math.inf]
         for (blow, at), until in zip(self._struck, ends, strict=False):
-            if blow.how == "kill" and blow.kind == "rollout":
-                replicas.append(tokens_after(self._job.files, at, until))
-            if blow.how == "kill" and blow.kind == "trainer":
-                ranks.append(step_after(self._job.files, at, until))
-        return [s for s in replicas if s is not None], [s for s in ranks if s is not None]
+            if blow.how == "kill" and blow.kind in MEASURED:
+                what, later_s, seconds_after = MEASURED[blow.kind]
+                seconds = seconds_after(self._job.files, at + later_s, until)
+                found[what] += [] if seconds is None else [seconds]
+        return found

@@ -205,8 +205,10 @@ def test_numbers_that_differ_from_an_undisturbed_run_are_named(tmp_path: Path) -
 
 def test_the_summary_counts_and_takes_the_longest() -> None:
     outcomes = [
-        Outcome(number=0, title="", ended_well=True, replica_back_s=[3.0, 4.44]),
-        Outcome(number=1, title="", audit_errors=["a", "b"], leftovers=["c"], rank_back_s=[9.0]),
+        Outcome(number=0, title="", ended_well=True, back_s={"replica": [3.0, 4.44]}),
+        Outcome(
+            number=1, title="", audit_errors=["a", "b"], leftovers=["c"], back_s={"rank": [9.0]}
+        ),
     ]
     assert summary(outcomes) == {
         "runs": 2,
@@ -215,6 +217,7 @@ def test_the_summary_counts_and_takes_the_longest() -> None:
         "leftovers": 1,
         "replica_back_s": 4.4,
         "rank_back_s": 9.0,
+        "node_back_s": None,
         "resampled": 0,
         "resampled_older": 0,
     }
