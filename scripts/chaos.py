@@ -17,8 +17,9 @@ started again; at staleness 0 its numbers must be those of a run that was left a
 A line for each run; then one line of JSON: `runs`, `ended_well`, `audit_errors` and `leftovers` are
 counts; `replica_back_s`, `rank_back_s` and `node_back_s` the longest time from a replica's death to
 its successor's tokens, from a rank's to the next optimizer step, and from when a node joins in
-place of a lost one to the tokens of a replica there (null: none was killed); `resampled` the groups that resumed runs sampled anew, `resampled_older` those among them that the
-checkpoint should have kept. What ended badly stays in the directory that its line names.
+place of a lost one to the tokens of a replica there (null: none was killed); `resampled` the groups
+that resumed runs sampled anew, `resampled_older` those among them that the checkpoint should have
+kept. What ended badly stays in the directory that its line names.
 """
 
 from __future__ import annotations
