@@ -16,6 +16,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.calls import Worker
+from actors.layouts import Layouts
 from actors.learner import RayLearner
 from actors.snapshots import SnapshotKeepers
 from actors.store import StoreAddress
@@ -111,7 +112,7 @@ def hired(
     learner = RayLearner(
         hire,
         SnapshotKeepers(timeout_s=TIMEOUT_S, heartbeat_timeout_s=60.0),
-        layout=Layout(dp_shard=num_ranks),
+        layouts=Layouts([Layout(dp_shard=num_ranks)]),
         num_snapshots=3,
         start_timeout_s=TIMEOUT_S,
         newest_checkpoint=newest_checkpoint,
