@@ -69,6 +69,7 @@ def sides(draw: st.DrawFn, prefix: str) -> list[Holder]:
     boxes = {name: draw(cuts(shape, count)) for name, (shape, _) in SHAPES.items()}
     # Of a pipeline a rank has some tensors only, and nobody else has them.
     owner = {name: draw(st.sampled_from([None, *range(count)])) for name in SHAPES}
+    boxes["rng"], owner["rng"] = [Box.whole(SHAPES["rng"][0])] * count, None  # of any of them
     holders = []
     for rank in range(count):
         held = tuple(
