@@ -156,10 +156,9 @@ class RayLearner:
     state out of what that one kept, in memory, and `tell` is told of it. `stages` are the functions
     over a step that this learner computes; `per_token`: its model makes a value for each token of a
     row; `writes`: it writes to the store, which `open_store` makes sure of on a node.
-    `num_snapshots` of
-    the state stay in memory. When they are gone with a node, ranks start from the newest
-    checkpoint, or from what the warm start had taught, which is written to `warm_start_dir` until
-    `close`.
+    `num_snapshots` of the state stay in memory. When they are gone with a node, ranks start from
+    the newest checkpoint, or from what the warm start had taught, which is written to
+    `warm_start_dir` until `close`.
     """
 
     def __init__(
