@@ -34,7 +34,7 @@ def measure(num_bytes: int) -> dict[str, Any]:
         checkpoint = Path(directory, "checkpoint")
         with staying_ranks(2, _left_behind, path, checkpoint) as left:
             files = [file for file, _ in left]
-            found = on_ranks(2, _arrived, path, checkpoint, files)[0]
+            found: dict[str, Any] = on_ranks(2, _arrived, path, checkpoint, files)[0]
     held = (one for file in files for one in file.holder.holdings)
     state_mb = sum(one.box.num_elements * one.dtype.itemsize for one in held) / 1e6
     found |= {"move_state_mb": round(state_mb), "save_s": left[0][1]}

@@ -138,7 +138,7 @@ def hired(
         hire,
         SnapshotKeepers(timeout_s=TIMEOUT_S, heartbeat_timeout_s=60.0),
         layouts=layouts,
-        tell=[].append if told is None else told.append,
+        tell=lambda line: None if told is None else told.append(line),
         num_snapshots=3,
         start_timeout_s=TIMEOUT_S,
         newest_checkpoint=newest_checkpoint,

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from rlsys.engines.training.moving import Kept, Move, fill, find_move, packed
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.layout.holdings import Box, Holder, Holding
 from rlsys.layout.link_bytes import minimal_bytes
+from rlsys.layout.transport.changes import Changes
 from rlsys.layout.transport.parcels import Parcel
 from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory
 from rlsys.layout.transport.staging import DamagedWeightsError
@@ -223,15 +223,15 @@ def test_what_has_changed_on_its_way_is_found() -> None:
     with kept(was, {"was 0": [STEP]}) as files:
         move = Move(step=STEP, files=tuple(files), targets=tuple(to))
         parcel = packed(move, "A", "B")
-        content: Any = parcel.content.copy()
+        assert not isinstance(parcel.content, Changes)
+        content = parcel.content.copy()
         content[-60] ^= 1  # of the last tensor, behind which there is no more than a line
         damaged = replace(parcel, content=content)
         state = tensors(to[0].holdings, None)
         with pytest.raises(DamagedWeightsError):
             fill(move, "is 0", state, [damaged])
         content.flags.writeable = False  # as Ray gives it
-        whole: Any = parcel.content
-        whole.flags.writeable = False
+        parcel.content.flags.writeable = False
         fill(move, "is 0", state, [parcel])
         assert torch.equal(state["matrix"], numbers("matrix", STEP))
 
