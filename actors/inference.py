@@ -142,8 +142,11 @@ class RayPool:
         num_workers: int,
         on_death: Callable[[str], None],
         model: str = "reference",
+        runs: str = "",
     ) -> None:
+        """`runs`: what of the user's the workers run, in words."""
         self._model = model
+        self._runs = runs
         self._start_worker = start_worker
         self._open_store = open_store
         self._num_workers = num_workers
@@ -197,7 +200,8 @@ class RayPool:
                 self._forget(place, worker, reason)
             finally:
                 self._load[place] -= len(rows)
-        raise PoolDied(f"{MAX_DEATHS} workers in a row died over the same rows: {reason}")
+        cause = f"; {self._runs} run in them, and may be why" if self._runs else ""
+        raise PoolDied(f"{MAX_DEATHS} workers in a row died over the same rows{cause}: {reason}")
 
     def _worker(self, place: int) -> Worker:
         """That of a place, which may be starting."""

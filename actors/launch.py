@@ -41,7 +41,7 @@ from rlsys.run_directory import RunDirectory, RunFiles, check_open, check_room
 from rlsys.scoreboard import damages_of, losses_of, read_evaluations
 from rlsys.tiny_models import OwnModel
 from rlsys.user_functions import FunctionFailed
-from rlsys.workers import LearnerDied, ReplicaDied, RowsLost
+from rlsys.workers import LearnerDied, PoolDied, ReplicaDied, RowsLost
 
 from .calls import WorkerError
 from .cluster import check_limits, check_runs_dir
@@ -67,6 +67,7 @@ FAILURES = (
     RowsLost,
     ReplicaDied,
     LearnerDied,
+    PoolDied,
     EngineError,
     StallError,
     RewardsFailed,

@@ -321,6 +321,7 @@ class _Actors:
             num_workers=role.num_workers,
             on_death=on_death,
             model=stage.model.name,
+            runs="ask and parse" if isinstance(stage, JudgeStage) else "",
         )
 
     def _answerer(self, stage: RowStage) -> InferenceFactory | JudgeFactory:

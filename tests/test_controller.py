@@ -596,6 +596,34 @@ def test_a_reward_that_always_fails_ends_the_run() -> None:
         run_in_virtual_time(w.run())
 
 
+def test_a_reward_that_fails_once_in_every_group_ends_the_run() -> None:
+    """Whichever of a group's other rewards come between: no step can be filled."""
+    w = world()
+
+    def outcome(task: ScoreTask) -> RewardResult | RewardFailure:
+        if task.index == 0:
+            return RewardFailure(kind="exception", reward="broken", message="KeyError")
+        return RewardResult(total=1.0, components={})
+
+    w.scorer = SimulatedScorer(outcome=outcome)
+    with pytest.raises(RewardsFailed, match=r"8 groups in a row.*'broken': KeyError"):
+        run_in_virtual_time(w.run())
+
+
+def test_groups_that_are_whole_break_the_row_of_those_that_fail() -> None:
+    """Seven in eight fail: tedious, and the run gets there."""
+    w = world(num_steps=2)
+
+    def outcome(task: ScoreTask) -> RewardResult | RewardFailure:
+        if task.group_id % 4 and task.index == 0:
+            return RewardFailure(kind="exception", reward="broken", message="KeyError")
+        return RewardResult(total=1.0, components={})
+
+    w.scorer = SimulatedScorer(outcome=outcome)
+    run_in_virtual_time(w.run())
+    assert w.ledger.num_trained == 8
+
+
 def test_a_step_that_the_store_cannot_hold_is_refused() -> None:
     w = world(prompts_per_step=4, group_size=2)
     w.store_bytes = 3 * 2 << 10  # three groups

@@ -761,6 +761,15 @@ def test_a_judge_that_always_refuses_ends_the_run() -> None:
         run_in_virtual_time(w.run())
 
 
+def test_a_judge_that_refuses_one_in_every_group_ends_the_run() -> None:
+    def failure(origin: Origin) -> RewardFailure | None:
+        return no_score("question") if origin.index == 0 else None
+
+    w = judged(world(), SimulatedPool(writes="score", failure=failure))
+    with pytest.raises(RewardsFailed, match=r"8 groups in a row .* 'score': no score in the reply"):
+        run_in_virtual_time(w.run())
+
+
 def test_nothing_of_their_texts_travels_to_other_models() -> None:
     w = with_four_models(world(num_replicas=1), random.Random(0))
     told: list[int] = []

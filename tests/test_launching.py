@@ -39,6 +39,7 @@ from rlsys.fields import to_dict
 from rlsys.run_directory import RunDirectory
 from rlsys.tiny_models import OwnModel, build_tokenizer, is_whole
 from rlsys.user_functions import FunctionFailed
+from rlsys.workers import PoolDied
 from tests.histories import made_up_run, with_external_groups, write_run
 
 ROOT = Path(__file__).parents[1]
@@ -904,7 +905,12 @@ def test_a_recipes_main_turns_errors_into_codes(
 
 
 @pytest.mark.parametrize(
-    "error", [FloatingPointError("loss nan"), FunctionFailed("stage 'advantages': mine raised")]
+    "error",
+    [
+        FloatingPointError("loss nan"),
+        FunctionFailed("stage 'advantages': mine raised"),
+        PoolDied("3 workers in a row died"),
+    ],
 )
 def test_a_run_that_cannot_go_on_fails_with_one_message(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

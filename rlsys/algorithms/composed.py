@@ -33,7 +33,7 @@ from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import bounded_exp, check_coefficient, floored, log_ratio
 from rlsys.algorithms.sequences import mean_over_rollout
 from rlsys.algorithms.wrapping import Wrapper, denominator_of, union
-from rlsys.user_functions import name_of
+from rlsys.user_functions import name_of, said_of
 
 
 @parameters
@@ -108,6 +108,14 @@ class interpolate_proximal(Wrapper):
 
     loss: LossFn
 
+    def __post_init__(self) -> None:
+        if not _reads_proximal(self.loss):
+            raise ValueError(
+                f"interpolate_proximal({name_of(self.loss)}) would do nothing: the loss reads no "
+                "proximal policy; give it one that divides by that, such as "
+                'clipped_surrogate(denominator="proximal") or decoupled_clipped_surrogate.'
+            )
+
     @property
     def denominator(self) -> str:
         inner = denominator_of(self.loss)
@@ -122,6 +130,16 @@ class interpolate_proximal(Wrapper):
         alpha = torch.where(age > 0, 1 / age.clamp(min=1), 0.0)
         now, then = floored(inputs.trainer_logprobs.detach()), floored(inputs.sampler_logprobs)
         return self.loss(replace(inputs, proximal_logprobs=torch.lerp(now, then, alpha)))
+
+
+def _reads_proximal(loss: object) -> bool:
+    """Of one's own that does not say, so it is taken."""
+    if isinstance(loss, corrected):  # a weight is π_prox/μ, and masks compare with it
+        return True
+    if isinstance(loss, Wrapper):
+        return _reads_proximal(loss.loss)
+    denominator: str = said_of(loss, "denominator", "proximal")
+    return denominator == "proximal"
 
 
 @parameters

@@ -137,6 +137,14 @@ class high_entropy:
     """
 
     min_entropy: float = 0.672
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.min_entropy):
+            raise ValueError(
+                f"min_entropy={self.min_entropy} leaves all tokens out, or none; use a number of "
+                "nats, such as 0.672."
+            )
+
     weighs: ClassVar[bool] = False
     uses_advantages: ClassVar[bool] = False
 

@@ -151,6 +151,15 @@ class Entry:
         return f"{self.name}({', '.join(parts)})"
 
     @property
+    def written(self) -> str:
+        """What text can say: the same with the constants alone, as in `opo_advantage()`."""
+        parts = []
+        for name, parameter in self.constants.items():
+            default = parameter.default
+            parts.append(name if default is parameter.empty else f"{name}={default!r}")
+        return f"{self.name}({', '.join(parts)})"
+
+    @property
     def needs(self) -> tuple[str, ...]:
         found = getattr(self.target, "needs", ())
         return found if isinstance(found, tuple) else getattr(self.target, "extra", ())
@@ -310,11 +319,16 @@ def _bind(
 ) -> dict[str, ast.expr]:
     """Arguments by the names of the parameters."""
     signature = inspect.Signature(list(entry.constants.values()))
-    named = {keyword.arg or "**": keyword.value for keyword in keywords}
+    named: dict[str, ast.expr] = {}
+    for keyword in keywords:
+        name = keyword.arg or "**"
+        if name in named:
+            raise ValueError(f"{text!r} gives {name} twice; write {entry.written}.")
+        named[name] = keyword.value
     try:
         return signature.bind(*arguments, **named).arguments
     except TypeError as error:
-        raise ValueError(f"{text!r}: {error}; write {entry.signature}.") from None
+        raise ValueError(f"{text!r}: {error}; write {entry.written}.") from None
 
 
 def _argument(tree: ast.expr, parameter: inspect.Parameter, entry: Entry, text: str) -> Any:
@@ -328,14 +342,13 @@ def _argument(tree: ast.expr, parameter: inspect.Parameter, entry: Entry, text: 
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise ValueError(
             f"{text!r}: {parameter.name}={ast.unparse(tree)} is no {parameter.annotation}; write "
-            f"{entry.signature}."
+            f"{entry.written}."
         )
-    if parameter.name == "epsilon" and not (
-        isinstance(value, float | int) and 0 <= value < math.inf
-    ):
+    if parameter.name == "epsilon" and not (isinstance(value, float | int) and 0 <= value <= 1):
         raise ValueError(
-            f"{text!r}: epsilon={ast.unparse(tree)} is added to a standard deviation, and would "
-            "turn advantages round or make them all 0; use a small number, such as 1e-4."
+            f"{text!r}: epsilon={ast.unparse(tree)} lies outside 0 to 1; it is added to a standard "
+            "deviation, so that a large one makes all advantages small, and one below 0 turns them "
+            "round. Use a small number, such as 1e-4."
         )
     return value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlsys.controller.state import RunState
 from rlsys.rewards import RewardFailure
 
-# Steps' worth of groups that may fail, with none between them that does not, before the run ends.
+# Steps' worth of groups that may fail, with none between them that is whole, before the run ends.
 MAX_FAILED_STEPS = 2
 
 
@@ -20,7 +20,8 @@ class FailedRewards:
         self._state = state
         self._num_in_a_row = 0
 
-    def succeeded(self) -> None:
+    def whole(self) -> None:
+        """A group has all its scores: a step can be filled."""
         self._num_in_a_row = 0
 
     def failed(self, row: int, group_id: int, failure: RewardFailure) -> None:

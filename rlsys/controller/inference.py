@@ -95,7 +95,6 @@ class InferenceSide:
             group = self._state.groups[batch.group_ids[place]]
             group.rollouts[batch.indices[place]].text = written.texts[place]
         if live:
-            self._failures[stage.name].succeeded()
             store.write(
                 stage.name,
                 [batch.rows[place] for place in live],
@@ -103,3 +102,6 @@ class InferenceSide:
                 places=live if block is not None else None,
                 scalars={name: [x[place] for place in live] for name, x in written.scalars.items()},
             )
+            groups = {batch.group_ids[place] for place in live}
+            if any(store.has_written(stage.name, self._state.groups[one].rows) for one in groups):
+                self._failures[stage.name].whole()

@@ -31,7 +31,7 @@ class ScoringSide:
     def __init__(self, state: RunState, scorer: Scorer, flow: Dataflow) -> None:
         self._state = state
         self._scorer = scorer
-        self._failures = FailedRewards(state)
+        self._failures = {stage.name: FailedRewards(state) for stage in flow.all(ScoreStage)}
         step_rows = state.config.rollouts_per_step
         self._loops: dict[str, Coroutine[Any, Any, None]] = {}
         for score in flow.all(ScoreStage):
@@ -71,7 +71,8 @@ class ScoringSide:
             if isinstance(score, Unreadable):
                 continue
             if isinstance(score.outcome, RewardFailure):
-                self._failures.failed(rows[place], tasks[place].group_id, score.outcome)
+                failures = self._failures[stage.name]
+                failures.failed(rows[place], tasks[place].group_id, score.outcome)
             else:
                 results[place] = score.outcome, score.text
         live_rows: list[int] = []
@@ -90,7 +91,6 @@ class ScoringSide:
                 for name, value in _values(stage, result).items():
                     scalars[name].append(value)
         if live_rows:
-            self._failures.succeeded()
             store.write(stage.name, live_rows, scalars=scalars)
         for group in live_groups.values():
             self._look_at_whole(stage, group)
@@ -101,6 +101,7 @@ class ScoringSide:
         """A group of which all rewards are known tells how well its prompt is learnt."""
         store, total = self._state.store, stage.writes[0].name
         if store.has_written(stage.name, group.rows):
+            self._failures[stage.name].whole()
             rewards = store.scalars(group.rows)[total]
             self._state.curriculum.scored(group.prompt.row, group.of_trained(rewards))
 

@@ -125,7 +125,8 @@ def check_judge(model: Model, *, max_tokens: int, temperature: float) -> None:
     require(
         1 <= max_tokens < role.pass_tokens,
         f"{told}: max_tokens={max_tokens} lies outside 1 to {role.pass_tokens - 1}, what "
-        "pass_tokens leaves for a reply beside its question; use less, or raise pass_tokens.",
+        "pass_tokens leaves for a reply beside its question; use one of these, or raise "
+        "pass_tokens.",
     )
     checked(temperature, float, f"{told}: temperature")
     require(

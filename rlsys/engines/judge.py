@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from rlsys.config import DataConfig, require
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.render import PromptRenderer
@@ -111,8 +113,8 @@ def question(
     told = _told(stage, "ask", stage.ask)
     try:
         asked = stage.ask(copy.deepcopy(rollout))  # a group's rollouts share their metadata
-    # Whatever a user's function raises is the outcome of its rollout.
-    except (Exception, SystemExit) as error:  # noqa: BLE001
+    # Whatever a user's function raises, SystemExit included, is the outcome of its rollout.
+    except BaseException as error:  # noqa: BLE001
         return failure_from(stage.writes[0].name, error, told)
     try:
         token_ids = rendered(asked, tokenizer, f"{told}, its question")
@@ -155,7 +157,7 @@ def score(stage: JudgeStage, reply: str) -> Verdict:
     told, quoted = _told(stage, "parse", stage.parse), repr(reply[-QUOTED_CHARACTERS:])
     try:
         found: Any = stage.parse(reply)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - as of ask
+    except BaseException as error:  # noqa: BLE001 - as of ask
         return failure_from(stage.writes[0].name, error, told)
     if found is None:
         message = (
@@ -163,7 +165,7 @@ def score(stage: JudgeStage, reply: str) -> Verdict:
             f"max_tokens={stage.max_tokens}, or take a judge that keeps to what it is asked."
         )
         return _failure(stage, "reply", message)
-    if not isinstance(found, Real):
+    if not isinstance(found, Real | np.bool_):  # numpy registers its numbers, but not its bool
         message = f"{told} returned {reprlib.repr(found)}, no number; return a float, or None."
         return _failure(stage, "type", message)
     try:

@@ -126,8 +126,8 @@ def _failed_rewards(lines: Lines) -> Iterator[Finding]:
     yield Finding(
         "failed_rewards",
         f"{failed:.0f} rollouts got no reward{f' ({causes})' if causes else ''} and were dropped, "
-        f"with their groups, over the last {_steps(lines)}: look at the reward function; "
-        "reward.timeout_s is its limit.",
+        f"with their groups, over the last {_steps(lines)}: look at the reward function, whose "
+        "limit is reward.timeout_s, or at what a judge is asked.",
     )
 
 

@@ -73,6 +73,7 @@ class Recorder:
         self._shown_failures: set[str] = set()
         self._left_out: set[str] = set()  # metrics that were not finite, and are told of
         self._refused_rewards: list[float] | None = None  # in this step; None: never any
+        self._failed_told_at = groups_per_step
         self._num_refused: Counter[str] = Counter()  # groups, by function, in this step
         self._refused_told_at = MAX_REFUSED_STEPS * groups_per_step
         self._waited_s: defaultdict[str, float] = defaultdict(float)  # by metric, in this step
@@ -97,6 +98,16 @@ class Recorder:
             self._shown_failures.add(failure.kind)
             self._console.warn(f"reward {failure.reward!r} failed: {failure.message}")
         self._num_failed[failure.kind] += 1
+        total = self._num_failed.total()
+        if total < self._failed_told_at:
+            return
+        self._failed_told_at = 2 * total
+        by = ", ".join(f"{kind} {n:,}" for kind, n in self._num_failed.most_common())
+        self._console.warn(
+            f"{total:,} rollouts failed since step {self._ledger.step} ({by}). Each drops its "
+            f"group, and a step needs {self._groups_per_step:,} that are whole: mend what fails "
+            f"most, here {failure.reward!r}."
+        )
 
     def group_refused(self, function: str, columns: Mapping[str, Sequence[float]]) -> None:
         if self._refused_rewards is None:
@@ -190,6 +201,7 @@ class Recorder:
         self._step_started = now
         self._num_generated_tokens = 0
         self._num_failed.clear()
+        self._failed_told_at = self._groups_per_step
         self._num_refused.clear()
         self._waited_s.clear()
         self._actors_s.clear()

@@ -71,9 +71,10 @@ def test_rows_of_which_every_worker_dies_are_told() -> None:
             open_store,
             num_workers=2,
             on_death=deaths.append,
+            runs="ask and parse",
         )
         await pool.start(1.0)
-        with pytest.raises(PoolDied, match="3 workers in a row died over the same rows"):
+        with pytest.raises(PoolDied, match="died over the same rows; ask and parse run in them"):
             await pool.run(NO_ROWS)
         assert len(deaths) == 3
 

@@ -64,7 +64,7 @@ def test_what_is_no_parameter_is_refused_by_its_name(
 
 MADE = [entry for entry in REGISTRY.values() if isinstance(entry.target, type)]
 GOOD: dict[str, Any] = {
-    "LossFn": alg.cispo(),
+    "LossFn": alg.clipped_surrogate(denominator="proximal"),
     "Correction": alg.opsm(0.5),
     "GroupAdvantage": alg.grpo_advantage,
     "float": 1.0,

@@ -56,6 +56,28 @@ def test_every_name_has_an_example() -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
+        ("gspo(clip_low=0.1, clip_low=0.2)", "loss", r"gives clip_low twice; write gspo\(clip_lo"),
+        (
+            "grpo_advantage(1e-4)",
+            "group_advantage",
+            r"too many positional arguments; write grpo_advantage\(epsilon=",
+        ),
+        (
+            "grpo_advantage(epsilon=1e308)",
+            "group_advantage",
+            r"epsilon=1e\+308 lies outside",
+        ),
+        ("token_mean(1)", "aggregation", r"too many positional arguments; write token_mean\(\)"),
+        (
+            "interpolate_proximal(clipped_surrogate())",
+            "loss",
+            r"would do nothing: the loss reads no proximal policy; give it one",
+        ),
+        (
+            "corrected(cispo(), high_entropy(inf))",
+            "loss",
+            r"min_entropy=inf leaves all tokens out",
+        ),
         (
             "gpso",
             "loss",

@@ -163,4 +163,4 @@ def test_an_advantage_is_not_turned_round(epsilon: str) -> None:
     for name in ("grpo_advantage", "reinforce_plus_plus_advantage", "scale_rl_advantage"):
         said = refusal(advantage=f"{name}(epsilon={epsilon})")
         assert said.startswith("advantage: ")
-        assert "is added to a standard deviation, and would turn" in said
+        assert "lies outside 0 to 1; it is added to a standard deviation" in said

@@ -84,7 +84,8 @@ def test_each_row_once_and_within_the_budget(
         alone = len({number for number, _ in rows}) == 1 if whole_groups else len(rows) == 1
         assert num_tokens(groups, rows) <= max_tokens or alone
     heaviest = [max(cost(groups, rows, budget) for rows in shares) for shares in passes]
-    assert heaviest == sorted(heaviest, reverse=True)
+    # Costs are sums, which the order of their rows rounds.
+    assert heaviest == pytest.approx(sorted(heaviest, reverse=True))
     assert passes == plan_passes(groups, budget, whole_groups=whole_groups)
 
 

@@ -113,11 +113,20 @@ def key_error(_: Any) -> Any:
     raise KeyError("hint")
 
 
+class Panic(BaseException):
+    """As extensions in Rust have them."""
+
+
+def panic(_: Any) -> Any:
+    raise Panic("index")
+
+
 @pytest.mark.parametrize(
     ("ask", "kind", "message"),
     [
         (key_error, "exception", r"judge 'judge', ask key_error raised KeyError: 'hint'"),
         (lambda _: sys.exit(3), "exception", "ask <lambda> raised SystemExit: 3"),
+        (panic, "exception", "ask panic raised test_judge.Panic: index"),
         (lambda _: None, "question", "None is neither a text nor a list of messages; let ask"),
         (lambda _: "", "question", "is empty"),
         (lambda _: "\ud800", "question", "holds half a character"),
@@ -158,6 +167,7 @@ def test_the_longest_question_leaves_room_for_the_reply(tokenizer: Any) -> None:
         (lambda reply: math.nan, "nan", "returned nan of a reply that ends 'so: 7'"),
         (lambda reply: 10**400, "nan", "returned inf"),
         (lambda reply: 1e39, "nan", "returned 1e+39"),  # in float32 inf
+        (panic, "exception", "parse panic raised test_judge.Panic: index"),
         (key_error, "exception", "judge 'judge', parse key_error raised KeyError: 'hint'"),
     ],
 )
@@ -171,6 +181,7 @@ def test_a_reply_without_a_score_fails_its_rollout(parse: Any, kind: str, messag
 def test_a_score_is_a_float() -> None:
     assert score(stage(parse=lambda reply: int(reply[-1])), "so: 7") == 7.0
     assert score(stage(parse=lambda reply: "7" in reply), "so: 7") == 1.0
+    assert score(stage(parse=lambda reply: np.bool_(True)), "so: 7") == 1.0
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.signal import Signal
 from rlsys.observe import recorder
 from rlsys.observe.trace import Tracer
+from rlsys.rewards import RewardFailure
 from rlsys.types import FinishReason, Prompt, StepResult
 from rlsys.workers import FinishedRollout, RolloutText
 
@@ -129,6 +130,25 @@ def test_groups_that_are_all_refused_are_told_at_growing_intervals(
     watcher.group_refused("other", {"num_tokens": [1.0, 1.0]})
     assert told[-1].startswith("128 groups were refused since step 0 (picky 127, other 1), and")
     assert "rewards" not in told[-1]
+
+
+def test_rollouts_that_nearly_all_fail_are_told_at_growing_intervals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorder, "_rollout_metrics", lambda trained: {})
+    told: list[str] = []
+    console: Any = SimpleNamespace(warn=told.append, step=lambda *_: None)
+    watcher = recorder_of(console=console)
+    failure = RewardFailure(kind="timeout", reward="slow", message="slow took longer")
+    for _ in range(15):
+        watcher.reward_failed(failure)
+    assert told[0] == "reward 'slow' failed: slow took longer"  # the first in full
+    assert [line.partition(" rollouts failed")[0] for line in told[1:]] == ["4", "8"]
+    assert "since step 0 (timeout 4)." in told[1]
+    watcher.step_trained(TrainedStep(step=1, result=RESULT, groups=[], columns={}))
+    for _ in range(4):
+        watcher.reward_failed(failure)
+    assert [line.partition(" rollouts failed")[0] for line in told[3:]] == ["4"]
 
 
 def test_the_summary_is_told_what_was_dropped_in_no_step() -> None:
