@@ -108,7 +108,11 @@ from rlsys.types import SamplingParams
         ),
         (
             RunConfig,
-            {"prompts_per_step": 9, "trainer": TrainerConfig(layout="dp9,dp3", num_minibatches=3)},
+            {
+                "prompts_per_step": 9,
+                "trainer": TrainerConfig(layout="dp9,dp3", num_minibatches=3),
+                "asynchrony": AsyncConfig(max_staleness=2),
+            },
             "9 data ranks of trainer.layout='dp9' and trainer.num_minibatches=3",
         ),
         (
