@@ -4,6 +4,7 @@ memory, warnings, and a prompt as the model will see it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlsys.config import RunConfig, TrainedRoleConfig
@@ -20,6 +21,7 @@ from rlsys.estimate import (
     planned_links,
     role_shape,
     role_snapshot_bytes,
+    snapshot_bytes,
     store_bytes,
     worker_bytes,
 )
@@ -107,6 +109,11 @@ def _rank(
         )
     if not rank.on_gpu:
         yield f"  in pieces       {_size(rank.in_pieces)}  that the allocator keeps"
+    for other in trainer.in_each_layout[1:]:
+        fewer = replace(trained, trainer=other)
+        total = _size(estimate_rank(config, fewer, shape, head).total)
+        snapshots = _size(snapshot_bytes(config, fewer, shape)).strip()
+        yield f"  {f'as {other.layout}':15} {total}  a rank, and {snapshots} of snapshots"
 
 
 # Beyond so many ranks links are told in sum.

@@ -116,11 +116,12 @@ def compute_threads(num_cpus: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFactory:
-    """Of a trained model's rank; `beginning`: the weights that a role without a path takes;
-    `temperature`: of log-probabilities."""
+    """Of a trained model's rank. `trainer`: in one layout alone; `beginning`: the weights that a
+    role without a path takes; `temperature`: of log-probabilities."""
 
     config: RunConfig
     stage: TrainStage
+    trainer: TrainerConfig
     beginning: str
     temperature: float
 
@@ -131,10 +132,8 @@ class TrainerFactory:
         from rlsys.engines.training.fsdp_engine import FSDPEngine
         from rlsys.engines.training.ranks import init_process_group
 
-        config, role = self.config, self.stage.model.config
-        model, trainer = config.model, config.trainer
-        if isinstance(role, TrainedRoleConfig):
-            model, trainer = role.model, role.trainer
+        config, role, trainer = self.config, self.stage.model.config, self.trainer
+        model = role.model if isinstance(role, TrainedRoleConfig) else config.model
         world_size = trainer.parallel.num_ranks
         device = "cuda" if trainer.num_gpus else "cpu"
         torch.set_num_threads(compute_threads(trainer.num_cpus))

@@ -41,6 +41,7 @@ from .books import Books, open_books
 from .cluster import connected
 from .evaluating import EvaluationFactory, Evaluator
 from .factories import needs, role_needs
+from .growth import growth
 from .local_ray import EndedEarly, ends_with_ray
 from .placement import reserved
 from .signals import cancel_on_signals
@@ -292,7 +293,14 @@ class Job:
                 pools=team.pools,
                 observer=books.recorder,
                 checkpoint=functools.partial(self._checkpoint, team, books, prompts, curriculum),
-                between=[evaluator.between_steps] if evaluator else [],
+                between=[
+                    growth(
+                        team.learners.values(),
+                        first_step=self._first_step,
+                        num_steps=config.num_steps,
+                    ),
+                    *([evaluator.between_steps] if evaluator else []),
+                ],
                 weights=weights,
                 carried=carried,
                 curriculum=curriculum,

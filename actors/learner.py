@@ -1,7 +1,8 @@
 """All ranks of the trainer behind the controller's `Learner`; started anew when one of them dies.
 
 RayLearner ──► Crew: one life of all ranks ──► TrainerActor, one per rank
-     └───────► SnapshotKeepers: memory on the ranks' nodes, from which the next crew goes on
+     ├───────► SnapshotKeepers: memory on the ranks' nodes, from which the next crew goes on
+     └───────► Layouts: how the next crew is laid out, by the places that are there
 """
 
 from __future__ import annotations
@@ -11,19 +12,26 @@ import logging
 import math
 import shutil
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import ray
+
 from rlsys.checkpoint import Checkpoint
 from rlsys.dataflow.stages import PerBatchStage
 from rlsys.disk import writing
+from rlsys.engines.training.moving import Move, find_move
+from rlsys.layout.holdings import Holder, Holding
+from rlsys.layout.link_bytes import size_text
 from rlsys.mesh import Layout
 from rlsys.types import StepResult, WeightManifest
 from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, Rows, RowsLost, Written
 
-from .calls import Worker, WorkerDied, while_loading
+from .calls import InputLost, Worker, WorkerDied, begun, while_loading
+from .layouts import Layouts
 from .snapshots import Room, SnapshotKeepers
 from .store import StoreAddress
 
@@ -143,12 +151,14 @@ def _cause(errors: Sequence[Exception]) -> Exception:
 class RayLearner:
     """The answer of rank 0 is the answer.
 
-    `hire` starts the actor of a rank, in a place that exists. `stages` are the functions over a
-    step that this learner computes; `per_token`: its model makes a value for each token of a row;
-    `writes`: it writes to the store, which `open_store` makes sure of on a node. `num_snapshots` of
-    the state stay in memory. When they are gone with a node, ranks start from the newest
-    checkpoint, or from what the warm start had taught, which is written to `warm_start_dir` until
-    `close`.
+    `hire` starts the actor of a rank, in the layout and the place that `layouts` has for it. Where
+    layouts vary, a crew that is laid out otherwise than the one before, or on other nodes, gets its
+    state out of what that one kept, in memory, and `tell` is told of it. `stages` are the functions
+    over a step that this learner computes; `per_token`: its model makes a value for each token of a
+    row; `writes`: it writes to the store, which `open_store` makes sure of on a node.
+    `num_snapshots` of the state stay in memory. When they are gone with a node, ranks start from
+    the newest checkpoint, or from what the warm start had taught, which is written to
+    `warm_start_dir` until `close`.
     """
 
     def __init__(
@@ -156,7 +166,7 @@ class RayLearner:
         hire: Callable[[int], Worker],
         keepers: SnapshotKeepers,
         *,
-        layout: Layout,
+        layouts: Layouts,
         num_snapshots: int,
         start_timeout_s: float,
         newest_checkpoint: Callable[[], Checkpoint | None],
@@ -166,26 +176,32 @@ class RayLearner:
         per_token: bool = True,
         open_store: Callable[[str], Awaitable[StoreAddress]] | None = None,
         writes: bool = False,
+        tell: Callable[[str], None] = logger.warning,
     ) -> None:
         self.node_id = ""  # of rank 0, from `start` on
         self._hire = hire
         self._keepers = keepers
-        self._layout = layout
-        self._num_ranks = layout.num_ranks
+        self._layouts = layouts
+        self._tell = tell
         self._num_snapshots = num_snapshots
         self._start_timeout_s = start_timeout_s
         self._newest_checkpoint = newest_checkpoint
         self._stages = {stage.name: stage for stage in stages}
-        self._model = model
+        self.model = model
         self._per_token = per_token
         self._open_store = open_store
         self.writes = writes
         self._warm_start_dir = warm_start_dir
         self._crew = self._held_by = Crew([])
         self._node_ids: list[str] = []  # by rank
-        self._snapshot_bytes: list[int] = []
+        self._snapshot_bytes: list[int] = []  # by rank, as the next
+        self._held: list[tuple[Holding, ...]] = []  # of a state, where layouts vary
+        self._told = layouts.current  # which layout the user knows of
+        self._origin = ""  # of the state, in words
         self._attention_tokens = math.inf
         self._replacing: asyncio.Task[None] | None = None
+        self._growing: asyncio.Future[None] | None = None
+        self._settling: asyncio.Future[None] | None = None
         self._began_warm = False
         self._is_released = False
         self._step = 0  # of the newest answer
@@ -203,7 +219,8 @@ class RayLearner:
         try:
             await _outliving_deaths(lambda: self._begin(checkpoint))
         except LearnerDied as death:
-            raise LearnerDied(while_loading(self._model, death)) from None
+            raise LearnerDied(while_loading(self.model, death)) from None
+        self._tell_layout()
 
     async def restart(self, step: int) -> int:
         restored = 0
@@ -216,13 +233,20 @@ class RayLearner:
 
         # The first successor may be sent to a node that is gone, which Ray notices late.
         await _outliving_deaths(restart)
+        self._tell_layout()
         return restored
+
+    def _tell_layout(self) -> None:
+        if self._layout != self._told:
+            before, self._told = self._told, self._layout
+            self._tell(f"{self.model} trains as {self._layout} now, not as {before}{self._origin}")
 
     def close(self) -> None:
         """End what keeps the snapshots, and remove what was kept of the warm start. The ranks are
         among the workers that are ended together."""
-        if self._replacing is not None:
-            self._replacing.cancel()
+        for task in (self._replacing, self._growing, self._settling):
+            if task is not None:
+                task.cancel()
         self._keepers.close()
         shutil.rmtree(self._warm_start_dir, ignore_errors=True)
 
@@ -280,6 +304,26 @@ class RayLearner:
 
         await _outliving_deaths(warm_start)
         self._began_warm = True
+
+    @property
+    def _layout(self) -> Layout:
+        return self._layouts.current
+
+    @property
+    def _num_ranks(self) -> int:
+        return self._layout.num_ranks
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether there are places for a larger layout again, to which `restart` goes."""
+        growing = self._growing
+        if growing is None or not growing.done() or growing.cancelled():
+            return False
+        return growing.exception() is None
+
+    async def snapshot(self) -> None:
+        """Keep the state as it is now, whether or not it is due."""
+        await self._crew.all("snapshot")
 
     @property
     def num_data(self) -> int:
@@ -342,7 +386,10 @@ class RayLearner:
         await self._crew.all("release")
 
     def _works_again(self) -> None:
-        """Keepers that were lost meanwhile can be replaced, for which the state must be there."""
+        """Whoever restarted the ranks takes their state. Keepers that were lost meanwhile can be
+        replaced, for which it must be there."""
+        if self._keepers.has_unused:
+            self._settling = begun(self._keepers.settle())
         if self._is_released:
             self._is_released = False
             self._keepers.lost.notify()
@@ -389,7 +436,7 @@ class RayLearner:
         await _outliving_deaths(export)
 
     async def _begin(self, checkpoint: Path | None) -> None:
-        self._keepers.rooms.clear()
+        self._keepers.give_up()
         await self._start_ranks()
         if checkpoint is not None:
             await self.load(checkpoint)
@@ -399,13 +446,17 @@ class RayLearner:
         """From model.path, in place of those that may be there."""
         self._crew.end(LearnerDied("the trainer starts anew"))
         self._crew.kill()
-        if self._replacing is not None:
-            self._replacing.cancel()
+        for task in (self._replacing, self._growing):
+            if task is not None:
+                task.cancel()
+        self._growing = None
+        await self._layouts.choose(self._start_timeout_s)
         crew = self._crew = Crew([self._hire(rank) for rank in range(self._num_ranks)])
         self._is_released = False
         self._sent = (None, {})
         limit_s = self._start_timeout_s
-        places = await crew.all("rendezvous", timeout_s=limit_s)
+        meeting = crew.all("rendezvous", timeout_s=limit_s)
+        places = await self._layouts.while_standing(meeting)
         self._node_ids = [node_id for node_id, _, _ in places]
         self.node_id, host, port = places[0]
         if self.writes and self._open_store is not None:
@@ -415,28 +466,66 @@ class RayLearner:
         facts = await crew.all("start", host, port, self._num_snapshots, timeout_s=limit_s)
         self._snapshot_bytes = [snapshot_bytes for snapshot_bytes, _ in facts]
         self._attention_tokens = facts[0][1]
+        self._held = [()] * self._num_ranks
+        if self._layouts.vary:
+            self._held = await crew.all("holdings")
 
     async def _restore(self, at_most: int) -> int:
         """Bring the newest whole state into new ranks, of so many optimizer steps at most: a rank
         may have died when a step's state was safe and its answer was not. Returns its steps."""
-        found = [self._keepers.find_room(*place) for place in enumerate(self._node_ids)]
-        rooms = [room for room in found if room is not None]
-        steps: set[int] = set()
-        if len(rooms) == self._num_ranks:
-            held = await self._open_snapshots(rooms)
-            steps = {step for step in set.intersection(*held) if step <= at_most}
-        newest = max(steps, default=-1)
+        steps = {step for step in await self._steps_of_own_rooms() if step <= at_most}
+        newest, move = max(steps, default=-1), None
+        if self._layouts.vary and not steps and (move := await self._find_move(at_most)):
+            newest = move.step
         checkpoint = await asyncio.to_thread(self._newest_checkpoint)
-        if steps and (checkpoint is None or checkpoint.step <= newest):
-            await self._crew.all("restore", newest)
+        if newest >= 0 and (checkpoint is None or checkpoint.step <= newest):
+            if move is None:
+                self._origin = "; its state was in memory there"
+                self._keepers.limit(self._num_ranks)
+                await self._crew.all("restore", newest)
+            else:
+                await self._take(move)
             return newest
-        self._keepers.rooms.clear()  # what lies there belongs to a history that is given up
+        self._origin = ""
+        self._keepers.give_up()  # what lies there belongs to a history that is given up
         if checkpoint is not None:
-            await self.load(checkpoint.role_dir(self._model))
+            await self.load(checkpoint.role_dir(self.model))
+            self._origin = f"; its state is that of {checkpoint.path.name}"
             return checkpoint.step
         if self._began_warm:
             await self.load(self._warm_start_dir)
         return 0
+
+    async def _steps_of_own_rooms(self) -> set[int]:
+        """Of whole states that these ranks, as they are laid out, can read where they are."""
+        found = [self._find_room(rank) for rank in range(self._num_ranks)]
+        rooms = [room for room in found if room is not None]
+        if len(rooms) < self._num_ranks:
+            return set()
+        return set.intersection(*await self._open_snapshots(rooms))
+
+    async def _find_move(self, at_most: int) -> Move | None:
+        """Out of all that is kept, if it is whole."""
+        files = await self._keepers.files()
+        targets = [
+            Holder(f"rank {rank}", node_id, held)
+            for rank, (node_id, held) in enumerate(zip(self._node_ids, self._held, strict=True))
+        ]
+        return await asyncio.to_thread(find_move, files, targets, at_most)
+
+    async def _take(self, move: Move) -> None:
+        """Bring a state to these ranks out of the rooms of those before."""
+        start = time.perf_counter()
+        self._keepers.set_aside()
+        shared, sent = ray.put(move), self._keepers.parcels(move)
+        calls = [[shared, one.rank, *sent.get(one.node, ())] for one in move.targets]
+        try:
+            await self._crew.each("take", calls)
+        except InputLost as loss:
+            raise LearnerDied(f"the trainer's state was lost on its way: {loss}") from None
+        sent_text = size_text(move.bytes_sent).strip()
+        seconds = time.perf_counter() - start
+        self._origin = f"; its state came from memory in {seconds:.1f} s, {sent_text} between nodes"
 
     async def _keep_snapshots(self) -> None:
         """Give each rank that has none a place for its snapshots; a snapshot of all is there at the
@@ -452,6 +541,8 @@ class RayLearner:
 
         self._replacing = asyncio.create_task(self._replace_keepers())
         self._replacing.add_done_callback(ended)
+        if self._layouts.can_grow:
+            self._growing = begun(self._layouts.until_larger())
 
     async def _replace_keepers(self) -> None:
         while True:
@@ -473,10 +564,13 @@ class RayLearner:
                 await self._crew.all("snapshot")
                 return
 
+    def _find_room(self, rank: int) -> Room | None:
+        return self._keepers.find_room(rank, self._node_ids[rank], self._held[rank])
+
     async def _room(self, rank: int) -> Room:
-        node_id = self._node_ids[rank]
-        room = self._keepers.find_room(rank, node_id)
-        return room or await self._keepers.make_room(rank, node_id, self._snapshot_bytes[rank])
+        return self._find_room(rank) or await self._keepers.make_room(
+            rank, self._node_ids[rank], self._snapshot_bytes[rank], self._held[rank]
+        )
 
     async def _open_snapshots(self, rooms: Sequence[Room]) -> list[set[int]]:
         """By rank, the steps whose snapshots are there."""

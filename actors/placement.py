@@ -100,6 +100,19 @@ class Places:
     roles: Mapping[str, Sequence[Place]]  # by the name of the model beside the policy
 
 
+def standing(places: Sequence[Place]) -> dict[int, str]:
+    """By number of a place, the living node that has it; without those that wait for one. Asks Ray,
+    which may take a while."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    tables = {group: placement_group_table(group) for group in {place.group for place in places}}
+    found = {}
+    for number, place in enumerate(places):
+        node_id = tables[place.group]["bundles_to_node_id"].get(place.index)
+        if node_id in alive:
+            found[number] = node_id
+    return found
+
+
 def check_capacity(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) -> None:
     """Raise ClusterTooSmall unless the nodes' resources, all free, hold all needs.
 

@@ -100,8 +100,9 @@ def load_prompts(
     num_tokens = shape.config.get_text_config().vocab_size
     with mistakes.noted():
         check_vocabulary(tokenizer, num_tokens, config.model.path)
-    with mistakes.noted():
-        check_fits(config.trainer.layout, shape.config)
+    for trainer in config.trainer.in_each_layout:
+        with mistakes.noted():
+            check_fits(trainer.layout, shape.config)
     with mistakes.noted():
         check_lora(config.model.lora, shape.linear_layers)
     with mistakes.noted():
@@ -114,7 +115,8 @@ def load_prompts(
                 path = role.model.path
                 setting = f"{name}.model.path"
                 own = model_shape(path, model.head, setting=setting) if path else shape
-                check_fits(role.trainer.layout, own.config, setting=f"{name}.trainer.layout")
+                for one in role.trainer.in_each_layout:
+                    check_fits(one.layout, own.config, setting=f"{name}.trainer.layout")
                 check_lora(role.model.lora, own.linear_layers, setting=f"{name}.model.lora")
     for stage in flow.all(InferStage):
         with mistakes.noted():

@@ -297,6 +297,7 @@ class RolloutActor(Heartbeat):
         """What lies on this node and what has come in from others."""
         node_id = ray.get_runtime_context().get_node_id()
         here = [share for share in manifest.shares if share.node == node_id]
+        self._inbox.keep([share.rank for share in manifest.shares])
         here += [self._inbox.take(parcel) for parcel in parcels if parcel is not None]
         return Weights(replace(manifest, shares=tuple(here)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -21,7 +22,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.checkpoint import Checkpoints
-from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig
+from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.stages import (
@@ -52,8 +53,9 @@ from .factories import (
 )
 from .fleet import RayFleet
 from .inference import InferenceActor, RayPool
+from .layouts import Layouts
 from .learner import RayLearner
-from .placement import Place, Places
+from .placement import Place, Places, standing
 from .reward import RayScorer, RewardActor
 from .rollout import RolloutActor
 from .snapshots import SnapshotKeepers
@@ -78,8 +80,8 @@ async def hired(
 ) -> AsyncIterator[Team]:
     """The actors of a run; those with engines are created when they are started. Replicas are
     hired by whoever needs them. `on_death` is told which reward worker, frozen model or shard has
-    died, and what is done about it. At the end of the block all are ended, also those that hang,
-    and what they share is removed."""
+    died, what is done about it, and how a trainer is laid out from then on. At the end of the block
+    all are ended, also those that hang, and what they share is removed."""
     config = _for_other_directories(config)
     lost_shards: asyncio.Queue[ShardAddress] = asyncio.Queue()
     async with contextlib.AsyncExitStack() as ending:
@@ -97,7 +99,9 @@ async def hired(
             if node["Alive"]:
                 await shards.ensure(node["NodeID"])
         actors = _Actors(config, flow, tokenizer, places, shards, checkpoints)
-        learners = {stage.model.name: actors.learner(stage) for stage in flow.all(TrainStage)}
+        learners = {
+            stage.model.name: actors.learner(stage, on_death) for stage in flow.all(TrainStage)
+        }
         for learner in learners.values():
             ending.callback(learner.close)
         pools = {stage.model.name: actors.pool(stage, on_death) for stage in flow.row_stages}
@@ -265,7 +269,7 @@ class _Actors:
         self._checkpoints = checkpoints
         self.max_pending = 100_000 if config.observe.trace else 0
 
-    def learner(self, stage: TrainStage) -> RayLearner:
+    def learner(self, stage: TrainStage, tell: Callable[[str], None]) -> RayLearner:
         config, model = self._config, stage.model
         role = model.config
         trainer = role.trainer if isinstance(role, TrainedRoleConfig) else config.trainer
@@ -275,14 +279,22 @@ class _Actors:
             for one in self._flow.step_stages
             if isinstance(one, PerBatchStage) and one.has_tokens and model.is_main
         ]
+        places = self._places.ranks if model.is_main else self._places.roles[model.name]
+        in_each_layout = {one.parallel: one for one in trainer.in_each_layout}
+        layouts = Layouts(list(in_each_layout), functools.partial(standing, places))
+
+        def hire(rank: int) -> Worker:
+            place = places[layouts.places[rank]]
+            return self._rank(stage, in_each_layout[layouts.current], rank, place)
+
         return RayLearner(
-            lambda rank: self._rank(stage, rank),
+            hire,
             SnapshotKeepers(
                 timeout_s=config.cluster.start_timeout_s,
                 heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
             ),
             model=model.name,
-            layout=trainer.parallel,
+            layouts=layouts,
             num_snapshots=num_snapshots(config, trainer),
             start_timeout_s=config.cluster.start_timeout_s,
             newest_checkpoint=self._checkpoints.newest,
@@ -291,6 +303,7 @@ class _Actors:
             per_token=PER[model.head] == "token",
             open_store=self._store_of,
             writes=bool(computed) or any(one.model == model for one in own),
+            tell=tell,
         )
 
     def pool(self, stage: RowStage, on_death: Callable[[str], None]) -> RayPool:
@@ -334,21 +347,20 @@ class _Actors:
         await self._shards.ensure(node_id)
         return self._shards.address
 
-    def _rank(self, stage: TrainStage, rank: int) -> Worker:
+    def _rank(self, stage: TrainStage, trainer: TrainerConfig, rank: int, place: Place) -> Worker:
         model = stage.model
         make_engine = TrainerFactory(
             config=self._config,
             stage=stage,
+            trainer=trainer,
             beginning=str(self._checkpoints.beginning(self._config.model.path)),
             temperature=self._temperature,
         )
-        places = self._places.ranks if model.is_main else self._places.roles[model.name]
         name = f"trainer-{rank}" if model.is_main else f"{model.name}-{rank}"
-        role = model.config
-        trainer = role.trainer if isinstance(role, TrainedRoleConfig) else self._config.trainer
         every = trainer.snapshot_every
-        options = places[rank].options
-        return self._start(name, TrainerActor, options, rank, make_engine, every, ordered=True)
+        return self._start(
+            name, TrainerActor, place.options, rank, make_engine, every, ordered=True
+        )
 
     def replica(self, name: str, place: Place) -> Worker:
         samples = bool(self._flow.all(GenerateStage))

@@ -15,6 +15,7 @@ import ray
 
 from rlsys.layout.transport.parcels import Parcel
 from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory
+from rlsys.layout.transport.staging import DamagedWeightsError
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, WeightManifest
 from rlsys.workers import LearnerDied, Rows, Written
@@ -25,9 +26,11 @@ from .store import StoreAddress, StoreClient
 
 if TYPE_CHECKING:
     from rlsys.dataflow.stages import PerBatchStage
+    from rlsys.engines.training.moving import Move
     from rlsys.engines.training.protocol import TrainingEngine
     from rlsys.engines.training.snapshot import SnapshotFile
     from rlsys.engines.training.trainer_state import HeldState
+    from rlsys.layout.holdings import Holding
 
 # (rank, host of rank 0, port there) -> this rank's engine, built in the actor's own process.
 EngineFactory = Callable[[int, str, int], "TrainingEngine"]
@@ -96,6 +99,19 @@ class TrainerActor(Heartbeat):
     def restore(self, step: int) -> None:
         with self._call("restore"):
             self._engine.restore(self._snapshots, step)
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """What lies in this rank's snapshots."""
+        held: tuple[Holding, ...] = self._engine.state_holdings
+        return held
+
+    def take(self, move: Move, rank: str, *parcels: Parcel) -> None:
+        """The state, out of what ranks that were laid out otherwise have kept."""
+        with self._call("take"), self._tracer.span("trainer", "take", step=move.step):
+            try:
+                self._engine.take(move, rank, parcels)
+            except (MemoryGone, DamagedWeightsError) as error:
+                raise LearnerDied(f"trainer-{self._rank} did not get its state: {error}") from error
 
     def snapshot(self) -> None:
         if self._snapshots is not None:

@@ -153,12 +153,11 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
         kv_cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
     else:
         kv_cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
-    state_bytes = _state_bytes(shape, config.model, config.trainer)
-    num_shards = _num_shards(config.trainer)
+    own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     return MemoryEstimate(
         published_bytes=NUM_VERSIONS * shape.num_parameters * itemsize,
         packed_bytes=NUM_PACKED * shape.num_parameters * itemsize,
-        snapshot_bytes=max(1, num_snapshots(config, config.trainer)) * state_bytes // num_shards,
+        snapshot_bytes=snapshot_bytes(config, own, shape),
         replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
     )
 
@@ -320,11 +319,15 @@ def worker_bytes(config: RunConfig, model: Model) -> int:
 
 def role_snapshot_bytes(config: RunConfig, model: Model) -> int:
     """Of each rank of a model that is trained beside the main one, in the host's memory."""
-    role = model.config
-    assert isinstance(role, TrainedRoleConfig)
-    state_bytes = _state_bytes(role_shape(config, model), role.model, role.trainer)
-    num = max(1, num_snapshots(config, role.trainer))
-    return num * state_bytes // _num_shards(role.trainer)
+    assert isinstance(model.config, TrainedRoleConfig)
+    return snapshot_bytes(config, model.config, role_shape(config, model))
+
+
+def snapshot_bytes(config: RunConfig, trained: TrainedRoleConfig, shape: ModelShape) -> int:
+    """Of each rank of a model of this shape that is trained so, in the host's memory."""
+    state_bytes = _state_bytes(shape, trained.model, trained.trainer)
+    num = max(1, num_snapshots(config, trained.trainer))
+    return num * state_bytes // _num_shards(trained.trainer)
 
 
 def _state_bytes(shape: ModelShape, model: ModelConfig, trainer: TrainerConfig) -> int:

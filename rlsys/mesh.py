@@ -10,6 +10,8 @@
     ep    expert: other rows, and other experts of a mixture
 
 Ranks are numbered with the last of DIMENSIONS fastest, so that what talks most lies closest.
+
+    "dp2x2,dp2,dp1"   the preferred one, and those to go on with in fewer places
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 # From the outermost, whose ranks talk least, to the innermost.
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
@@ -124,6 +127,25 @@ class Layout:
         has the last layers."""
         at = self.coordinates(rank)
         return not at["cp"] and not at["tp"] and at["pp"] == self.pp - 1
+
+
+def split_layouts(text: str) -> list[str]:
+    """Of a list, the preferred one first; one is a list too. Raises ValueError for what is no
+    layout, and for a list that does not fall: who has lost places looks for a layout of fewer."""
+    names = [name.strip() for name in text.split(",")]
+    layouts = [Layout.parse(name) for name in names]
+    for (name, one), (after, other) in pairwise(zip(names, layouts, strict=True)):
+        if other.num_ranks >= one.num_ranks:
+            raise ValueError(
+                f"the list {text!r} has {after} ({_ranks(other)}) behind {name} ({_ranks(one)}); "
+                "each layout of a list is for fewer places than the one before: give it strictly "
+                "fewer ranks."
+            )
+    return names
+
+
+def _ranks(layout: Layout) -> str:
+    return f"{layout.num_ranks} rank{'s' * (layout.num_ranks > 1)}"
 
 
 def _unread(text: str, at: int) -> str:

@@ -1,7 +1,9 @@
-"""Whether weights arrive, bit by bit: from every layout of a trainer to every generation engine.
+"""Whether weights arrive, bit by bit: from every layout of a trainer to every generation engine,
+and a trainer's whole state in every other layout.
 
     python scripts/check_reallocation.py [--families qwen3 ...] [--layouts dp1 ...]
                                          [--engines torch "vllm tp1" ...] [--start-anew]
+    python scripts/check_reallocation.py --trainers [--families qwen3 ...] [--layouts dp1 ...]
 
 Real ranks (processes that meet over gloo) train small random models for a step, in each layout
 other rows, export a checkpoint and stage their shares. Each engine takes the shares of one layout
@@ -9,6 +11,11 @@ after the other, and completes the same prompts, greedily and drawn. In float32 
 log-probabilities must equal, to the last bit, those of a torch engine that starts from the
 checkpoint. A vLLM takes long to start: one does, from the checkpoint of the last layout; those of
 the others it takes as one process stages them whole. `--start-anew`: each time another one starts.
+
+With --trainers, ranks of each layout train a step and leave snapshots and a checkpoint behind, in
+turn as on two nodes. Ranks of every other layout take the state out of the snapshots, as a trainer
+does that has lost a node. It must equal what they then load of the checkpoint: parameters, moments,
+buffers and the random state, to the last bit.
 
 Prints a line for each cell of the table and JSON last: how many are `equal`, `refused`, `wrong`.
 """
@@ -18,12 +25,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +53,9 @@ from rlsys.engines.generation.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm_engine import VLLMEngine
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.engines.training.moving import Kept, find_move, packed
+from rlsys.engines.training.trainer_state import finish_state
+from rlsys.layout.holdings import Holder, local_part
 from rlsys.layout.transport.weights import Weights, stage_whole
 from rlsys.mesh import Layout
 from rlsys.tiny_models import build_tokenizer
@@ -56,7 +67,7 @@ from rlsys.types import (
     TrainRow,
     WeightManifest,
 )
-from scripts.ranks import staying_ranks
+from scripts.ranks import on_ranks, staying_ranks
 
 LAYOUTS = ("dp1", "dp2", "tp2", "dp2tp2", "pp2", "dp2pp2", "ep2")
 # Ranks of one engine that are vLLM's.
@@ -92,6 +103,11 @@ CHARACTERS = "0123456789+-*/=. #abcdefghijklmnopqrstuvwxyz,;"
 PROMPTS = ([5, 9, 40], list(range(3, 47)) * 2, [17])
 TIMEOUT_S = 600.0
 
+# Layouts of trainers among which states move.
+TRAINERS = ("dp1", "dp2", "dp2x1", "tp2", "pp2", "dp2tp2", "ep2")
+KNOWN = tuple(dict.fromkeys((*LAYOUTS, *TRAINERS)))
+NODES = "AB"  # of their ranks, in turn
+
 # Of a layout, its weights; or why a trainer refuses to lay the model out so.
 Trained = dict[str, WeightManifest | str]
 
@@ -108,6 +124,21 @@ class Cell:
 
     def __str__(self) -> str:
         said = f"{self.family:10} {self.layout:7} -> {self.engine:9} {self.result}"
+        return f"{said}: {self.remark}" if self.remark else said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What came of one layout's state in another."""
+
+    family: str
+    layout: str
+    onto: str
+    result: str  # equal, refused, wrong
+    remark: str = ""
+
+    def __str__(self) -> str:
+        said = f"{self.family:10} {self.layout:7} -> {self.onto:7} {self.result}"
         return f"{said}: {self.remark}" if self.remark else said
 
 
@@ -175,7 +206,7 @@ def trained(
                     found[family][layout] = in_short(refusal)
                     continue
                 opened.enter_context(closing(engine))
-                manifest = published(engine, Layout.parse(layout), LAYOUTS.index(layout) + 1)
+                manifest = published(engine, Layout.parse(layout), KNOWN.index(layout) + 1)
                 engine.export(directory / f"{family}-{layout}")
                 if manifest is not None:
                     found[family][layout] = manifest
@@ -366,10 +397,122 @@ def check(
     return cells
 
 
+def left_behind(
+    rank: int, world_size: int, directory: Path, families: Sequence[str], layouts: Sequence[str]
+) -> dict[tuple[str, str], Kept | str]:
+    """By family and layout, this rank's file after a step; or why there is none."""
+    found: dict[tuple[str, str], Kept | str] = {}
+    for family, layout in itertools.product(families, layouts):
+        try:
+            engine = make_trainer(directory / family, layout, rank)
+        except ValueError as refusal:
+            found[family, layout] = in_short(refusal)
+            continue
+        published(engine, Layout.parse(layout), version=1)
+        name = f"{family}-{layout}-{rank}"
+        path = directory / name
+        path.write_bytes(bytes(engine.snapshot_bytes(1)))
+        held = engine.hold(engine.open_snapshots(str(path), name))
+        checkpoint = directory / f"{family}-{layout}-checkpoint"
+        parts = engine._ranks.all(held.write(checkpoint))
+        if rank == 0:
+            finish_state(checkpoint, parts)
+        holder = Holder(name, NODES[rank % len(NODES)], engine.state_holdings)
+        found[family, layout] = Kept(path=str(path), name=name, holder=holder)
+        engine.close()
+    return found
+
+
+def arrived(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    moves: Sequence[tuple[str, str, str, Sequence[Kept]]],
+) -> list[str]:
+    """For each family, layout, other layout of so many ranks and files of the first: what is wrong
+    on this rank; empty for nothing."""
+    found = []
+    for family, layout, onto, files in moves:
+        try:
+            engine = make_trainer(directory / family, onto, rank)
+        except ValueError as refusal:
+            found.append(in_short(refusal))
+            continue
+        node = NODES[rank % len(NODES)]
+        targets = engine._ranks.all(Holder(f"rank {rank}", node, engine.state_holdings))
+        move = find_move([(file, {1}) for file in files], targets, at_most=1)
+        assert move is not None, "the files together are a whole state"
+        parcels = [packed(move, sender, node) for sender in move.senders.get(node, ())]
+        engine.take(move, f"rank {rank}", parcels)
+        taken = state_of(engine)
+        with torch.no_grad():
+            for tensor in engine._local_state().values():
+                local_part(tensor).zero_()
+        torch.manual_seed(99)
+        engine.load(directory / f"{family}-{layout}-checkpoint")
+        loaded = state_of(engine)
+        differ = [name for name, one in loaded.items() if not torch.equal(one, taken[name])]
+        found.append(f"{len(differ)} tensors differ, {differ[:2]}" if differ else "")
+        engine.close()
+    return found
+
+
+def state_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """Of this rank, with its version."""
+    state = {name: local_part(one).clone() for name, one in engine._local_state().items()}
+    return state | {"policy_version": torch.tensor(engine.policy_version)}
+
+
+def check_trainers(
+    directory: Path,
+    *,
+    families: Sequence[str] = tuple(FAMILIES),
+    pairs: Sequence[tuple[str, str]],
+    on_cell: Callable[[Moved], None] = lambda cell: None,
+) -> list[Moved]:
+    """What comes of the first layout's state in the second, for each pair."""
+    for family in families:
+        build_model(directory / family, family)
+
+    def by_size(layouts: Iterable[str]) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for layout in dict.fromkeys(layouts):
+            found.setdefault(Layout.parse(layout).num_ranks, []).append(layout)
+        return found
+
+    files: dict[tuple[str, str], list[Kept | str]] = {}
+    for num_ranks, layouts in by_size(before for before, _ in pairs).items():
+        of_ranks = on_ranks(num_ranks, left_behind, directory, families, layouts)
+        files |= {key: [of_rank[key] for of_rank in of_ranks] for key in of_ranks[0]}
+    cells = []
+
+    def tell(move: tuple[str, str, str], remark: str) -> None:
+        family, before, after = move
+        result = ("wrong" if "differ" in remark else "refused") if remark else "equal"
+        cell = Moved(family=family, layout=before, onto=after, result=result, remark=remark)
+        cells.append(cell)
+        on_cell(cell)
+
+    for num_ranks, layouts in by_size(after for _, after in pairs).items():
+        moves = []
+        for family, (before, after) in itertools.product(families, pairs):
+            left = files[family, before]
+            own = [one for one in left if isinstance(one, Kept)]
+            if after in layouts and own:
+                moves.append((family, before, after, own))
+            elif after in layouts:
+                tell((family, before, after), str(left[0]))
+        by_rank = on_ranks(num_ranks, arrived, directory, moves)
+        for move, remarks in zip(moves, zip(*by_rank, strict=True), strict=True):
+            tell(move[:3], next(filter(None, remarks), ""))
+    return cells
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--trainers", action="store_true", help="among layouts of trainers")
+    parser.add_argument("--layouts", nargs="+", choices=KNOWN)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--start-anew", action="store_true", help="for each cell; 20 s each")
     arguments = parser.parse_args()
@@ -377,14 +520,23 @@ def main() -> None:
     torch.set_num_threads(1)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
-        cells = check(
-            Path(directory),
-            families=arguments.families,
-            layouts=arguments.layouts,
-            engines=arguments.engines,
-            start_anew=arguments.start_anew,
-            on_cell=lambda cell: print(cell, flush=True),
-        )
+        cells: Sequence[Cell | Moved]
+        if arguments.trainers:
+            cells = check_trainers(
+                Path(directory),
+                families=arguments.families,
+                pairs=list(itertools.permutations(arguments.layouts or TRAINERS, 2)),
+                on_cell=lambda cell: print(cell, flush=True),
+            )
+        else:
+            cells = check(
+                Path(directory),
+                families=arguments.families,
+                layouts=arguments.layouts or LAYOUTS,
+                engines=arguments.engines,
+                start_anew=arguments.start_anew,
+                on_cell=lambda cell: print(cell, flush=True),
+            )
     counts = Counter(cell.result for cell in cells)
     told = {name: counts[name] for name in ("equal", "refused", "wrong")}
     print(json.dumps(told | {"seconds": round(time.perf_counter() - start)}))

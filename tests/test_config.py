@@ -60,6 +60,11 @@ from rlsys.types import SamplingParams
         (RolloutConfig, {"num_cpus": 0}, "rollout.num_cpus=0"),
         (RolloutConfig, {"num_gpus": -1}, "rollout.num_gpus=-1"),
         (TrainerConfig, {"layout": "dp0"}, "dp_shard=0 has no rank"),
+        (
+            TrainerConfig,
+            {"layout": "dp2,dp1", "snapshot_every": 0},
+            "trainer.snapshot_every=0 with trainer.layout='dp2,dp1'",
+        ),
         (TrainerConfig, {"learning_rate": -1.0}, "trainer.learning_rate=-1.0"),
         (TrainerConfig, {"learning_rate": math.nan}, "trainer.learning_rate=nan"),
         (TrainerConfig, {"warmup_steps": -1}, "trainer.warmup_steps=-1"),
@@ -95,6 +100,30 @@ from rlsys.types import SamplingParams
             RunConfig,
             {"prompts_per_step": 3, "trainer": TrainerConfig(layout="dp2")},
             "prompts_per_step=3 does not divide over the 2 data ranks of trainer.layout='dp2'",
+        ),
+        (
+            RunConfig,
+            {"prompts_per_step": 8, "trainer": TrainerConfig(layout="dp4,dp3,dp2")},
+            "prompts_per_step=8 does not divide over the 3 data ranks of trainer.layout='dp3'",
+        ),
+        (
+            RunConfig,
+            {
+                "prompts_per_step": 9,
+                "trainer": TrainerConfig(layout="dp9,dp3", num_minibatches=3),
+                "asynchrony": AsyncConfig(max_staleness=2),
+            },
+            "9 data ranks of trainer.layout='dp9' and trainer.num_minibatches=3",
+        ),
+        (
+            RunConfig,
+            {"model": ModelConfig(lora="r8"), "trainer": TrainerConfig(layout="dp4,tp2")},
+            "model.lora='r8' and trainer.layout='tp2'",
+        ),
+        (
+            RunConfig,
+            {"placement": "colocated", "trainer": TrainerConfig(layout="dp2,dp1")},
+            "trainer.layout='dp2,dp1' with placement=colocated",
         ),
         (
             RunConfig,

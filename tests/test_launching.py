@@ -236,10 +236,12 @@ def printed_dry(tmp_path: Path, layout: str) -> list[str]:
 
 
 def test_a_dry_run_tells_what_goes_over_each_link(tmp_path: Path) -> None:
-    """Of few ranks by rank, of many in sum. The model has 0.8M parameters."""
+    """Of few ranks by rank, of many in sum; of a list what the preferred layout sends, and what a
+    rank of each other takes. The model has 0.8M parameters."""
     # A process that no other test has made a rank of something.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
-        of_two, of_many = apart.map(printed_dry, [tmp_path] * 2, ["dp2", "dp4pp4"])
+        layouts = ["dp2", "dp4pp4", "dp2,dp1"]
+        of_two, of_many, of_list = apart.map(printed_dry, [tmp_path] * len(layouts), layouts)
     start = of_two.index("# weights that travel after each step")
     told = [re.fullmatch(r"# +(.*?) +([0-9.]+) MiB(.*)", line) for line in of_two[start + 1 :]]
     links = [(found[1], float(found[2])) for found in itertools.takewhile(bool, told) if found]
@@ -255,6 +257,9 @@ def test_a_dry_run_tells_what_goes_over_each_link(tmp_path: Path) -> None:
     assert re.fullmatch(r"# to its node .* from 16 ranks, .* each", of_many[start + 1])
     assert of_many[start + 2].startswith("# to each other node")
     assert of_many[start + 3] == "#"
+    start = of_list.index("# weights that travel after each step")
+    assert of_list[start + 2].startswith("#   rank 0 -> its node")
+    assert any(re.fullmatch(r"#   as dp1 +\S+ MiB  a rank, and \S+ MiB of .*", s) for s in of_list)
 
 
 def test_a_dry_run_names_the_reward_workers(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.config import TrainerConfig
-from rlsys.mesh import DATA_DIMENSIONS, DIMENSIONS, Layout
+from rlsys.mesh import DATA_DIMENSIONS, DIMENSIONS, Layout, split_layouts
 
 layouts = st.builds(
     lambda num_pieces, **sizes: Layout(**sizes, num_pieces=num_pieces if sizes["pp"] > 1 else 1),
@@ -84,3 +84,29 @@ def test_a_trainer_says_which_layout_cannot_be_read() -> None:
     assert TrainerConfig(layout="dp2tp2").parallel == Layout(dp_shard=2, tp=2)
     with pytest.raises(ValueError, match=r"trainer.layout: layout 'dp2yy2' cannot be read from"):
         TrainerConfig(layout="dp2yy2")
+
+
+def test_a_list_falls() -> None:
+    assert split_layouts("dp2x2, dp1tp2 ,dp1") == ["dp2x2", "dp1tp2", "dp1"]
+    assert split_layouts("dp2") == ["dp2"]
+    trainer = TrainerConfig(layout="dp2x2,dp1tp2,dp1", learning_rate=1e-3)
+    assert trainer.parallel == Layout(dp_replicate=2, dp_shard=2)
+    alone = [TrainerConfig(layout=one, learning_rate=1e-3) for one in ("dp2x2", "dp1tp2", "dp1")]
+    assert list(trainer.in_each_layout) == alone
+    assert alone[0].in_each_layout == (alone[0],)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("dp2,dp2", r"has dp2 \(2 ranks\) behind dp2 \(2 ranks\)"),
+        ("dp4,tp2,dp2", r"has dp2 \(2 ranks\) behind tp2 \(2 ranks\)"),
+        ("dp1,dp2", r"has dp2 \(2 ranks\) behind dp1 \(1 rank\).*strictly fewer ranks"),
+        ("dp4,zz2,dp1", r"layout 'zz2' cannot be read from 'zz2' on"),
+        ("dp2,", r"layout '' cannot be read"),
+        (",dp2", r"layout '' cannot be read"),
+    ],
+)
+def test_a_list_that_does_not_is_refused(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"trainer.layout: .*{told}"):
+        TrainerConfig(layout=text)

@@ -493,12 +493,14 @@ class RunConfig:
             f"sampling.temperature={self.sampling.temperature} lies outside [{lowest}, {highest}], "
             'where vLLM samples; change it, or use rollout.engine="torch".',
         )
-        require(
-            self.prompts_per_step % self.trainer.parallel.num_data == 0,
-            f"prompts_per_step={self.prompts_per_step} does not divide over the "
-            f"{self.trainer.parallel.num_data} data ranks of trainer.layout="
-            f"{self.trainer.layout!r}: every one trains the same number of groups; use a multiple.",
-        )
+        for trainer in self.trainer.in_each_layout:
+            num_data = trainer.parallel.num_data
+            require(
+                self.prompts_per_step % num_data == 0,
+                f"prompts_per_step={self.prompts_per_step} does not divide over the {num_data} "
+                f"data ranks of trainer.layout={trainer.layout!r}: every one trains the same "
+                "number of groups; use a multiple.",
+            )
         require(
             self.checkpoint_every >= 0,
             f"checkpoint_every={self.checkpoint_every} is negative; use 0 for the end only.",
@@ -517,17 +519,23 @@ class RunConfig:
             f"tokens {updates - 1} updates old at least; use max_staleness >= {updates - 1}, or "
             f">= {2 * updates - 1} to let sampling run a step ahead.",
         )
-        require(
-            self.prompts_per_step % (self.trainer.parallel.num_data * self.trainer.num_minibatches)
-            == 0,
-            f"prompts_per_step={self.prompts_per_step} does not divide over the "
-            f"{self.trainer.parallel.num_data} data ranks of trainer.layout and "
-            f"trainer.num_minibatches={self.trainer.num_minibatches}; use a multiple of their "
-            "product.",
-        )
+        for trainer in self.trainer.in_each_layout:
+            num_data = trainer.parallel.num_data
+            require(
+                self.prompts_per_step % (num_data * trainer.num_minibatches) == 0,
+                f"prompts_per_step={self.prompts_per_step} does not divide over the {num_data} "
+                f"data ranks of trainer.layout={trainer.layout!r} and trainer.num_minibatches="
+                f"{trainer.num_minibatches}; use a multiple of their product.",
+            )
 
     def _check_colocated(self) -> None:
         """Raise ValueError for replicas that do not fit into the places of the trainer's ranks."""
+        require(
+            len(self.trainer.in_each_layout) == 1,
+            f"trainer.layout={self.trainer.layout!r} with placement=colocated: the replicas have "
+            "the places of the trainer's ranks, and with a node both are lost; use one layout, or "
+            "placement=separate.",
+        )
         num_ranks = self.trainer.parallel.num_ranks
         require(
             self.rollout.num_replicas <= num_ranks,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rlsys.config.checks import MAX_PROCESSES, MIN_CPUS, require
 from rlsys.fields import conform
 from rlsys.lora import Lora
-from rlsys.mesh import Layout
+from rlsys.mesh import Layout, split_layouts
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Checkpointing = Literal["none", "selective", "full"]
@@ -69,7 +69,8 @@ class TrainerConfig:
 
     layout: str = "dp1"
     """Ranks, one process each: dp4 (FSDP2 over rows), tp2, dp2tp2, pp2, pp2v3, cp2, ep2, dp2x4 and
-    so on (docs/training.md)."""
+    so on (docs/training.md). A list, dp2x2,dp2,dp1, names behind the preferred one those of fewer
+    ranks, to go on with while nodes are lost (docs/cluster.md)."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
@@ -108,6 +109,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         conform(self, "trainer")
         try:
+            num_layouts = len(split_layouts(self.layout))
             num_ranks = self.parallel.num_ranks
         except ValueError as error:
             raise ValueError(f"trainer.layout: {error}") from None
@@ -159,6 +161,12 @@ class TrainerConfig:
             f"trainer.snapshot_every={self.snapshot_every} is negative; use 0 for none.",
         )
         require(
+            num_layouts == 1 or self.snapshot_every > 0,
+            f"trainer.snapshot_every=0 with trainer.layout={self.layout!r}: a trainer that changes "
+            "its layout takes its state from snapshots in memory; use snapshot_every=1, or one "
+            "layout.",
+        )
+        require(
             self.num_gpus in (0, 1),
             f"trainer.num_gpus={self.num_gpus}: a rank drives exactly one device; use 0 or 1, and "
             "trainer.layout for more devices.",
@@ -166,8 +174,13 @@ class TrainerConfig:
 
     @property
     def parallel(self) -> Layout:
-        """How the ranks are laid out."""
-        return Layout.parse(self.layout)
+        """How the ranks are laid out, of several ways in the preferred one."""
+        return Layout.parse(split_layouts(self.layout)[0])
+
+    @property
+    def in_each_layout(self) -> tuple[TrainerConfig, ...]:
+        """This trainer with each of its layouts alone, the preferred one first."""
+        return tuple(replace(self, layout=name) for name in split_layouts(self.layout))
 
     @property
     def moments_dtype(self) -> str:
@@ -244,10 +257,10 @@ class TrainedRoleConfig:
 
 def check_adapters(model: ModelConfig, trainer: TrainerConfig) -> None:
     """Raise ValueError for adapters beside weights that a layout cuts."""
-    layout = trainer.parallel
-    require(
-        not model.lora or layout.size("tp", "pp", "cp", "ep") == 1,
-        f"model.lora={model.lora!r} and trainer.layout={trainer.layout!r}: adapters stand beside "
-        "whole matrices, on ranks that have all layers and rows; use a layout of dp alone, or "
-        "train all weights.",
-    )
+    for one in trainer.in_each_layout:
+        require(
+            not model.lora or one.parallel.size("tp", "pp", "cp", "ep") == 1,
+            f"model.lora={model.lora!r} and trainer.layout={one.layout!r}: adapters stand beside "
+            "whole matrices, on ranks that have all layers and rows; use a layout of dp alone, or "
+            "train all weights.",
+        )

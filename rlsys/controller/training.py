@@ -100,8 +100,8 @@ class TrainingSide:
         self._between = between
         self._assembler = StepAssembler(
             groups_per_step=config.prompts_per_step,
-            num_ranks=config.trainer.parallel.num_data,
-            num_stages=config.trainer.parallel.pp,
+            num_ranks=learners.main.num_data,
+            num_stages=learners.main.num_stages,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             stream=config.asynchrony.stream and not self._waits_for_step,
         )
@@ -309,6 +309,9 @@ class TrainingSide:
         self._handed_out.clear()
         self._lost.clear()
         self._assembler.reset()
+        # Its ranks may be laid out otherwise now.
+        self._assembler.num_ranks = self._learners.main.num_data
+        self._assembler.num_stages = self._learners.main.num_stages
         self._num_handed_out = step
         for one in self._between:
             one.go_back(step)

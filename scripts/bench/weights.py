@@ -13,6 +13,7 @@ vllm    the same to vLLM, with that model and with one of 0.8M parameters
 peer    a trainer of dp1, then dp2tp2, and two readers on the same node, against gathering a state
         dict on rank 0 and writing it to a file, or broadcasting it over gloo
 changes that model in bfloat16 to another node, over 20 optimizer steps at a learning rate of 1e-6
+move    a trainer's state of that model, with moments, from dp2 to tp2
 
 Prints one line of JSON last. `plan_s`, `part_s`: seconds (of one core) of the slowest plan, and
 until a node of engines knows its part; `bytes_moved` of all plans beside the least that any has to
@@ -24,7 +25,10 @@ requests that run.
 time until two readers have what they need; `peak_extra_mb`: of a trainer that
 publishes while a reader keeps the version before, `peak_extra_alone_mb` of one without readers;
 `bytes_published` by four real ranks of dp2tp2, all that lies in their shares, beside the
-least; `delta_ratio`: bytes sent of changes over those of whole versions.
+least; `delta_ratio`: bytes sent of changes over those of whole versions; `move_s`: a state moved
+out of snapshots of the same node, `move_between_s` with all of what each rank lacks packed on
+another node and verified, but not sent, `save_s` and `load_s` by a checkpoint on disk, `move_ratio`
+of these two over `move_s`.
 """
 
 from __future__ import annotations
@@ -53,9 +57,9 @@ from rlsys.layout.link_bytes import minimal_bytes
 from rlsys.layout.plan import plan
 from rlsys.layout.transport.staging import Share, Stage
 from rlsys.mesh import Layout
-from scripts.bench import updates
+from scripts.bench import moving, updates
 
-PARTS = ("plan", "share", "torch", "memory", "vllm", "peer", "changes")
+PARTS = ("plan", "share", "torch", "memory", "vllm", "peer", "changes", "move")
 LAYOUTS = ("dp125tp8", "dp5x25tp8", "dp16tp8pp8")
 RANKS_PER_NODE = 8
 
@@ -268,6 +272,8 @@ def main() -> None:
     if "share" in arguments.only:
         told |= measure_share(num_bytes)
     told |= updates.measure(num_bytes, arguments.only)
+    if "move" in arguments.only:
+        told |= moving.measure(num_bytes)
     print(json.dumps(told))
 
 

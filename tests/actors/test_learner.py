@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from actors.calls import Worker, WorkerDied, WorkerError
+from actors.layouts import Layouts
 from actors.learner import RayLearner
 from actors.snapshots import SnapshotKeepers
 from actors.store import StoreAddress
@@ -246,7 +247,7 @@ async def running(
     learner = RayLearner(
         hire,
         keepers,
-        layout=Layout(dp_shard=num_ranks),
+        layouts=Layouts([Layout(dp_shard=num_ranks)]),
         num_snapshots=3 if snapshot_every else 0,
         start_timeout_s=TIMEOUT_S,
         newest_checkpoint=lambda: checkpoints[-1] if checkpoints else None,
@@ -619,7 +620,7 @@ def test_ranks_that_die_while_they_load_are_told_with_their_model(tmp_path: Path
         lambda rank: StillbornWorker(f"critic-{rank}", None, timeout_s=1),
         SnapshotKeepers(timeout_s=1, heartbeat_timeout_s=1),
         model="critic",
-        layout=Layout(),
+        layouts=Layouts([Layout()]),
         num_snapshots=0,
         start_timeout_s=1,
         newest_checkpoint=lambda: None,

@@ -6,22 +6,24 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.calls import Worker
+from actors.layouts import Layouts
 from actors.learner import RayLearner
+from actors.placement import Need, Place, standing
 from actors.snapshots import SnapshotKeepers
 from actors.store import StoreAddress
 from actors.trainer import TrainerActor
 from rlsys.checkpoint import Checkpoint
-from rlsys.mesh import Layout
+from rlsys.mesh import Layout, split_layouts
 from rlsys.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult
 from rlsys.workers import LearnerDied
@@ -37,11 +39,16 @@ NUM_PARTS = 3
 class SelfSupplied:
     """A real engine that trains on rows of its own: those of its step, part and rank."""
 
-    def __init__(self, rank: int, world_size: int, directory: Path) -> None:
+    def __init__(self, rank: int, world_size: int, directory: Path, layout: str = "") -> None:
+        self._layout = Layout.parse(layout or f"dp{world_size}")
         self._engine = make_engine(
-            directory / "model", rank=rank, world_size=world_size, warmup_steps=3
+            directory / "model",
+            layout=str(self._layout),
+            rank=rank,
+            world_size=world_size,
+            warmup_steps=3,
         )
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
         self._num_parts = 0
         with (directory / f"pid-{rank}").open("a") as file:
             file.write(f"{os.getpid()}\n")
@@ -49,7 +56,8 @@ class SelfSupplied:
     def accumulate(self, _: MicroBatch) -> None:
         rows = make_rows(6, seed=NUM_PARTS * self._engine.policy_version + self._num_parts)
         self._num_parts = (self._num_parts + 1) % NUM_PARTS
-        self._engine.accumulate(MicroBatch(rows=rows[self._rank :: self._world_size]))
+        share = rows[self._layout.data_index(self._rank) :: self._layout.num_data]
+        self._engine.accumulate(MicroBatch(rows=share))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -57,7 +65,7 @@ class SelfSupplied:
 
 @dataclass(frozen=True)
 class EngineFactory:
-    num_ranks: int
+    layout: Layout
     directory: Path
 
     def __call__(self, rank: int, host: str, port: int) -> Any:
@@ -66,9 +74,10 @@ class EngineFactory:
         from rlsys.engines.training.ranks import init_process_group
 
         torch.set_num_threads(1)
-        if self.num_ranks > 1:
-            init_process_group(rank, self.num_ranks, host, port, "cpu", TIMEOUT_S)
-        return SelfSupplied(rank, self.num_ranks, self.directory)
+        num_ranks = self.layout.num_ranks
+        if num_ranks > 1:
+            init_process_group(rank, num_ranks, host, port, "cpu", TIMEOUT_S)
+        return SelfSupplied(rank, num_ranks, self.directory, str(self.layout))
 
 
 def undisturbed(rank: int, world_size: int, directory: Path) -> list[StepResult]:
@@ -89,17 +98,34 @@ def cluster() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def hired(
-    directory: Path, num_ranks: int, newest_checkpoint: Callable[[], Checkpoint | None]
+    directory: Path,
+    layout: str,
+    newest_checkpoint: Callable[[], Checkpoint | None],
+    *,
+    lost: Collection[int] = (),
+    told: list[str] | None = None,
 ) -> Iterator[RayLearner]:
-    """Its ranks keep their places in one placement group, as those of a run do."""
-    group = placement_group([{"CPU": 1}] * num_ranks)
+    """Its ranks keep their places in one placement group, as those of a run do. `lost`: numbers of
+    places that are said to be; `told` is what the user is."""
+    own = [Layout.parse(one) for one in split_layouts(layout)]
+    group = placement_group([{"CPU": 1}] * own[0].num_ranks)
+    places = [
+        Place(
+            need=Need(name=f"trainer-{rank}", num_cpus=1, num_gpus=0, fix=""),
+            group=group,
+            index=rank,
+        )
+        for rank in range(own[0].num_ranks)
+    ]
+    layouts = Layouts(
+        own, lambda: {one: node for one, node in standing(places).items() if one not in lost}
+    )
 
     def hire(rank: int) -> Worker:
         actor: Any = TrainerActor
-        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-        handle = actor.options(num_cpus=1, scheduling_strategy=place).remote(
+        handle = actor.options(**places[layouts.places[rank]].options).remote(
             rank,
-            EngineFactory(num_ranks, directory),
+            EngineFactory(layouts.current, directory),
             1,
             StoreAddress(shards=(), timeout_s=TIMEOUT_S),
             Tracer(f"trainer-{rank}", max_pending=0),
@@ -111,7 +137,8 @@ def hired(
     learner = RayLearner(
         hire,
         SnapshotKeepers(timeout_s=TIMEOUT_S, heartbeat_timeout_s=60.0),
-        layout=Layout(dp_shard=num_ranks),
+        layouts=layouts,
+        tell=lambda line: None if told is None else told.append(line),
         num_snapshots=3,
         start_timeout_s=TIMEOUT_S,
         newest_checkpoint=newest_checkpoint,
@@ -136,7 +163,15 @@ async def step(learner: RayLearner, num_ranks: int) -> StepResult:
 
 async def step_for_ever(learner: RayLearner) -> None:
     while True:
-        await step(learner, 1)
+        await step(learner, learner.num_data)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For what Ray does in its own time."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def pid(directory: Path, rank: int) -> int:
@@ -156,7 +191,7 @@ def test_the_steps_after_a_death_are_those_of_an_undisturbed_run(
     node = cluster.add_node(num_cpus=num_ranks, **NODE_OPTIONS)
 
     async def run() -> None:
-        with hired(tmp_path, num_ranks, lambda: None) as learner:
+        with hired(tmp_path, f"dp{num_ranks}", lambda: None) as learner:
             await learner.start()
             found = [await step(learner, num_ranks)]
             os.kill(pid(tmp_path, num_ranks - 1), signal.SIGKILL)  # between steps
@@ -188,7 +223,7 @@ def test_a_lost_node_costs_what_came_after_the_newest_checkpoint(
 
     async def run() -> None:
         newest = lambda: checkpoint if checkpoint.path.exists() else None  # noqa: E731
-        with hired(tmp_path, 1, newest) as learner:
+        with hired(tmp_path, "dp1", newest) as learner:
             await learner.start()
             assert learner.node_id == first.node_id
             await step(learner, 1)
@@ -205,3 +240,109 @@ def test_a_lost_node_costs_what_came_after_the_newest_checkpoint(
             assert (await step(learner, 1)).metrics == third.metrics
 
     asyncio.run(run())
+
+
+def assert_same_steps(found: list[StepResult], expected: list[StepResult]) -> None:
+    """Up to rounding, as of any layout."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.metrics == pytest.approx(other.metrics, rel=1e-3, abs=1e-5)
+        assert (one.policy_version, one.num_tokens) == (other.policy_version, other.num_tokens)
+
+
+@pytest.mark.timeout(1200)
+def test_with_a_place_less_training_goes_on_and_with_its_return_grows(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All in the memory of one node: what the lost place's rank kept is still there."""
+    monkeypatch.setattr("actors.layouts.PATIENCE_S", 0.5)
+    monkeypatch.setattr("actors.layouts.WATCH_EVERY_S", 0.1)
+    tiny_model(tmp_path / "model")
+    expected = on_ranks(1, undisturbed, tmp_path)[0]
+    node = cluster.add_node(num_cpus=2, **NODE_OPTIONS)
+    lost: set[int] = set()
+    told: list[str] = []
+
+    async def run() -> None:
+        with hired(tmp_path, "dp2,dp1", lambda: None, lost=lost, told=told) as learner:
+            await learner.start()
+            found = [await step(learner, 2)]
+            lost.add(0)
+            os.kill(pid(tmp_path, 0), signal.SIGKILL)
+            with pytest.raises(LearnerDied):
+                await step(learner, 2)
+            assert await learner.restart(1) == 1
+            assert (learner.num_data, len(learner.ranks)) == (1, 1)
+            assert not learner.is_outgrown
+            found.append(await step(learner, 1))
+            os.kill(pid(tmp_path, 0), signal.SIGKILL)  # as it is laid out now, it dies as ever
+            with pytest.raises(LearnerDied):
+                await step(learner, 1)
+            assert await learner.restart(2) == 2
+            found.append(await step(learner, 1))
+            lost.clear()
+            await asyncio.to_thread(wait_until, lambda: learner.is_outgrown)
+            await learner.snapshot()
+            assert await learner.restart(3) == 3
+            assert (learner.num_data, len(learner.ranks)) == (2, 2)
+            found.append(await step(learner, 2))
+            assert_same_steps(found, expected)
+
+    try:
+        asyncio.run(run())
+    finally:
+        cluster.remove_node(node)
+    [smaller, larger] = told
+    assert smaller.startswith("policy trains as dp1 now, not as dp2; its state came from memory in")
+    assert smaller.endswith(" s, 0.0 KiB between nodes")
+    assert larger.startswith("policy trains as dp2 now, not as dp1; its state came from memory in")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", ["dp2x1,dp1", "dp2,dp1"])
+def test_a_node_less_and_a_node_more(cluster: Any, tmp_path: Path, layout: str) -> None:
+    """Of two copies one is left; of two shards one is lost, and a checkpoint has both."""
+    tiny_model(tmp_path / "model")
+    expected = on_ranks(1, undisturbed, tmp_path)[0]
+    nodes = [cluster.add_node(num_cpus=1, **NODE_OPTIONS) for _ in range(2)]
+    checkpoint = Checkpoint(1, tmp_path / "step_000001")
+    told: list[str] = []
+    from_memory = layout == "dp2x1,dp1"
+
+    async def run() -> None:
+        newest = lambda: checkpoint if checkpoint.path.exists() else None  # noqa: E731
+        with hired(tmp_path, layout, newest, told=told) as learner:
+            await learner.start()
+            await step(learner, 2)
+            await learner.save(checkpoint.trainer_dir)
+            found = [await step(learner, 2)]
+            (own,) = (one for one in nodes if one.node_id == learner.node_id)
+            nodes.remove(own)
+            cluster.remove_node(own, allow_graceful=False)  # rank 0's
+            with pytest.raises(LearnerDied):
+                await step_for_ever(learner)
+            restored = await learner.restart(2)
+            assert restored == (2 if from_memory else 1)
+            assert learner.node_id == nodes[0].node_id
+            if restored == 1:
+                found = [await step(learner, 1)]
+            found.append(await step(learner, 1))
+            nodes.append(cluster.add_node(num_cpus=1, **NODE_OPTIONS))
+            await asyncio.to_thread(wait_until, lambda: learner.is_outgrown)
+            await learner.snapshot()
+            assert await learner.restart(3) == 3
+            found.append(await step(learner, 2))
+            assert_same_steps(found, expected[1:])
+
+    try:
+        asyncio.run(run())
+    finally:
+        for node in nodes:
+            cluster.remove_node(node)
+    smaller, larger = told
+    before = layout.partition(",")[0]
+    assert smaller.startswith(f"policy trains as dp1 now, not as {before}; its state")
+    assert smaller.endswith(" s, 0.0 KiB between nodes" if from_memory else " of step_000001")
+    assert larger.startswith(
+        f"policy trains as {before} now, not as dp1; its state came from memory"
+    )

@@ -32,6 +32,7 @@ def dataset(directory: Path, num_rows: int, question: str = "How much is 1 + 1?"
         (["--trainer.learning-rat", "1"], "learning-rate"),
         (["--num-steps", "1.5"], "--num-steps '1.5' does not fit"),
         (["--trainer.layout", "dp3"], "prompts_per_step=4 does not divide"),
+        (["--trainer.layout", "dp1,dp2"], "the list 'dp1,dp2' has dp2 (2 ranks) behind dp1"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
         (["--rollout.tensor-parallel", "2"], "needs the vllm engine"),
         (
@@ -69,6 +70,7 @@ def test_a_wrong_option_ends_with_code_2(
         (["--runs-dir", "LICENSE"], "runs_dir='LICENSE': LICENSE is a file; give a directory"),
         (["--resume"], "nothing to resume"),
         (["--trainer.layout", "dp1tp3"], "trainer.layout='dp1tp3': tp = 3 does not divide"),
+        (["--trainer.layout", "dp4,dp1tp3"], "trainer.layout='dp1tp3': tp = 3 does not divide"),
         (["--trainer.layout", "pp3"], "pp = 3 does not divide this model's num_hidden_layers=4"),
         (["--trainer.layout", "ep2"], "trainer.layout='ep2': this model has no experts"),
     ],

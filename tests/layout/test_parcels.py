@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -126,6 +127,31 @@ def test_changes_to_what_is_not_there_are_refused(tensors: list[torch.Tensor]) -
     inbox.take(second)
     with pytest.raises(DamagedWeightsError, match="are to version 1, which is not here"):
         inbox.take(second)
+
+
+def test_changes_to_a_share_of_another_layout_are_refused(tensors: list[torch.Tensor]) -> None:
+    """Which may have the same version: a trainer that starts anew publishes what it starts from."""
+    half = replace(SEGMENT, box=Box(((0, NUM_ROWS // 2), (0, 16))))
+    share = WeightShare(version=1, rank=0, node="a", path="", num_bytes=0, checksum=0)
+    before, content = pack([half], share, lambda one: tensors[1][one.box.slices])
+    outbox, inbox = Outbox(), Inbox()
+    inbox.take(Parcel(share=before, content=content))
+    outbox.parcel("b", None, packed(1, tensors[1]))
+    parcel = outbox.parcel("b", 1, packed(2, tensors[2]))
+    assert parcel.base == 1
+    with pytest.raises(DamagedWeightsError, match=r"are to \d+ bytes, here are \d+; send it"):
+        inbox.take(parcel)
+    inbox.take(outbox.parcel("b", None, packed(2, tensors[2])))
+
+
+def test_what_came_from_ranks_that_are_no_more_is_let_go(tensors: list[torch.Tensor]) -> None:
+    inbox = Inbox()
+    for rank in (0, 1):
+        share, content = packed(1, tensors[1])()
+        here = inbox.take(Parcel(share=replace(share, rank=rank), content=content))
+    inbox.keep([0])
+    with pytest.raises(MemoryGone):
+        Share(here)
 
 
 def test_what_was_damaged_on_its_way_is_found(tensors: list[torch.Tensor]) -> None:

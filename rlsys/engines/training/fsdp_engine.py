@@ -37,6 +37,7 @@ from rlsys.engines.training.export import export_model
 from rlsys.engines.training.loading import read_weights
 from rlsys.engines.training.loss_calls import call_aggregation
 from rlsys.engines.training.loss_scale import LossScale
+from rlsys.engines.training.moving import Move, fill
 from rlsys.engines.training.optimizer import (
     build_adamw,
     learning_rate,
@@ -303,9 +304,21 @@ class FSDPEngine:
     def restore(self, file: SnapshotFile, step: int) -> None:
         state = self._local_state()
         file.read(step, state)
+        self._go_on_from(step, state)
+
+    def _go_on_from(self, step: int, state: dict[str, torch.Tensor]) -> None:
         torch.set_rng_state(state["rng"])
         self.policy_version = step
         self._begin_batch()
+
+    @property
+    def state_holdings(self) -> tuple[Holding, ...]:
+        return tuple(holdings(self._local_state()))
+
+    def take(self, move: Move, rank: str, parcels: Sequence[Parcel]) -> None:
+        state = self._local_state()
+        fill(move, rank, state, parcels)
+        self._go_on_from(move.step, state)
 
     def release(self) -> None:
         assert not self._updates, "a version is whole only after the last update of its batch"

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rlsys.engines.training.moving import Move
 from rlsys.engines.training.snapshot import SnapshotFile
 from rlsys.engines.training.trainer_state import HeldState
+from rlsys.layout.holdings import Holding
 from rlsys.layout.transport.parcels import Parcel
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
@@ -114,6 +116,15 @@ class TrainingEngine(Protocol):
 
     def restore(self, file: SnapshotFile, step: int) -> None:
         """Inverse of snapshot, as if nothing had happened since; for the same number of ranks."""
+
+    @property
+    def state_holdings(self) -> tuple[Holding, ...]:
+        """What lies in this rank's snapshots: which boxes of parameters, moments and buffers."""
+
+    def take(self, move: Move, rank: str, parcels: Sequence[Parcel]) -> None:
+        """As `restore`, out of snapshots of ranks that were laid out otherwise: files on this node,
+        and what has come in of others. `rank`: this one's name in the move. Raises MemoryGone,
+        DamagedWeightsError."""
 
     def release(self) -> None:
         """Let the device's memory go, between two steps: the state moves to the host's, gradients

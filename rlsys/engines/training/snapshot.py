@@ -1,7 +1,8 @@
 """A rank's state in memory that another process owns, so that the rank's death costs seconds.
 
     rank ── write(step) ──► [ slot | slot | ... ] ── steps, read(step) ──► the rank's successor
-                                    └── hold(step) ──► a checkpoint, written beside the training
+                                    ├── hold(step) ──► a checkpoint, written beside the training
+                                    └── open_snapshot(step) ──► ranks that are laid out otherwise
 
 In: the tensors of one rank, as views of what it trains. Out: the same bytes, in a file of memory
 that outlives the rank; nothing is serialised and nothing touches a disk. A write goes to the slot
@@ -13,19 +14,19 @@ Each rank has a file of its own. A state of the whole trainer is a step that all
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from rlsys.layout.holdings import local_part
-from rlsys.layout.transport.shared_memory import Bytes, map_shared, open_shared
+from rlsys.engines.training.snapshot_marks import HEADER_BYTES, header_of
+from rlsys.layout.holdings import Holding, local_part
+from rlsys.layout.transport.shared_memory import Bytes, MemoryGone, map_shared, open_shared
 
-# [checksum of names and shapes; by slot: step + 1, or 0 while it is empty] int64
-HEADER_BYTES = 4096
 ALIGNMENT = 64
 
 State = Mapping[str, torch.Tensor]
@@ -53,9 +54,7 @@ class SnapshotFile:
         finally:
             os.close(descriptor)
         num_slots, rest = divmod(len(buffer) - HEADER_BYTES, _slot_bytes(state))
-        header = buffer[:HEADER_BYTES].view(np.int64)
-        shapes = [(name, str(t.dtype), tuple(local_part(t).shape)) for name, t in state.items()]
-        checksum = zlib.crc32(repr(shapes).encode())
+        header, checksum = header_of(buffer), _checksum(state)
         if rest or header[0] not in (0, checksum):
             raise ValueError(
                 f"{name} holds snapshots of another model or layout; a rank reads only those that "
@@ -106,6 +105,36 @@ class SnapshotFile:
     def _slot_of(self, step: int) -> int:
         [slot] = np.flatnonzero(self._marks == step + 1)
         return int(slot)
+
+
+@contextlib.contextmanager
+def open_snapshot(
+    path: str, name: str, held: Sequence[Holding], step: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """What a rank that had this of a state kept of it after `step`, by name, to be read within the
+    block alone. Raises MemoryGone if it is not there, or was not until the end of the block."""
+    state = {one.name: torch.empty(one.box.shape, dtype=one.dtype, device="meta") for one in held}
+    descriptor = open_shared(path, name, writable=False)
+    try:
+        # Of one's own, which torch may take for writable; nothing is written to it.
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        mapped = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=protection)
+    finally:
+        os.close(descriptor)
+    buffer: Bytes = np.frombuffer(mapped, np.uint8)
+    header = header_of(buffer)
+    num_slots, rest = divmod(len(buffer) - HEADER_BYTES, _slot_bytes(state))
+    assert (rest, header[0]) == (0, _checksum(state)), f"{name} is a file of another state"
+    slots = np.flatnonzero(header[1 : 1 + num_slots] == step + 1)
+    if slots.size:
+        yield _views(buffer[HEADER_BYTES:].reshape(num_slots, -1)[slots[0]], state)
+    if not slots.size or header[1 + slots[0]] != step + 1:
+        raise MemoryGone(f"{name} has no snapshot of step {step} any more.")
+
+
+def _checksum(state: State) -> int:
+    shapes = [(name, str(t.dtype), tuple(local_part(t).shape)) for name, t in state.items()]
+    return zlib.crc32(repr(shapes).encode())
 
 
 def _slot_bytes(state: State) -> int:

@@ -7,7 +7,7 @@ keeps what it sent last                      keeps what it got last
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from rlsys.layout.transport.changes import Changes, apply, changes
@@ -90,6 +90,12 @@ class Inbox:
     def __init__(self) -> None:
         self._got: dict[int, tuple[WeightShare, SharedMemory, Bytes]] = {}
 
+    def keep(self, ranks: Collection[int]) -> None:
+        """There are no others any more: let go of what came from them."""
+        for rank in self._got.keys() - set(ranks):
+            _, memory, _ = self._got.pop(rank)
+            memory.close()
+
     def take(self, parcel: Parcel) -> WeightShare:
         """As a share of this node. Raises DamagedWeightsError for changes to what is not here;
         OSError where memory is short."""
@@ -102,6 +108,11 @@ class Inbox:
                     f"{parcel.base}, which is not here; send it whole."
                 )
             _, memory, room = got
+            if len(room) != share.num_bytes:  # of a trainer that was laid out otherwise
+                raise DamagedWeightsError(
+                    f"changes of version {share.version} of the weights are to {share.num_bytes} "
+                    f"bytes, here are {len(room)}; send it whole."
+                )
             apply(content, room)
         else:
             memory, room = self._room(got, len(content))

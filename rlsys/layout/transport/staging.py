@@ -23,6 +23,7 @@ import json
 import math
 import mmap
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -115,33 +116,14 @@ def pack(segments: Sequence[Segment], share: WeightShare, read: Read) -> tuple[W
     return replace(share, path="", num_bytes=len(content), checksum=checksum), content
 
 
-class Share:
-    """A staged share, opened: its writer leaves it alone until `close`.
+class Content:
+    """The bytes of a share, which say what they are. Raises DamagedWeightsError if what they say is
+    not what was written."""
 
-    Raises MemoryGone if another version has taken its place, or its writer is dead;
-    DamagedWeightsError if what it says of itself is not what was written.
-    """
-
-    def __init__(self, share: WeightShare) -> None:
+    def __init__(self, share: WeightShare, content: Bytes) -> None:
         self.share = share
-        self._descriptor = open_shared(share.path, NAME, writable=False)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if (size := os.fstat(self._descriptor).st_size) < share.num_bytes:
-                raise self._damaged(f"has {size} bytes of {share.num_bytes}: it was cut off")
-            mapped = mmap.mmap(
-                self._descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
-            self._bytes: Bytes = np.frombuffer(mapped, np.uint8)
-            if int(self._bytes[:WORD].view(np.int64)[0]) != share.version:
-                raise BlockingIOError
-            self._room, self._digests = self._told()
-        except BlockingIOError:
-            self.close()
-            raise MemoryGone(f"version {share.version} of the weights is gone.") from None
-        except BaseException:
-            self.close()
-            raise
+        self._bytes = content
+        self._room, self._digests = self._told()
 
     def _told(self) -> tuple[_Room, list[int]]:
         length = int(self._bytes[WORD : 2 * WORD].view(np.int64)[0])
@@ -151,11 +133,6 @@ class Share:
             raise self._damaged("does not begin as it was written")
         room = _Room.of(_segments(bytes(self._bytes[3 * WORD : 3 * WORD + length])))
         return room, self._bytes[3 * WORD + length : end].view(np.uint64).tolist()
-
-    @property
-    def local(self) -> WeightShare:
-        """By a path that this process keeps open."""
-        return replace(self.share, path=path_of(self._descriptor))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -174,17 +151,12 @@ class Share:
             )
 
     def parts(self) -> Iterator[tuple[Segment, torch.Tensor]]:
-        """Each segment and its numbers, which must not be used after `close`."""
-        flat = torch.from_numpy(self._body)
+        """Each segment and its numbers, which are not to be written to."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            flat = torch.from_numpy(self._body)
         for segment in self.segments:
             yield segment, _view(flat, segment)
-
-    def close(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
-        if self._descriptor >= 0:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a mapping would keep it
-            os.close(self._descriptor)
-            self._descriptor = -1
 
     @property
     def _body(self) -> Bytes:
@@ -195,6 +167,48 @@ class Share:
             f"rank {self.share.rank}'s share of version {self.share.version} of the weights {why}; "
             "publish it again."
         )
+
+
+class Share(Content):
+    """A staged share, opened: its writer leaves it alone until `close`, which `parts` must not be
+    used after.
+
+    Raises MemoryGone if another version has taken its place, or its writer is dead;
+    DamagedWeightsError if what it says of itself is not what was written.
+    """
+
+    def __init__(self, share: WeightShare) -> None:
+        self.share = share
+        self._descriptor = open_shared(share.path, NAME, writable=False)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if (size := os.fstat(self._descriptor).st_size) < share.num_bytes:
+                raise self._damaged(f"has {size} bytes of {share.num_bytes}: it was cut off")
+            mapped = mmap.mmap(
+                self._descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
+            content: Bytes = np.frombuffer(mapped, np.uint8)
+            if int(content[:WORD].view(np.int64)[0]) != share.version:
+                raise BlockingIOError
+            super().__init__(share, content)
+        except BlockingIOError:
+            self.close()
+            raise MemoryGone(f"version {share.version} of the weights is gone.") from None
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def local(self) -> WeightShare:
+        """By a path that this process keeps open."""
+        return replace(self.share, path=path_of(self._descriptor))
+
+    def close(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+        if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a mapping would keep it
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def copy_parts(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

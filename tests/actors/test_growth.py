@@ -1,0 +1,83 @@
+"""Back to a larger layout, under the controller: no step is lost, and none is trained twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from actors.growth import growth
+from rlsys.config import AsyncConfig, TrainerConfig
+from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.simulation.workers import SimulatedLearner
+from tests.test_controller import world
+
+
+@dataclass(kw_only=True)
+class GrowingLearner(SimulatedLearner):
+    """There are places for two ranks from some version on."""
+
+    model: str = "policy"
+    from_version: int = 2
+    snapshots: list[int] = field(default_factory=list)  # versions that were kept in passing
+    restarted: list[tuple[int, int]] = field(default_factory=list)  # from, to which version
+
+    @property
+    def is_outgrown(self) -> bool:
+        return self.num_data == 1 and self.version >= self.from_version
+
+    async def snapshot(self) -> None:
+        self.snapshots.append(self.version)
+
+    async def restart(self, step: int) -> int:
+        before = self.version
+        reached = await super().restart(step)
+        self.restarted.append((before, reached))
+        self.num_data = 2 if self.is_outgrown else self.num_data
+        return reached
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+@pytest.mark.parametrize("answer_s", [0.0, 3.0])
+def test_growing_costs_a_restart_and_nothing_else(max_staleness: int, answer_s: float) -> None:
+    w = world(
+        num_steps=6,
+        checkpoint_every=2,
+        asynchrony=AsyncConfig(max_staleness=max_staleness),
+        trainer=TrainerConfig(layout="dp2,dp1", micro_batch_tokens=16),
+    )
+    learner = w.learner = GrowingLearner(row_s=0.3, step_s=0.5, answer_s=answer_s)
+    learners: Any = [learner]
+    w.between.append(growth(learners, first_step=0, num_steps=6))
+    run_in_virtual_time(w.run())
+    [(before, reached)] = learner.restarted
+    assert before == reached == learner.snapshots[0] >= 2
+    assert w.observer.restarts == ["there are places for more ranks of policy again"]
+    assert [step.step for step in w.observer.steps] == [1, 2, 3, 4, 5, 6]
+    assert learner.version == 6
+    assert w.checkpoints == [2, 4, 6]
+    assert w.ledger.num_trained == 24
+    # From then on parts and passes are for two ranks.
+    assert w.controller._training._assembler.num_ranks == 2
+
+
+def test_after_the_last_step_nobody_grows() -> None:
+    w = world(num_steps=2)
+    learner = w.learner = GrowingLearner()
+    learners: Any = [learner]
+    w.between.append(growth(learners, first_step=0, num_steps=2))
+    run_in_virtual_time(w.run())
+    assert not learner.restarted
+
+
+def test_all_models_keep_the_step_in_which_one_of_them_grows() -> None:
+    learner, critic = GrowingLearner(), GrowingLearner(model="critic", from_version=99)
+    learners: Any = [critic, learner]
+    between = growth(learners, first_step=0, num_steps=9)
+    for one in learners:
+        one.version = 3
+    assert between.wants(3)
+    with pytest.raises(Exception, match="more ranks of policy again"):
+        run_in_virtual_time(between.after(3))
+    assert (learner.snapshots, critic.snapshots) == ([3], [3])
