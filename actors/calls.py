@@ -18,7 +18,13 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.user_functions import FunctionFailed
@@ -60,7 +66,8 @@ class WorkerDied(WorkerError):
 
 
 class InputLost(WorkerError):
-    """The method was not called, because another actor died that was to produce an argument."""
+    """The method was not called: an argument is lost, since the actor that was to produce it has
+    died, or the node where it lay."""
 
 
 class Heartbeat:
@@ -259,7 +266,7 @@ def _unwrapped(name: str, method: str, error: RayTaskError) -> Exception:
     cause = error.cause
     if isinstance(cause, SELF_EXPLAINING):
         return cause
-    if isinstance(cause, RayActorError):
+    if isinstance(cause, RayActorError | ObjectLostError):
         return InputLost(f"{name}.{method} was not called: {_reason(cause)}")
     return WorkerError(f"{name}.{method} failed: {type(cause).__name__}: {cause}\n{error}")
 

@@ -7,6 +7,7 @@ places that stand ─► choose: the first layout that has enough ─► ranks
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,6 +15,10 @@ from typing import TypeVar
 
 from rlsys.mesh import Layout
 from rlsys.workers import LearnerDied
+
+from .placement import ClusterTooSmall
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -55,21 +60,22 @@ class Layouts:
         return self.current != self._layouts[0]
 
     async def choose(self, timeout_s: float) -> None:
-        """The preferred layout, or after PATIENCE_S the largest that has places. Raises LearnerDied
-        where there are too few for any within the limit."""
+        """The preferred layout, or after PATIENCE_S the largest that has places. Raises
+        ClusterTooSmall where there are too few for any within the limit."""
         if not self.vary:
             return
         start = self._clock()
         while (waited_s := self._clock() - start) < timeout_s:
-            nodes = await asyncio.to_thread(self._standing)
+            nodes = await self._look()
             allowed = self._layouts if waited_s >= PATIENCE_S else self._layouts[:1]
-            if layout := _largest(allowed, len(nodes)):
+            if nodes and (layout := _largest(allowed, len(nodes))):
                 self.current, self.places = layout, _closest(nodes, layout.num_ranks)
                 return
             await asyncio.sleep(LOOK_EVERY_S)
-        raise LearnerDied(
+        raise ClusterTooSmall(
             f"for {timeout_s:g} s (cluster.start_timeout_s) no node had the places of a trainer "
-            f"of {self._layouts[-1]}, the smallest of trainer.layout"
+            f"of {self._layouts[-1]}, the smallest of trainer.layout; when there is one again, go "
+            "on with --resume."
         )
 
     async def while_standing(self, work: Awaitable[T]) -> T:
@@ -80,7 +86,9 @@ class Layouts:
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait([task], timeout=LOOK_EVERY_S))[0]:
-                nodes = await asyncio.to_thread(self._standing)
+                nodes = await self._look()
+                if nodes is None:
+                    continue
                 if lost := [place for place in self.places if place not in nodes]:
                     raise LearnerDied(
                         f"the place of rank {self.places.index(lost[0])} of the trainer is lost"
@@ -94,9 +102,17 @@ class Layouts:
         larger = self._layouts[: self._layouts.index(self.current)]
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
-            nodes = await asyncio.to_thread(self._standing)
-            if _largest(larger, len(nodes)):
+            nodes = await self._look()
+            if nodes and _largest(larger, len(nodes)):
                 return
+
+    async def _look(self) -> Mapping[int, str] | None:
+        """None where Ray does not answer, this time."""
+        try:
+            return await asyncio.to_thread(self._standing)
+        except Exception as error:  # noqa: BLE001 - its clients raise what they like
+            logger.warning("Ray does not say where the trainer's places are: %s", error)
+            return None
 
 
 def _largest(layouts: Sequence[Layout], num_places: int) -> Layout | None:

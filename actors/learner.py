@@ -517,11 +517,11 @@ class RayLearner:
         """Bring a state to these ranks out of the rooms of those before."""
         start = time.perf_counter()
         self._keepers.set_aside()
-        shared, sent = ray.put(move), self._keepers.parcels(move)
-        calls = [[shared, one.rank, *sent.get(one.node, ())] for one in move.targets]
         try:
+            shared, sent = ray.put(move), self._keepers.parcels(move)
+            calls = [[shared, one.rank, *sent.get(one.node, ())] for one in move.targets]
             await self._crew.each("take", calls)
-        except InputLost as loss:
+        except (InputLost, WorkerDied) as loss:
             raise LearnerDied(f"the trainer's state was lost on its way: {loss}") from None
         sent_text = size_text(move.bytes_sent).strip()
         seconds = time.perf_counter() - start

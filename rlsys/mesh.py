@@ -133,6 +133,10 @@ def split_layouts(text: str) -> list[str]:
     """Of a list, the preferred one first; one is a list too. Raises ValueError for what is no
     layout, and for a list that does not fall: who has lost places looks for a layout of fewer."""
     names = [name.strip() for name in text.split(",")]
+    if len(names) > 1 and not all(names):
+        raise ValueError(
+            f"the list {text!r} has no layout before or behind a comma; write such as dp2,dp1."
+        )
     layouts = [Layout.parse(name) for name in names]
     for (name, one), (after, other) in pairwise(zip(names, layouts, strict=True)):
         if other.num_ranks >= one.num_ranks:

@@ -103,8 +103,8 @@ def test_a_list_falls() -> None:
         ("dp4,tp2,dp2", r"has dp2 \(2 ranks\) behind tp2 \(2 ranks\)"),
         ("dp1,dp2", r"has dp2 \(2 ranks\) behind dp1 \(1 rank\).*strictly fewer ranks"),
         ("dp4,zz2,dp1", r"layout 'zz2' cannot be read from 'zz2' on"),
-        ("dp2,", r"layout '' cannot be read"),
-        (",dp2", r"layout '' cannot be read"),
+        ("dp2,", r"the list 'dp2,' has no layout before or behind a comma"),
+        (",dp2", r"the list ',dp2' has no layout before or behind a comma"),
     ],
 )
 def test_a_list_that_does_not_is_refused(text: str, told: str) -> None:

@@ -7,9 +7,24 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import (
+    ObjectReconstructionFailedError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
-from actors.calls import CLOSE_TIMEOUT_S, Worker, WorkerDied, end_all
+from actors.calls import (
+    CLOSE_TIMEOUT_S,
+    InputLost,
+    Worker,
+    WorkerDied,
+    WorkerError,
+    _unwrapped,
+    end_all,
+)
 from rlsys.simulation.virtual_time import run_in_virtual_time
 
 NEVER = 1e9
@@ -254,3 +269,20 @@ def test_a_death_of_full_memory_is_a_sentence() -> None:
         )
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        RayActorError(error_msg=RAY_SAYS),
+        ObjectReconstructionFailedError("ab"),
+        OwnerDiedError("ab", None, ""),
+    ],
+)
+def test_an_argument_that_is_lost_is_told_apart(cause: RayError) -> None:
+    """Who calls may get it elsewhere, and call again."""
+    error = _unwrapped("trainer-0", "take", RayTaskError("take", "trace", cause))
+    assert isinstance(error, InputLost)
+    assert str(error).startswith("trainer-0.take was not called: ")
+    other = _unwrapped("trainer-0", "take", RayTaskError("take", "trace", KeyError("a")))
+    assert type(other) is WorkerError

@@ -9,9 +9,11 @@ import pytest
 
 from actors import layouts as module
 from actors.layouts import PATIENCE_S, Layouts
+from actors.placement import ClusterTooSmall
 from rlsys.mesh import Layout
 from rlsys.workers import LearnerDied
 
+NO_ANSWER: Mapping[int, str] = {-1: ""}
 DP1, DP2, DP4 = (Layout(dp_shard=count) for count in (1, 2, 4))
 
 
@@ -26,7 +28,10 @@ class World:
 
     def standing(self) -> Mapping[int, str]:
         self.num_looks += 1
-        return self._looks[min(self.num_looks, len(self._looks)) - 1]
+        look = self._looks[min(self.num_looks, len(self._looks)) - 1]
+        if look is NO_ANSWER:
+            raise ConnectionError("the head is busy")
+        return look
 
     def layouts(self, *some: Layout) -> Layouts:
         return Layouts(some, self.standing, clock=lambda: float(self.num_looks))
@@ -68,7 +73,7 @@ def test_after_a_while_the_largest_that_has_places_is_had(world: Make) -> None:
 def test_with_too_few_places_for_any_it_waits_and_then_says_so(world: Make) -> None:
     layouts = world({}).layouts(DP2, DP1)
     with pytest.raises(
-        LearnerDied, match=r"for 60 s .* no node had the places of a trainer of dp1"
+        ClusterTooSmall, match=r"for 60 s .* no node had the places of a trainer of dp1, .*--resume"
     ):
         asyncio.run(layouts.choose(60))
     of = world(*[{}] * 20, {1: "b"})
@@ -99,6 +104,30 @@ def test_a_place_that_is_lost_while_ranks_meet_is_told(world: Make) -> None:
             await layouts.while_standing(asyncio.Event().wait())
 
     asyncio.run(run())
+
+
+def test_a_look_that_fails_is_taken_again(world: Make) -> None:
+    of = world(NO_ANSWER, {0: "a"}, *[{0: "a"}] * 9, NO_ANSWER, NO_ANSWER, {0: "a", 1: "b"})
+    layouts = of.layouts(DP2, DP1)
+
+    async def run() -> None:
+        await layouts.choose(60)
+        assert layouts.current == DP1
+        await layouts.until_larger()
+        assert of.num_looks == 14
+        await layouts.choose(60)
+        assert layouts.current == DP2
+
+    asyncio.run(run())
+    of = world({0: "a", 1: "b"}, NO_ANSWER, NO_ANSWER, {0: "a"})
+    layouts = of.layouts(DP2, DP1)
+
+    async def meet() -> None:
+        await layouts.choose(60)
+        with pytest.raises(LearnerDied, match="the place of rank 1 of the trainer is lost"):
+            await layouts.while_standing(asyncio.Event().wait())
+
+    asyncio.run(meet())
 
 
 def test_it_can_grow_when_there_are_places_for_a_larger_one(world: Make) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -629,6 +630,14 @@ def test_ranks_that_die_while_they_load_are_told_with_their_model(tmp_path: Path
     told = r"^model 'critic' could not be loaded, its process died meanwhile \(critic-0 died during"
     with pytest.raises(LearnerDied, match=told):
         asyncio.run(learner.start())
+
+
+def test_who_was_to_send_a_state_and_is_gone_has_died() -> None:
+    """While the move was planned; the ranks start again."""
+    keepers = SnapshotKeepers(timeout_s=1, heartbeat_timeout_s=1)
+    move: Any = SimpleNamespace(senders={"here": ["there"]})
+    with pytest.raises(WorkerDied, match="what kept the snapshots of node there is gone"):
+        keepers.parcels(move)
 
 
 def test_an_export_that_the_disk_refuses_does_the_trainer_no_harm(
