@@ -62,6 +62,23 @@ def test_growing_costs_a_restart_and_nothing_else(max_staleness: int, answer_s: 
     assert w.controller._training._assembler.num_ranks == 2
 
 
+def test_places_that_come_while_the_next_step_is_under_way_wait_for_its_end() -> None:
+    """The learner may have done it by then, and have the state before it no more."""
+    learner = GrowingLearner(from_version=1)
+    learners: Any = [learner]
+    between = growth(learners, first_step=0, num_steps=9)
+    assert not between.is_due(3)  # as step 3 is handed out
+    learner.version = 1
+    assert learner.is_outgrown
+    assert not between.wants(3)
+    assert between.is_due(4)
+    assert not between.wants(3)
+    assert between.wants(4)
+    between.go_back(2)  # a death: nothing is under way
+    assert between.wants(2)
+    assert between.is_due(3)
+
+
 def test_after_the_last_step_nobody_grows() -> None:
     w = world(num_steps=2)
     learner = w.learner = GrowingLearner()
