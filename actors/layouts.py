@@ -31,6 +31,9 @@ LOOK_EVERY_S = 0.5
 # And beside the training, for more of them.
 WATCH_EVERY_S = 2.0
 
+# For Ray's answer to one look.
+LOOK_TIMEOUT_S = 10.0
+
 
 class Layouts:
     """Those that a trainer may have, the preferred one first, each of fewer ranks than the one
@@ -109,9 +112,10 @@ class Layouts:
     async def _look(self) -> Mapping[int, str] | None:
         """None where Ray does not answer, this time."""
         try:
-            return await asyncio.to_thread(self._standing)
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                return await asyncio.to_thread(self._standing)
         except Exception as error:  # noqa: BLE001 - its clients raise what they like
-            logger.warning("Ray does not say where the trainer's places are: %s", error)
+            logger.warning("Ray does not say where the trainer's places are: %r", error)
             return None
 
 

@@ -155,13 +155,12 @@ class SnapshotKeepers:
         rooms = (*self.rooms.values(), *self.former.values())
         return [(room.file, whole[room.name]) for room in rooms if room.name in whole]
 
-    def parcels(self, move: Move) -> Mapping[str, Sequence[Any]]:
-        """References to what each node with ranks gets of others. Raises WorkerDied where one of
-        those that send it is gone by now."""
+    def parcels(self, move: Move, shared: Any) -> Mapping[str, Sequence[Any]]:
+        """References to what each node with ranks gets of others. `shared` is one to the move.
+        Raises WorkerDied where one of those that send it is gone by now."""
         for sender in {one for senders in move.senders.values() for one in senders}:
             if sender not in self._keepers:
                 raise WorkerDied(f"what kept the snapshots of node {sender[:6]} is gone")
-        shared = ray.put(move)
         return {
             node: [self._keepers[sender].handle.parcel.remote(shared, node) for sender in senders]
             for node, senders in move.senders.items()

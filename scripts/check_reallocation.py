@@ -114,31 +114,16 @@ Trained = dict[str, WeightManifest | str]
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What came of one layout's weights in one engine."""
+    """What came of one layout's weights in one engine, or of its state in another layout."""
 
     family: str
     layout: str
-    engine: str
+    to: str
     result: str  # equal, refused, wrong
     remark: str = ""
 
     def __str__(self) -> str:
-        said = f"{self.family:10} {self.layout:7} -> {self.engine:9} {self.result}"
-        return f"{said}: {self.remark}" if self.remark else said
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """What came of one layout's state in another."""
-
-    family: str
-    layout: str
-    onto: str
-    result: str  # equal, refused, wrong
-    remark: str = ""
-
-    def __str__(self) -> str:
-        said = f"{self.family:10} {self.layout:7} -> {self.onto:7} {self.result}"
+        said = f"{self.family:10} {self.layout:7} -> {self.to:9} {self.result}"
         return f"{said}: {self.remark}" if self.remark else said
 
 
@@ -332,7 +317,7 @@ async def compared(
     directory: Path, family: str, of_layouts: Trained, engine_name: str, *, start_anew: bool
 ) -> list[Cell]:
     def cell(layout: str, result: str, remark: str = "") -> Cell:
-        return Cell(family=family, layout=layout, engine=engine_name, result=result, remark=remark)
+        return Cell(family=family, layout=layout, to=engine_name, result=result, remark=remark)
 
     manifests = {one: m for one, m in of_layouts.items() if isinstance(m, WeightManifest)}
     cells = [cell(one, "refused", m) for one, m in of_layouts.items() if isinstance(m, str)]
@@ -468,8 +453,8 @@ def check_trainers(
     *,
     families: Sequence[str] = tuple(FAMILIES),
     pairs: Sequence[tuple[str, str]],
-    on_cell: Callable[[Moved], None] = lambda cell: None,
-) -> list[Moved]:
+    on_cell: Callable[[Cell], None] = lambda cell: None,
+) -> list[Cell]:
     """What comes of the first layout's state in the second, for each pair."""
     for family in families:
         build_model(directory / family, family)
@@ -489,7 +474,7 @@ def check_trainers(
     def tell(move: tuple[str, str, str], remark: str) -> None:
         family, before, after = move
         result = ("wrong" if "differ" in remark else "refused") if remark else "equal"
-        cell = Moved(family=family, layout=before, onto=after, result=result, remark=remark)
+        cell = Cell(family=family, layout=before, to=after, result=result, remark=remark)
         cells.append(cell)
         on_cell(cell)
 
@@ -520,7 +505,7 @@ def main() -> None:
     torch.set_num_threads(1)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
-        cells: Sequence[Cell | Moved]
+        cells: Sequence[Cell]
         if arguments.trainers:
             cells = check_trainers(
                 Path(directory),

@@ -637,7 +637,7 @@ def test_who_was_to_send_a_state_and_is_gone_has_died() -> None:
     keepers = SnapshotKeepers(timeout_s=1, heartbeat_timeout_s=1)
     move: Any = SimpleNamespace(senders={"here": ["there"]})
     with pytest.raises(WorkerDied, match="what kept the snapshots of node there is gone"):
-        keepers.parcels(move)
+        keepers.parcels(move, None)
 
 
 def test_an_export_that_the_disk_refuses_does_the_trainer_no_harm(

@@ -27,7 +27,7 @@ from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory
 from rlsys.layout.transport.staging import DamagedWeightsError
 from rlsys.mesh import Layout
 from scripts.bench.weights import Weight, trainer
-from scripts.check_reallocation import TRAINERS, Moved, check_trainers
+from scripts.check_reallocation import TRAINERS, Cell, check_trainers
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "matrix": ((6, 5), torch.float32),
@@ -247,7 +247,7 @@ def test_a_file_that_goes_on_is_not_taken_for_the_step_that_it_had() -> None:
             fill(Move(step=STEP, files=(gone,), targets=tuple(to)), "is 0", {}, [])
 
 
-def assert_all_equal(cells: Sequence[Moved]) -> None:
+def assert_all_equal(cells: Sequence[Cell]) -> None:
     assert cells
     assert [str(cell) for cell in cells if cell.result not in ("equal", "refused")] == []
 
@@ -264,5 +264,5 @@ def test_every_layout_takes_its_state_from_every_other(tmp_path: Path, family: s
     pairs = [(one, other) for one in TRAINERS for other in TRAINERS if one != other]
     cells = check_trainers(tmp_path, families=[family], pairs=pairs)
     assert_all_equal(cells)
-    refused = {(cell.layout, cell.onto) for cell in cells if cell.result == "refused"}
+    refused = {(cell.layout, cell.to) for cell in cells if cell.result == "refused"}
     assert refused == {pair for pair in pairs if "ep2" in pair and family == "qwen3"}
