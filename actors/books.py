@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rlsys.config import RunConfig
 from rlsys.dataflow.ledger import Ledger, LedgerFile
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.fields import to_dict
 from rlsys.growing_file import Tally
 from rlsys.observe.console import RunConsole

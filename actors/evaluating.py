@@ -21,7 +21,7 @@ import ray
 from rlsys import metrics
 from rlsys.config import RunConfig
 from rlsys.controller import BetweenSteps
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.held_out import evaluation_config, export_path, is_due, pending_exports
 from rlsys.held_out_loss import HeldOutLoss

@@ -20,7 +20,7 @@ from rlsys.data.external import ExternalPrompts, external_prompts
 from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.dataflow.stages import GenerateStage, ScoreStage
 from rlsys.errors import first_error
 from rlsys.estimate import STORE_FILL, row_bytes, store_bytes

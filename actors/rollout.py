@@ -13,7 +13,7 @@ import numpy as np
 import ray
 
 from rlsys.dataflow.blocks import BlockRef, Cell, Columns
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.dataflow.stages import EXPERTS_COLUMN
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.protocol import EngineError, GenerationEngine

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.engines.training.snapshot_marks import steps_in
 from rlsys.layout.transport.shared_memory import SharedMemory
 

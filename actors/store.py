@@ -38,7 +38,7 @@ from rlsys.dataflow.blocks import (
     read_column,
     unpack_cells,
 )
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.layout.transport.shared_memory import MemoryGone
 from rlsys.workers import RowsLost
 

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.dataflow.stages import (
     PER,
     GenerateStage,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
 

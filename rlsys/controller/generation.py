@@ -21,7 +21,7 @@ from rlsys.controller.turns import Turns
 from rlsys.dataflow.blocks import BlockRef
 from rlsys.dataflow.curriculum import RETIRED
 from rlsys.dataflow.router import Router
-from rlsys.dataflow.signal import first_of
+from rlsys.signal import first_of
 from rlsys.engines.generation.sampling import request_seed
 from rlsys.types import INJECTED, GenerationRequest, Prompt, WeightManifest
 from rlsys.workers import Collected, FinishedRollout, Fleet, Part, Replica, RolloutText

@@ -32,7 +32,7 @@ from rlsys.dataflow.progress import check_progress
 from rlsys.dataflow.rows import GroupRows, RowTable
 from rlsys.dataflow.schema import Schema, StagePlan, StageSpec
 from rlsys.dataflow.selection import FIRST_COMPLETE, Selection
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.dataflow.subscription import RowBatch, Subscription
 
 __all__ = ["FreedRows", "RowBatch", "StageSpec", "StoreError", "StreamStore", "Subscription"]

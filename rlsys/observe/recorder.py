@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rlsys import metrics
 from rlsys.controller import Group, TrainedStep
 from rlsys.dataflow.ledger import Ledger
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.observe.console import RunConsole
 from rlsys.observe.metrics import MetricsWriter
 from rlsys.observe.records import RolloutRecord, RolloutWriter

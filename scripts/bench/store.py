@@ -36,7 +36,7 @@ from actors.store import ShardAddress, StoreAddress, StoreClient
 from actors.store_shards import StoreShards
 from rlsys.dataflow.blocks import BlockRef, Layout
 from rlsys.dataflow.selection import whole_groups
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.dataflow.store import RowBatch, StageSpec, StreamStore, Subscription
 
 NUM_ROWS, WIDTH, GROUP = 512, 1024, 8

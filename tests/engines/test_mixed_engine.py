@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pytest
 
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.engines.generation.mixed_engine import MixedEngine
 from rlsys.engines.generation.protocol import EngineError, EngineStats, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch

@@ -14,7 +14,7 @@ from rlsys import metrics
 from rlsys.controller import Group, TrainedStep
 from rlsys.controller.state import RolloutNote
 from rlsys.dataflow.ledger import Ledger
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.observe import recorder
 from rlsys.observe.trace import Tracer
 from rlsys.rewards import RewardFailure

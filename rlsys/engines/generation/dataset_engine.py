@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.engines.generation.protocol import EngineStats
 from rlsys.types import INJECTED, Generation, GenerationRequest, WeightManifest
 
