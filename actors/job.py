@@ -20,7 +20,6 @@ from rlsys.data.external import ExternalPrompts, external_prompts
 from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow
-from rlsys.signal import Signal
 from rlsys.dataflow.stages import GenerateStage, ScoreStage
 from rlsys.errors import first_error
 from rlsys.estimate import STORE_FILL, row_bytes, store_bytes
@@ -33,6 +32,7 @@ from rlsys.observe.console import RunConsole
 from rlsys.resuming import History
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.run_directory import RunDirectory
+from rlsys.signal import Signal
 from rlsys.types import WeightManifest
 from rlsys.workers import Fleet, LearnerDied, Replica, ReplicaDied
 
