@@ -58,6 +58,7 @@ ROOMS = (
     "run_directory layout",
     "rewards",
     "data",
+    "environments",
     "dataflow",
     "engines",
     "workers",
