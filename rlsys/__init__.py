@@ -49,6 +49,8 @@ from rlsys.types import Rollout
 
 if TYPE_CHECKING:
     from rlsys import algorithms
+    from rlsys.environments.mcp import mcp_tools
+    from rlsys.environments.tools import ToolError, tool
 
 __version__ = "0.1.0"
 
@@ -80,6 +82,7 @@ __all__ = [
     "RunResult",
     "SamplingConfig",
     "Shared",
+    "ToolError",
     "TrainedRoleConfig",
     "TrainerConfig",
     "WarmStart",
@@ -87,14 +90,26 @@ __all__ = [
     "example_rollout",
     "launch",
     "main",
+    "mcp_tools",
     "parse",
     "require",
     "reward",
     "rewards",
+    "tool",
 ]
 
 
+# Where each of these is, which takes pydantic to import.
+TOOLS = {
+    "ToolError": "rlsys.environments.tools",
+    "mcp_tools": "rlsys.environments.mcp",
+    "tool": "rlsys.environments.tools",
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name in TOOLS:
+        return getattr(importlib.import_module(TOOLS[name]), name)
     if name == "algorithms":  # with torch, whose import takes seconds
         return importlib.import_module("rlsys.algorithms")
     raise AttributeError(f"module 'rlsys' has no attribute {name!r}")

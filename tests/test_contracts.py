@@ -58,7 +58,7 @@ ROOMS = (
     "run_directory layout",
     "rewards",
     "data",
-    "dataflow",
+    "dataflow environments",
     "engines",
     "workers",
     "controller",
