@@ -13,13 +13,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
-from rlsys.environments.tool_formats import ToolFormat
-from rlsys.environments.tools import Tool, ToolSet
 from rlsys.fields import checked
 from rlsys.types import Rollout
 from rlsys.user_functions import misfit
+
+if TYPE_CHECKING:  # with pydantic, which takes a while to import
+    from rlsys.environments.tool_formats import ToolFormat
+    from rlsys.environments.tools import Tool
 
 EnvironmentFunction = Callable[..., Any]  # (chat, task) -> a number, or named numbers
 GroupReward = Callable[[Sequence[Rollout]], Sequence[float]]
@@ -73,7 +75,10 @@ class Environment:
             raise ValueError(
                 f"timeout_s={self.timeout_s} of {given} ends every episode; use a positive time."
             )
-        ToolSet(self.tools)  # raises for what is none
+        if self.tools:
+            from rlsys.environments.tools import ToolSet
+
+            ToolSet(self.tools)  # raises for what is none
         if len(set(self.seats)) < len(self.seats) or not self.seats:
             raise ValueError(
                 f"seats={list(self.seats)} of {given} are no names of who sits there; give each "
