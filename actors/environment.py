@@ -1,12 +1,13 @@
-"""Environments as Ray actors: workers that play episodes, each an event loop with thousands of them,
-and a replica's face to the controller where its rollouts are episodes.
+"""Environments as Ray actors: workers that play episodes, each an event loop with thousands of
+them, and a replica's face to the controller where its rollouts are episodes.
 
     controller ──► PlayingReplica ──► EnvironmentActor ──turns──► RolloutActor (engine)
                         │    └────────────── weights ────────────────┘
-                        └── a worker dies: another plays its episodes again, out of the engine's memory
+                        └── a worker dies: another plays its episodes again, out of the engine's
+                            memory
 
-The workers of a replica are on its node and ask it alone, directly: whatever its episodes share, the
-engine has. What they have played lies in the store; the controller is told of it.
+The workers of a replica are on its node and ask it alone, directly: whatever its episodes share,
+the engine has. What they have played lies in the store; the controller is told of it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rlsys.types import (
 )
 from rlsys.workers import Collected, FinishedRollout, Part, ReplicaDied, RolloutText
 
-from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, begun
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, begun
 from .rollout import COLLECT_WAIT_S, DEADLY, RayReplica
 from .store import StoreAddress
 from .store_shards import StoreShards
@@ -133,7 +134,7 @@ class Turns:
 
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP)
 class EnvironmentActor(Heartbeat):
-    """Plays episodes; writes them to the store, and tells their metadata and what they are worth."""
+    """Plays episodes; writes them to the store, tells their metadata and what they are worth."""
 
     def __init__(
         self,
@@ -316,7 +317,7 @@ class PlayingReplica:
         self._workers: dict[str, _Player] = {}
         self._spare: asyncio.Task[_Player] | None = None
         self._deaths: Counter[str] = Counter()  # of workers, by episode
-        self._serving: asyncio.Task[Any] | None = None
+        self._serving: asyncio.Future[Any] | None = None
         self._burials: list[str] = []  # actors whose memory in the store is to be taken back
 
     @property
@@ -361,17 +362,19 @@ class PlayingReplica:
 
     async def collect(self) -> Collected:
         """Of all workers: what the first that has something tells, and the others have by then."""
-        if self._serving is None:
-            self._serving = begun(self._replica.worker.call("serve_turns", timeout_s=self._poll_s))
+        serving = self._serving
+        if serving is None:
+            serving = begun(self._replica.worker.call("serve_turns", timeout_s=self._poll_s))
+            self._serving = serving
         for player in self._workers.values():
             if player.collecting is None:
                 player.collecting = begun(
                     player.worker.call("collect", timeout_s=COLLECT_WAIT_S + BLOCKED_S)
                 )
         waits = [player.collecting for player in self._workers.values() if player.collecting]
-        await asyncio.wait([self._serving, *waits], return_when=asyncio.FIRST_COMPLETED)
-        if self._serving.done():
-            serving, self._serving = self._serving, None
+        await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            self._serving = None
             try:
                 serving.result()
             except DEADLY as error:
@@ -445,7 +448,8 @@ class PlayingReplica:
         player.worker.end(str(death))
         self._burials.append(player.actor_id)
         self._deaths.update(player.requests)
-        left, lost = [], []
+        left: list[GenerationRequest] = []
+        lost: list[GenerationRequest] = []
         for name, request in player.requests.items():
             (lost if self._deaths[name] >= MAX_DEATHS else left).append(request)
         try:
@@ -515,4 +519,3 @@ class _Player:
     @property
     def groups(self) -> set[int]:
         return {r.task.group_id for r in self.requests.values() if r.task is not None}
-

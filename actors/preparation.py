@@ -1,6 +1,6 @@
 """What a run needs before Ray starts: its model, its prompts, and all that can be told about both.
 
-configuration, graph, recipe's own model ─► read and checked ─► PromptSource
+configuration, graph, recipe's own model ─► read and checked ─► RowSource
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rlsys.config import ModelConfig, RunConfig, TrainedRoleConfig, require
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, TaskSource, load_tokenizer
+from rlsys.data.row_source import RowSource
 from rlsys.data.rows import LOADERS
 from rlsys.data.vocabulary import check_vocabularies, check_vocabulary
 from rlsys.dataflow.graph import Dataflow
@@ -96,7 +97,7 @@ def load_prompts(
     tokenizer: Any,
     shape: ModelShape,
     lacking: list[str] | None = None,
-) -> PromptSource | TaskSource:
+) -> RowSource:
     """The data, after all that can be told about it and the graph has been checked. Raises
     ValueError with every mistake that was found; but that a judge has no weights, which a recipe
     may make before its run, goes to `lacking` where there is such a list."""
@@ -192,7 +193,7 @@ def load_prompts(
 
 def _read_prompts(
     config: RunConfig, stage: SourceStage, tokenizer: Any, shape: ModelShape
-) -> PromptSource | TaskSource:
+) -> RowSource:
     if isinstance(stage, PlayStage):
         return TaskSource(stage.prompts.config, seed=config.seed, rows=stage.prompts.rows)
     return PromptSource(

@@ -56,5 +56,3 @@ class PlayedOutcomes:
                 self._failures.whole()
                 rewards = store.scalars(group.rows)[self._stage.scalars[0]]
                 self._state.curriculum.scored(group.prompt.row, group.of_trained(rewards))
-
-

@@ -1,10 +1,10 @@
 """What an environment talks to: `chat`.
 
-    n = await chat("a number?", parse=int)      text in, the policy's reply out
-    chat.reward(-0.1)                           for the turn just sampled
-    answer = await chat.until_answer(question)  with tools: calls them until it answers
-    other = chat.fork()                         goes on from here, beside this one
-    first = chat.seat("first")                  another seat's own conversation
+n = await chat("a number?", parse=int)      text in, the policy's reply out
+chat.reward(-0.1)                           for the turn just sampled
+answer = await chat.until_answer(question)  with tools: calls them until it answers
+other = chat.fork()                         goes on from here, beside this one
+first = chat.seat("first")                  another seat's own conversation
 """
 
 from __future__ import annotations

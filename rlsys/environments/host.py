@@ -319,4 +319,3 @@ def _raised(ended: Ended, value: float) -> Ended:
             components=components,
         ),
     )
-

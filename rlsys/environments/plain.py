@@ -199,7 +199,9 @@ class _Process:
             self.kill()
 
     async def _serve(self) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError):
+        # Of the latter two, where a function wrote to every descriptor that it found.
+        gone = (asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError)
+        with contextlib.suppress(*gone):
             while True:
                 message = await self._receive()
                 number = message["number"]

@@ -77,5 +77,3 @@ class PlainChat:
         answer = self._ask(self._number, method, arguments)
         self._state = answer["state"]
         return answer["value"]
-
-

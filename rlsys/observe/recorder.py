@@ -321,6 +321,7 @@ def _records(trained: TrainedStep) -> list[RolloutRecord]:
                     row=group.prompt.metadata,
                     asked=group.prompt.asked,
                     shared_by=group.prompt.shared_by,
+                    turns=note.text.turns,
                     is_greedy=note.is_greedy,
                 )
             )
