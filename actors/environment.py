@@ -338,7 +338,10 @@ class PlayingReplica:
 
     @property
     def workers(self) -> list[Worker]:
-        return [self._replica.worker, *(player.worker for player in self._workers.values())]
+        players = [*self._workers.values()]
+        if (spare := self._spare) is not None and spare.done() and not spare.cancelled():
+            players += [] if spare.exception() else [spare.result()]
+        return [self._replica.worker, *(player.worker for player in players)]
 
     async def start(self, timeout_s: float) -> None:
         await self._replica.start(timeout_s)
@@ -416,11 +419,9 @@ class PlayingReplica:
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         if self._spare is not None:
-            self._spare.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                (await self._spare).worker.kill()
-        for player in self._workers.values():
-            player.worker.kill()
+            self._spare.cancel()  # one that is still starting ends with its start
+        for worker in self.workers:
+            worker.kill()
         await self._replica.bury(live_rows)
         for actor_id in [*self._burials, *(one.actor_id for one in self._workers.values())]:
             await self._shards.reclaim(actor_id, live_rows)

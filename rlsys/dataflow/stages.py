@@ -43,6 +43,8 @@ ROW_COLUMNS = (PROMPT_COLUMN, "token_ids", VERSIONS_COLUMN)  # with which a mode
 ROLLOUT_COLUMNS = (PROMPT_COLUMN, "token_ids", SAMPLER_COLUMN, VERSIONS_COLUMN)
 # What an episode's turns are worth, each at its last token.
 TURN_REWARDS_COLUMN = "turn_rewards"
+# How its tokens stand behind one another where they are a tree (rlsys.engines.branches).
+BRANCHES_COLUMN = "branches"
 # Beside them, of prompt and completion, where the experts of tokens are recorded.
 EXPERTS_COLUMN = "routed_experts"
 BYTES_PER_VALUE = 4

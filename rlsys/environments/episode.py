@@ -260,7 +260,11 @@ def _now() -> float:
 
 
 def _turn_seed(seed: int, turn: int) -> int:
-    return int(np.random.SeedSequence((seed, turn)).generate_state(1, np.uint32)[0])
+    """Of 32 bits, well mixed (the finaliser of MurmurHash3)."""
+    mixed = (seed * 0x9E3779B1 + turn * 0x85EBCA6B) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return mixed ^ (mixed >> 16)
 
 
 def _number(value: object, what: str) -> float:
