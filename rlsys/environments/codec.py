@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -42,6 +43,7 @@ class Codec:
         template_kwargs: Mapping[str, Any] = NO_OPTIONS,
         stop_token_ids: Sequence[int] = (),
     ) -> None:
+        self._tokenizer = tokenizer
         self.text = TextEncoder(tokenizer)
         own = tokenizer.chat_template if chat_template is None else chat_template
         self.template: ChatTemplate | None = None
@@ -60,6 +62,11 @@ class Codec:
         # Kinds of conversation for which rendering the new messages alone was compared with
         # rendering them all.
         self.is_append_only: dict[Hashable, bool] = {}
+
+    @cached_property
+    def without_template(self) -> Codec:
+        """Of texts that stand as they are."""
+        return self if self.template is None else Codec(self._tokenizer, chat_template="")
 
     @property
     def thinking(self) -> Thinking | None:

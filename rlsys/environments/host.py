@@ -24,6 +24,7 @@ import numpy as np
 
 from rlsys.environments.chat import Chat
 from rlsys.environments.codec import Codec
+from rlsys.environments.endpoint import EndpointServer
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode import (
     Episode,
@@ -66,15 +67,6 @@ class Ended:
     failure: RewardFailure | None = None
 
 
-class Door(Protocol):
-    """An endpoint over HTTP, where agents are."""
-
-    def open(self, episode: Episode, tools: ToolUse) -> Any:
-        """What the agent's function is given; `close` must follow."""
-
-    def close(self, endpoint: Any) -> None: ...
-
-
 class Plain(Protocol):
     """Where plain functions run, which may block."""
 
@@ -102,14 +94,13 @@ class EpisodeHost:
         limits: EpisodeLimits,
         plain: Plain,
         template: str | None = None,
-        door: Door | None = None,
     ) -> None:
         self._environment = environment
         self._codec = codec
         self._sampler = sampler
         self._limits = limits
         self._plain = plain
-        self._door = door
+        self._endpoints = EndpointServer(template) if environment.is_agent else None
         self._tools = ToolUse(environment, template, plain.execute)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._left: set[asyncio.Task[Any]] = set()  # functions that would not end
@@ -120,6 +111,8 @@ class EpisodeHost:
     async def start(self) -> None:
         """What episodes need beside the sampler. Raises ValueError if it cannot be had."""
         await self._plain.start()
+        if self._endpoints is not None:
+            await self._endpoints.start()
 
     def decode(self, token_ids: Any) -> str:
         return self._codec.text.decode(list(token_ids))
@@ -157,6 +150,8 @@ class EpisodeHost:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
+        if self._endpoints is not None:
+            await self._endpoints.close()
         await self._plain.close()
 
     async def _play(self, request: EpisodeRequest) -> None:
@@ -227,13 +222,18 @@ class EpisodeHost:
 
     async def _call(self, episode: Episode, request: EpisodeRequest) -> Any:
         environment, task = self._environment, request.task
-        if environment.is_agent:
-            assert self._door is not None, "agents need an endpoint"
-            endpoint = self._door.open(episode, self._tools)
+        if self._endpoints is not None:
+            endpoint = self._endpoints.open(episode)
             try:
-                return await environment.function(endpoint, task)
+                if environment.is_async:
+                    return await environment.function(endpoint, task)
+                return await self._plain.execute(environment.function, endpoint, task)
+            except Exception:
+                if not episode.is_over:
+                    raise
+                raise EpisodeOver from None  # it was told so, and could not go on
             finally:
-                self._door.close(endpoint)
+                self._endpoints.shut(endpoint)
         chat = Chat(episode, self._tools)
         if environment.is_async:
             return await environment.function(chat, task)

@@ -14,10 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rlsys.types import INJECTED, Float32Array, Int32Array
+
+Array = npt.NDArray[Any]
 
 NO_PARENT = -1
 FIELDS = 4  # of a branch: number of own tokens, parent, at, seat
@@ -48,6 +52,36 @@ class Trajectory:
     def paths(self) -> Iterator[Int32Array]:
         """All tokens of each branch, from the first of its prompt."""
         return iter(paths_of(self.prompt_token_ids, self.token_ids, self.branches))
+
+
+def joined(first: Trajectory, second: Trajectory) -> Trajectory:
+    """Both as one, which share nothing: the second's branches follow the first's."""
+    if not len(second.prompt_token_ids):
+        return first
+    if not len(first.prompt_token_ids):
+        return second
+    num_prompt, num_before = len(second.prompt_token_ids), len(first.token_ids)
+    branches = second.branches.reshape(-1, FIELDS).copy()
+    branches[0, 0] += num_prompt
+    branches[0, 2] = 0
+    parents = branches[:, 1]
+    parents[parents >= 0] += first.num_branches
+
+    def after(own: Array, injected: float, others: Array) -> Array:
+        return np.concatenate([own, np.full(num_prompt, injected, own.dtype), others])
+
+    ends = second.reply_ends
+    return Trajectory(
+        prompt_token_ids=first.prompt_token_ids,
+        token_ids=np.concatenate([first.token_ids, second.prompt_token_ids, second.token_ids]),
+        sampler_logprobs=after(first.sampler_logprobs, 0, second.sampler_logprobs),
+        policy_versions=after(first.policy_versions, INJECTED, second.policy_versions),
+        turn_rewards=after(first.turn_rewards, 0, second.turn_rewards),
+        branches=np.concatenate([first.branches, branches.reshape(-1)]),
+        reply_ends=np.concatenate(
+            [first.reply_ends, np.where(ends < 0, ends, ends + num_prompt + num_before)]
+        ),
+    )
 
 
 def paths_of(
