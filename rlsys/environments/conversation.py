@@ -14,6 +14,8 @@ the template is known to write those before them as it did.
 
 from __future__ import annotations
 
+import copy
+import reprlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,10 +43,14 @@ class _Reply:
 
     generation: Generation
     message: dict[str, Any]  # as it was given out; its owner may have split tool calls off since
-    said: Said
-    text: str
     place: Place  # behind its last token
-    tools: Sequence[Message]
+    tools: list[Message]
+
+    @property
+    def said(self) -> Said:
+        calls = self.message.get("tool_calls") or ()
+        ids = tuple(str(call.get("id", "")) for call in calls)
+        return Said("reasoning_content" in self.message, ids)
 
 
 @dataclass(eq=False, slots=True)
@@ -82,7 +88,7 @@ class Path:
     seat: int
     _node: _Node
     _known: Place | None
-    _tools: Sequence[Message]
+    _tools: list[Message]
 
 
 class Conversation:
@@ -95,6 +101,8 @@ class Conversation:
         self._roots: dict[int, _Node] = {}
         self._encoded: Cache = {}
         self._replies: list[_Node] = []
+        self._tools: list[Message] = []
+        self._guarded_tools: list[Message] = []
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, seat: int = 0
@@ -111,13 +119,28 @@ class Conversation:
                 "model would not see them; use a model whose template does, or describe the tools "
                 "in a message."
             )
+        if tools and self._tools != list(tools):
+            self._tools = copy.deepcopy(list(tools))
+            self._guarded_tools = codec.text.guarded(self._tools)
+        shown = self._guarded_tools if tools else []
         node = self._find(messages, seat)
-        known = self._continued(node, tools)
-        if known is not None:
-            token_ids, place = known
-            return self._path(node, token_ids, place, tools, seat)
-        token_ids = self._whole(node, tools)
-        return self._path(node, token_ids, self._tree.find(token_ids, seat), tools, seat)
+        known = self._continued(node, shown)
+        token_ids, place = known if known is not None else (self._whole(node, shown), None)
+        if not token_ids:
+            raise ValueError(
+                f"{len(messages)} messages without any text are no prompt: there is no token to "
+                "sample behind; give a message with a text."
+            )
+        if place is None or self._tree.goes_on(place):
+            place = self._tree.find(token_ids, seat)
+        return Path(
+            token_ids=token_ids,
+            num_reused=place.length if place else 0,
+            seat=seat,
+            _node=node,
+            _known=place,
+            _tools=shown,
+        )
 
     def reply(self, path: Path, generation: Generation) -> dict[str, Any]:
         """Keep what was sampled; returns the assistant's message. Whoever splits tool calls off its
@@ -132,7 +155,7 @@ class Conversation:
             seat=path.seat,
             known=path._known,
         )
-        reading = codec.read(generation, prompt_thinks=self._thinks(path))
+        reading = codec.read(generation)
         message: dict[str, Any] = {"role": "assistant", "content": reading.content}
         if reading.reasoning is not None:
             message["reasoning_content"] = reading.reasoning
@@ -140,8 +163,6 @@ class Conversation:
         node.reply = _Reply(
             generation=generation,
             message=message,
-            said=Said(reading.reasoning is not None),
-            text=codec.text.decode(generation.token_ids.tolist()),
             place=place,
             tools=path._tools,
         )
@@ -155,34 +176,26 @@ class Conversation:
         return self._tree.trajectory(turn_rewards)
 
     def transcript(self) -> list[list[Line]]:
-        """The messages of each branch of the trajectory, to be read: what was sampled with its
-        reasoning and special tokens."""
+        """The messages of each branch of the trajectory, to be read. What was sampled in the
+        branch's path has its reasoning and special tokens; what is only repeated there counts as
+        not sampled."""
         last: dict[int, _Node] = {}
         for node in self._replies:
             assert node.reply is not None
             last[node.reply.place.branch] = node
-        kept = self._tree.numbers()
         return [
-            [_line(one) for one in last[number].chain()] if number in last else []
-            for number in kept
+            [self._line(one, number) for one in last[number].chain()]
+            for number in self._tree.numbers()
         ]
 
-    def _path(
-        self,
-        node: _Node,
-        token_ids: list[int],
-        place: Place | None,
-        tools: Sequence[Message],
-        seat: int,
-    ) -> Path:
-        return Path(
-            token_ids=token_ids,
-            num_reused=place.length if place else 0,
-            seat=seat,
-            _node=node,
-            _known=place,
-            _tools=tools,
-        )
+    def _line(self, node: _Node, branch: int) -> Line:
+        message, reply = node.message, node.reply
+        if reply is not None and self._tree.holds(reply.place, branch):
+            return "assistant", self._codec.text.decode(reply.generation.token_ids.tolist()), True
+        text = message.get("content") or ""
+        if message.get("tool_calls"):
+            text += canonical_calls(message["tool_calls"])
+        return message["role"], text, False
 
     # Messages.
 
@@ -201,7 +214,7 @@ class Conversation:
 
     # Tokens.
 
-    def _continued(self, node: _Node, tools: Sequence[Message]) -> tuple[list[int], Place] | None:
+    def _continued(self, node: _Node, tools: list[Message]) -> tuple[list[int], Place] | None:
         """The path of the last reply, what was sampled there, and the messages behind it; None
         where the template writes something before them otherwise now, or may."""
         behind: list[_Node] = []
@@ -212,7 +225,7 @@ class Conversation:
             behind.append(anchor)
             anchor = anchor.parent
         reply = anchor.reply
-        if reply.tools is not tools and list(reply.tools) != list(tools):
+        if reply.tools != tools:
             return None
         codec, messages = self._codec, [self._prepared(one) for one in reversed(behind)]
         where = f"messages[{anchor.depth + 1}:]"
@@ -221,17 +234,17 @@ class Conversation:
             return self._tree.tokens(reply.place) + self._encode(text, False, where), reply.place
         kind = (
             anchor.shapes,
-            reply.said,
+            bool(reply.said.call_ids),
             tuple(_shape(one) for one in reversed(behind)),
             bool(tools),
             anchor.num_replies.bit_length(),
         )
         if codec.is_append_only.get(kind) is False:
             return None
-        tail = codec.template.tail(
-            Said(anchor.has_reasoning), messages, tools, has_system=anchor.has_system
-        )
+        said = Said(anchor.has_reasoning, reply.said.call_ids)
+        tail = codec.template.tail(said, messages, tools, has_system=anchor.has_system)
         if tail is None:
+            codec.is_append_only[kind] = False
             return None
         tail = codec.without_end(tail, reply.generation)
         token_ids = self._tree.tokens(reply.place) + self._encode(tail, False, where)
@@ -239,7 +252,7 @@ class Conversation:
             codec.is_append_only[kind] = token_ids == self._whole(node, tools)
         return (token_ids, reply.place) if codec.is_append_only[kind] else None
 
-    def _whole(self, node: _Node, tools: Sequence[Message]) -> list[int]:
+    def _whole(self, node: _Node, tools: list[Message]) -> list[int]:
         """Tokens of all messages, rendered together."""
         chain = node.chain()
         token_ids = list(self._codec.opening)
@@ -248,9 +261,9 @@ class Conversation:
             if isinstance(piece, Kept):
                 reply = chain[piece.number].reply
                 assert reply is not None
-                kept = self._kept(reply, piece.is_whole, f"messages[{piece.number}]")
+                kept, is_ended = self._kept(reply, piece.is_whole)
                 token_ids += kept
-                last = reply.generation if kept else None
+                last = reply.generation if is_ended else None
                 continue
             text = piece if last is None else self._codec.without_end(piece, last)
             token_ids += self._encode(text, not token_ids, "messages")
@@ -272,30 +285,31 @@ class Conversation:
                 pieces.append(text + self._prepared(one)["content"])
         return pieces
 
-    def _kept(self, reply: _Reply, is_whole: bool, where: str) -> list[int]:
+    def _kept(self, reply: _Reply, is_whole: bool) -> tuple[list[int], bool]:
+        """What stands for a reply; whether with the end of it that was sampled."""
         token_ids: list[int] = reply.generation.token_ids.tolist()
-        if is_whole:
-            return token_ids
-        start = self._codec.content_start(reply.generation)
+        start = 0 if is_whole else self._codec.content_start(reply.generation)
         if start is None:  # within a token: what is left of it is another text
-            return self._encode(reply.message["content"], False, where)
-        return token_ids[start:]
+            text = self._codec.text.guarded(self._codec.read(reply.generation).content)
+            return self._encode(text, False, "a reply"), False
+        return token_ids[start:], start < len(token_ids)
 
     def _prepared(self, node: _Node) -> dict[str, Any]:
         if node.prepared is None:
+            self._check_role(node)
             node.prepared = for_template(node.message, self._codec.text.guarded)
         return node.prepared
 
+    def _check_role(self, node: _Node) -> None:
+        role, template = node.message["role"], self._codec.template
+        if template is not None and not template.renders(role):
+            raise ValueError(
+                f"messages[{node.depth}] has the role {role!r}, of which the model's chat template "
+                "writes nothing; use another role, or a model whose template knows it."
+            )
+
     def _encode(self, text: str, at_start: bool, where: str) -> list[int]:
         return self._codec.text.encode(text, at_start=at_start, cache=self._encoded, where=where)
-
-    def _thinks(self, path: Path) -> bool:
-        thinking = self._codec.thinking
-        if thinking is None or not thinking.end:
-            return False
-        end = self._codec.text.decode(path.token_ids[-16:]).rstrip()
-        start = thinking.start or thinking.end.replace("/", "")
-        return end.endswith(start)
 
 
 def _child(parent: _Node, message: dict[str, Any]) -> _Node:
@@ -332,9 +346,12 @@ def _known_child(node: _Node, message: Message) -> _Node | None:
     for child in node.children:
         if child.reply is not None and child.reply.message is message:
             return child
+    as_text = message
+    if isinstance(message, Mapping) and not isinstance(message.get("content"), str):
+        as_text = {**message, "content": _text(message.get("content"))}
     for child in reversed(node.children):
         if child.reply is None:
-            if child.message == message:
+            if child.message == message or child.message == as_text:
                 return child
         elif _says(child.reply.message, message):
             return child
@@ -343,16 +360,22 @@ def _known_child(node: _Node, message: Message) -> _Node | None:
 
 def _says(sampled: Message, message: Message) -> bool:
     """Whether a message is one that was sampled, sent back by a client."""
-    if message.get("role") != "assistant":
+    content = _text(message.get("content"))
+    if message.get("role") != "assistant" or not isinstance(content, str):
         return False
-    if (sampled.get("content") or "").strip() != _text(message.get("content")).strip():
+    if (sampled.get("content") or "").strip() != content.strip():
         return False
     calls, others = sampled.get("tool_calls"), message.get("tool_calls")
     return calls == others or canonical_calls(calls) == canonical_calls(others)
 
 
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else ""
+def _text(content: Any) -> Any:
+    """Of a content in parts, their texts joined; another content as it is."""
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return "" if content is None else content
 
 
 def _checked(message: Message, number: int) -> dict[str, Any]:
@@ -361,20 +384,10 @@ def _checked(message: Message, number: int) -> dict[str, Any]:
         raise ValueError(
             f"messages[{number}]={message!r} is no message; give a dict with role and content."
         )
-    content = message.get("content")
-    if content is not None and not isinstance(content, str):
+    content = _text(message.get("content"))
+    if not isinstance(content, str):
         raise ValueError(
-            f"messages[{number}]: content={content!r} is no text; give a string, such as the text "
-            "parts joined."
+            f"messages[{number}]: content={reprlib.repr(content)} is no text; give a string, or "
+            "parts of type text."
         )
-    return dict(message)
-
-
-def _line(node: _Node) -> Line:
-    if node.reply is not None:
-        return "assistant", node.reply.text, True
-    message = node.message
-    text = message.get("content") or ""
-    if message.get("tool_calls"):
-        text += canonical_calls(message["tool_calls"])
-    return message["role"], text, False
+    return copy.deepcopy({**message, "content": content})

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -112,7 +113,20 @@ class TokenTree:
                 parts.append(branch.token_ids[: length - branch.at])
                 length = branch.at
             number = branch.parent
-        return [token for part in reversed(parts) for token in part] if parts[1:] else parts[0]
+        return parts[0] if len(parts) == 1 else [one for part in parts[::-1] for one in part]
+
+    def goes_on(self, place: Place) -> bool:
+        """Whether there are tokens behind it in its branch."""
+        return self._branches[place.branch].length > place.length
+
+    def holds(self, place: Place, branch: int) -> bool:
+        """Whether the branch's path goes on from there, or ends there."""
+        length = self._branches[branch].length
+        while branch != place.branch:
+            length, branch = self._branches[branch].at, self._branches[branch].parent
+            if branch == NO_PARENT:
+                return False
+        return place.length <= length
 
     def find(self, token_ids: Sequence[int], seat: int) -> Place | None:
         """Where the longest beginning of these tokens stands that a branch of the seat has; None:
@@ -146,9 +160,9 @@ class TokenTree:
         known: a place whose tokens the path begins with, where one is known; nothing is compared
         if its branch ends there.
         """
-        if known is None or self._branches[known.branch].length != known.length:
+        if known is None or self.goes_on(known):
             known = self.find(token_ids, seat)
-        if known is not None and self._branches[known.branch].length == known.length:
+        if known is not None and not self.goes_on(known):
             number = known.branch
         else:
             number = len(self._branches)
@@ -221,7 +235,7 @@ class TokenTree:
         return lengths
 
 
-def num_shared(some: Sequence[int], others: Sequence[int], start: int = 0) -> int:
+def num_shared(some: Sequence[Any], others: Sequence[Any], start: int = 0) -> int:
     """How many of `some` stand at the beginning of `others[start:]`."""
     longest = min(len(some), len(others) - start)
     done, step = 0, 64
