@@ -88,6 +88,7 @@ class Path:
     seat: int
     _node: _Node
     _known: Place | None
+    _num_replies: int
     _tools: list[Message]
 
 
@@ -139,6 +140,7 @@ class Conversation:
             seat=seat,
             _node=node,
             _known=place,
+            _num_replies=self._tree.num_replies,
             _tools=shown,
         )
 
@@ -154,6 +156,7 @@ class Conversation:
             generation.policy_versions.tolist(),
             seat=path.seat,
             known=path._known,
+            num_replies=path._num_replies,
         )
         reading = codec.read(generation)
         message: dict[str, Any] = {"role": "assistant", "content": reading.content}

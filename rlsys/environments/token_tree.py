@@ -103,6 +103,10 @@ class TokenTree:
         self._branches: list[_Branch] = []
         self._ends: list[Place] = []  # behind each reply's last token; length -1: it has none
 
+    @property
+    def num_replies(self) -> int:
+        return len(self._ends)
+
     def tokens(self, place: Place) -> list[int]:
         """The path up to there; a new list."""
         parts: list[list[int]] = []
@@ -154,13 +158,15 @@ class TokenTree:
         *,
         seat: int = 0,
         known: Place | None = None,
+        num_replies: int = -1,
     ) -> Place:
         """Put a reply behind the path that it was sampled behind; returns where it ends.
 
-        known: a place whose tokens the path begins with, where one is known; nothing is compared
-        if its branch ends there.
+        known: what `find` says of the path, or a place that it begins with where a branch ends.
+        num_replies: how many there were when that was so; the path is looked for again where there
+        are others now.
         """
-        if known is None or self.goes_on(known):
+        if num_replies != self.num_replies and (known is None or self.goes_on(known)):
             known = self.find(token_ids, seat)
         if known is not None and not self.goes_on(known):
             number = known.branch

@@ -210,8 +210,6 @@ class Episode:
         return encoded(text), message
 
     def rendered(self, messages: list[Message], tools: list[Message]) -> str:
-        if not self.kind.template:
-            return "".join(one["content"] for one in messages)
         made = []
         for one in messages:
             calls = [
@@ -230,7 +228,18 @@ class Episode:
         )
         return text
 
+    def joined(self, messages: list[Message]) -> str:
+        """Decoded together: halves of characters in two replies may meet."""
+        token_ids: list[int] = []
+        for one in messages:
+            end = self.kind.end if one["role"] == "assistant" else ""
+            wild = self.wild.get(id(one))
+            token_ids += wild[1] if wild else encoded(one["content"] + end)
+        return decoded(token_ids)
+
     def expected(self, messages: list[Message]) -> str:
+        if not self.kind.template:
+            return self.joined(messages)
         marked = []
         for number, one in enumerate(messages):
             if id(one) in self.wild:
@@ -241,11 +250,6 @@ class Episode:
             else:
                 marked.append(self.with_reasoning(one))
         text = self.rendered(marked, self.tools)
-        if not self.kind.template:
-            for number, one in enumerate(messages):
-                if one["role"] == "assistant" and id(one) not in self.wild:
-                    text = text.replace(one["content"], one["content"] + self.kind.end)
-                del number
         end = encoded(self.kind.end)[-1]
         for number, one in enumerate(messages):
             if id(one) not in self.wild:
@@ -260,7 +264,7 @@ class Episode:
                     text, reply, said = text.replace(mark, ""), [], ""
                     continue
                 mark = whole
-            if self.kind.template and reply and reply[-1] == end:
+            if reply and reply[-1] == end:
                 mark += self.kind.end
             assert mark in text
             text = text.replace(mark, said)
