@@ -15,12 +15,12 @@ the template is known to write those before them as it did.
 from __future__ import annotations
 
 import copy
-import reprlib
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlsys.environments.codec import Codec
+from rlsys.environments.message_tree import Node, Reply, find
 from rlsys.environments.template import (
     Kept,
     Message,
@@ -33,49 +33,7 @@ from rlsys.environments.text_encoding import Cache
 from rlsys.environments.token_tree import Place, TokenTree, Trajectory
 from rlsys.types import Generation
 
-Shape = tuple[Hashable, ...]  # what a template may look at of a message, beside its texts
 Line = tuple[str, str, bool]  # role, text, whether it was sampled
-
-
-@dataclass(eq=False, slots=True)
-class _Reply:
-    """What was sampled as a message."""
-
-    generation: Generation
-    message: dict[str, Any]  # as it was given out; its owner may have split tool calls off since
-    place: Place  # behind its last token
-    tools: list[Message]
-
-    @property
-    def said(self) -> Said:
-        calls = self.message.get("tool_calls") or ()
-        ids = tuple(str(call.get("id", "")) for call in calls)
-        return Said("reasoning_content" in self.message, ids)
-
-
-@dataclass(eq=False, slots=True)
-class _Node:
-    """A message, behind others."""
-
-    parent: _Node | None
-    message: dict[str, Any]
-    depth: int  # its number among the messages
-    reply: _Reply | None = None
-    children: list[_Node] = field(default_factory=list)
-    prepared: dict[str, Any] | None = None
-    shapes: frozenset[Shape] = frozenset()  # of it and those before it
-    num_replies: int = 0
-    has_reasoning: bool = False  # any reply of it and those before it
-    has_system: bool = False  # the first message
-
-    def chain(self) -> list[_Node]:
-        """From the first message."""
-        nodes = []
-        node: _Node | None = self
-        while node is not None and node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
 
 
 @dataclass(eq=False, frozen=True, slots=True, kw_only=True)
@@ -86,7 +44,7 @@ class Path:
     token_ids: list[int]
     num_reused: int
     seat: int
-    _node: _Node
+    _node: Node
     _known: Place | None
     _num_replies: int
     _tools: list[Message]
@@ -99,9 +57,9 @@ class Conversation:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._tree = TokenTree()
-        self._roots: dict[int, _Node] = {}
+        self._roots: dict[int, Node] = {}
         self._encoded: Cache = {}
-        self._replies: list[_Node] = []
+        self._replies: list[Node] = []
         self._tools: list[Message] = []
         self._guarded_tools: list[Message] = []
 
@@ -124,7 +82,8 @@ class Conversation:
             self._tools = copy.deepcopy(list(tools))
             self._guarded_tools = codec.text.guarded(self._tools)
         shown = self._guarded_tools if tools else []
-        node = self._find(messages, seat)
+        root = self._roots.setdefault(seat, Node(None, {}, -1))
+        node = find(root, messages)
         known = self._continued(node, shown)
         token_ids, place = known if known is not None else (self._whole(node, shown), None)
         if not token_ids:
@@ -162,15 +121,13 @@ class Conversation:
         message: dict[str, Any] = {"role": "assistant", "content": reading.content}
         if reading.reasoning is not None:
             message["reasoning_content"] = reading.reasoning
-        node = _child(path._node, dict(message))
-        node.reply = _Reply(
+        reply = Reply(
             generation=generation,
             message=message,
             place=place,
             tools=path._tools,
         )
-        _summarise(node)
-        self._replies.append(node)
+        self._replies.append(path._node.child(dict(message), reply))
         return message
 
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> Trajectory:
@@ -182,7 +139,7 @@ class Conversation:
         """The messages of each branch of the trajectory, to be read. What was sampled in the
         branch's path has its reasoning and special tokens; what is only repeated there counts as
         not sampled."""
-        last: dict[int, _Node] = {}
+        last: dict[int, Node] = {}
         for node in self._replies:
             assert node.reply is not None
             last[node.reply.place.branch] = node
@@ -191,7 +148,7 @@ class Conversation:
             for number in self._tree.numbers()
         ]
 
-    def _line(self, node: _Node, branch: int) -> Line:
+    def _line(self, node: Node, branch: int) -> Line:
         message, reply = node.message, node.reply
         if reply is not None and self._tree.holds(reply.place, branch):
             return "assistant", self._codec.text.decode(reply.generation.token_ids.tolist()), True
@@ -200,27 +157,10 @@ class Conversation:
             text += canonical_calls(message["tool_calls"])
         return message["role"], text, False
 
-    # Messages.
-
-    def _find(self, messages: Sequence[Message], seat: int) -> _Node:
-        """Where they stand in the tree of messages; those that are new are put there."""
-        node = self._roots.get(seat)
-        if node is None:
-            node = self._roots[seat] = _Node(None, {}, -1)
-        for message in messages:
-            found = _known_child(node, message)
-            if found is None:
-                found = _child(node, _checked(message, node.depth + 1))
-                _summarise(found)
-            node = found
-        return node
-
-    # Tokens.
-
-    def _continued(self, node: _Node, tools: list[Message]) -> tuple[list[int], Place] | None:
+    def _continued(self, node: Node, tools: list[Message]) -> tuple[list[int], Place] | None:
         """The path of the last reply, what was sampled there, and the messages behind it; None
         where the template writes something before them otherwise now, or may."""
-        behind: list[_Node] = []
+        behind: list[Node] = []
         anchor = node
         while anchor.reply is None:
             if anchor.parent is None:
@@ -238,7 +178,7 @@ class Conversation:
         kind = (
             anchor.shapes,
             bool(reply.said.call_ids),
-            tuple(_shape(one) for one in reversed(behind)),
+            tuple(one.shape for one in reversed(behind)),
             bool(tools),
             anchor.num_replies.bit_length(),
         )
@@ -255,7 +195,7 @@ class Conversation:
             codec.is_append_only[kind] = token_ids == self._whole(node, tools)
         return (token_ids, reply.place) if codec.is_append_only[kind] else None
 
-    def _whole(self, node: _Node, tools: list[Message]) -> list[int]:
+    def _whole(self, node: Node, tools: list[Message]) -> list[int]:
         """Tokens of all messages, rendered together."""
         chain = node.chain()
         token_ids = list(self._codec.opening)
@@ -273,7 +213,7 @@ class Conversation:
             last = None
         return token_ids
 
-    def _pieces(self, chain: Sequence[_Node], tools: Sequence[Message]) -> list[Piece]:
+    def _pieces(self, chain: Sequence[Node], tools: Sequence[Message]) -> list[Piece]:
         template = self._codec.template
         if template is not None:
             made = [one.reply.said if one.reply else self._prepared(one) for one in chain]
@@ -288,7 +228,7 @@ class Conversation:
                 pieces.append(text + self._prepared(one)["content"])
         return pieces
 
-    def _kept(self, reply: _Reply, is_whole: bool) -> tuple[list[int], bool]:
+    def _kept(self, reply: Reply, is_whole: bool) -> tuple[list[int], bool]:
         """What stands for a reply; whether with the end of it that was sampled."""
         token_ids: list[int] = reply.generation.token_ids.tolist()
         start = 0 if is_whole else self._codec.content_start(reply.generation)
@@ -297,13 +237,13 @@ class Conversation:
             return self._encode(text, False, "a reply"), False
         return token_ids[start:], start < len(token_ids)
 
-    def _prepared(self, node: _Node) -> dict[str, Any]:
+    def _prepared(self, node: Node) -> dict[str, Any]:
         if node.prepared is None:
             self._check_role(node)
             node.prepared = for_template(node.message, self._codec.text.guarded)
         return node.prepared
 
-    def _check_role(self, node: _Node) -> None:
+    def _check_role(self, node: Node) -> None:
         role, template = node.message["role"], self._codec.template
         if template is not None and not template.renders(role):
             raise ValueError(
@@ -313,84 +253,3 @@ class Conversation:
 
     def _encode(self, text: str, at_start: bool, where: str) -> list[int]:
         return self._codec.text.encode(text, at_start=at_start, cache=self._encoded, where=where)
-
-
-def _child(parent: _Node, message: dict[str, Any]) -> _Node:
-    node = _Node(parent, message, parent.depth + 1)
-    parent.children.append(node)
-    return node
-
-
-def _summarise(node: _Node) -> None:
-    """What of it and those before it a template may look at."""
-    parent = node.parent
-    assert parent is not None
-    shape = _shape(node)
-    node.shapes = parent.shapes if shape in parent.shapes else parent.shapes | {shape}
-    node.num_replies = parent.num_replies + (node.reply is not None)
-    said = node.reply.said.has_reasoning if node.reply else False
-    node.has_reasoning = parent.has_reasoning or said
-    node.has_system = parent.has_system or (node.depth == 0 and node.message["role"] == "system")
-
-
-def _shape(node: _Node) -> Shape:
-    message = node.message
-    return (
-        message["role"],
-        node.reply is not None,
-        bool(message.get("reasoning_content")),
-        bool(message.get("tool_calls")),
-        bool(message.get("content")),
-    )
-
-
-def _known_child(node: _Node, message: Message) -> _Node | None:
-    """The latest that was sampled comes first, where several say the same."""
-    for child in node.children:
-        if child.reply is not None and child.reply.message is message:
-            return child
-    as_text = message
-    if isinstance(message, Mapping) and not isinstance(message.get("content"), str):
-        as_text = {**message, "content": _text(message.get("content"))}
-    for child in reversed(node.children):
-        if child.reply is None:
-            if child.message == message or child.message == as_text:
-                return child
-        elif _says(child.reply.message, message):
-            return child
-    return None
-
-
-def _says(sampled: Message, message: Message) -> bool:
-    """Whether a message is one that was sampled, sent back by a client."""
-    content = _text(message.get("content"))
-    if message.get("role") != "assistant" or not isinstance(content, str):
-        return False
-    if (sampled.get("content") or "").strip() != content.strip():
-        return False
-    calls, others = sampled.get("tool_calls"), message.get("tool_calls")
-    return calls == others or canonical_calls(calls) == canonical_calls(others)
-
-
-def _text(content: Any) -> Any:
-    """Of a content in parts, their texts joined; another content as it is."""
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    return "" if content is None else content
-
-
-def _checked(message: Message, number: int) -> dict[str, Any]:
-    """A copy."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(
-            f"messages[{number}]={message!r} is no message; give a dict with role and content."
-        )
-    content = _text(message.get("content"))
-    if not isinstance(content, str):
-        raise ValueError(
-            f"messages[{number}]: content={reprlib.repr(content)} is no text; give a string, or "
-            "parts of type text."
-        )
-    return copy.deepcopy({**message, "content": content})
