@@ -77,8 +77,7 @@ class Codec:
         """Characters given to the tokenizer since the start."""
         return self.text.num_encoded
 
-    def read(self, generation: Generation, *, prompt_thinks: bool) -> Reading:
-        """prompt_thinks: the prompt ends with the beginning of the reasoning."""
+    def read(self, generation: Generation) -> Reading:
         token_ids: list[int] = generation.token_ids.tolist()
         if generation.finish_reason == FinishReason.STOP and self._ends(token_ids):
             token_ids = token_ids[:-1]
@@ -89,12 +88,12 @@ class Codec:
         if thinking is None:
             return Reading(text, None)
         before, end, after = text.partition(thinking.end)
-        begins = bool(thinking.start) and before.lstrip().startswith(thinking.start)
-        if not (end or begins or prompt_thinks):
+        begins = before.lstrip().startswith(thinking.start)
+        if not (end or begins or thinking.is_begun):
             return Reading(text, None)
         if begins:
             before = before.lstrip().removeprefix(thinking.start)
-        return Reading(after.strip("\n"), before.strip("\n"))
+        return Reading(after.lstrip("\n"), before.strip("\n"))
 
     def _ends(self, token_ids: Sequence[int]) -> bool:
         return bool(token_ids) and (token_ids[-1] in self._stops or token_ids[-1] in self._specials)
