@@ -135,7 +135,8 @@ class EndpointServer:
             session.num_running += 1
             try:
                 body = await _body(request)
-                return await answer(request, session.episode, body)
+                response: web.StreamResponse = await answer(request, session.episode, body)
+                return response
             finally:
                 session.num_running -= 1
         except _Refused as refusal:

@@ -10,6 +10,7 @@ Pure but for the sampler. All times are of the running event loop's clock.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -103,7 +104,7 @@ class Episode:
 
     def __post_init__(self) -> None:
         self._conversation = Conversation(self.codec)
-        self._raw = Conversation(self.codec.without_template)  # of texts without a chat template
+        self._raw: Conversation | None = None  # of texts without a chat template
         self._texts: list[tuple[str, list[Message]]] = []  # its paths
         self._num_tokens = 0  # beyond the first prompt, those that are being sampled included
         self._num_asked = 0
@@ -132,6 +133,8 @@ class Episode:
         """The policy's continuation of a text, without the chat template. One that begins with an
         earlier text and its continuation goes on from there. Raises as `turn` does."""
         self._check_goes_on()
+        if self._raw is None:
+            self._raw = Conversation(self.codec.without_template)
         conversation = self._raw
         messages = self._known_beginning(prompt)
         path = conversation.prompt(messages)
@@ -219,21 +222,30 @@ class Episode:
         self.turns[-1].reward += total
         components = {**self.named, **final}
         return Played(
-            trajectory=joined(*map(self._trajectory, (self._conversation, self._raw))),
+            trajectory=self._trajectory(),
             total=sum(components.values()),
             components=components,
             finish_reason=FinishReason.LENGTH if self.is_truncated else FinishReason.STOP,
             transcript=self.transcript(),
         )
 
-    def _trajectory(self, conversation: Conversation) -> Trajectory:
-        turns = [turn for turn in self.turns if turn.conversation is conversation]
-        return conversation.trajectory([turn.reward for turn in turns])
+    @property
+    def _conversations(self) -> list[Conversation]:
+        return [one for one in (self._conversation, self._raw) if one is not None]
+
+    def _trajectory(self) -> Trajectory:
+        made = [
+            conversation.trajectory(
+                [turn.reward for turn in self.turns if turn.conversation is conversation]
+            )
+            for conversation in self._conversations
+        ]
+        return functools.reduce(joined, made)
 
     def transcript(self) -> list[Mapping[str, Any]]:
         """For people: who said what, branch by branch."""
         told: list[Mapping[str, Any]] = []
-        branches = [*self._conversation.transcript(), *self._raw.transcript()]
+        branches = [branch for one in self._conversations for branch in one.transcript()]
         for number, branch in enumerate(branches):
             for role, text, is_sampled in branch:
                 told.append({"branch": number, "role": role, "text": text, "sampled": is_sampled})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,8 +57,8 @@ class InThreads:
     async def play(self, chat: Chat, task: Any) -> Any:
         raise AssertionError("the environment is async")
 
-    def execute(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Awaitable[Any]:
-        return asyncio.to_thread(function, *args, **named)
+    async def execute(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        return await asyncio.to_thread(function, *args, **named)
 
 
 def hosted(
