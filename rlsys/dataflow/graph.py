@@ -40,9 +40,12 @@ from rlsys.dataflow.given import (
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.schema import StageSpec
 from rlsys.dataflow.stages import (
+    BRANCHES,
+    BRANCHES_COLUMN,
     EXPERTS_COLUMN,
     FACTS,
     IS_GREEDY,
+    MAX_BRANCHES,
     PADDING_BYTES,
     PER,
     PREFERENCE,
@@ -510,7 +513,8 @@ class Dataflow:
         if getattr(stage.loss, "interpolates_proximal", False):
             return
         place = self.stages.index(stage)
-        reads = tuple(c for c in stage.reads if c.name in ROLLOUT_COLUMNS)
+        rollouts = (*ROLLOUT_COLUMNS, BRANCHES_COLUMN)
+        reads = tuple(c for c in stage.reads if c.name in rollouts)
         column = Column(PROXIMAL_COLUMN, "token")
         held = InferStage(
             name=f"infer {PROXIMAL_COLUMN}", reads=reads, writes=(column,), model=stage.model
@@ -565,8 +569,13 @@ class Dataflow:
         for stage in self.stages:
             for column in stage.reads:
                 require(
+                    column != BRANCHES or not isinstance(stage, PerBatchStage),
+                    f"stage {stage.name!r} reads {BRANCHES_COLUMN!r}, which has values for each "
+                    "branch of a rollout and none for its tokens; let it read 'turns' and 'seats'.",
+                )
+                require(
                     column.width == 1
-                    or column.name == EXPERTS_COLUMN
+                    or column.name in (EXPERTS_COLUMN, BRANCHES_COLUMN)
                     or isinstance(stage, TrainStage),
                     f"stage {stage.name!r} reads {column.name!r}, which has {column.width} values "
                     "a token; only the loss of flow.train reads such columns.",
@@ -673,6 +682,7 @@ class Dataflow:
         lengths = {
             PROMPT_COLUMN: max_prompt_tokens,
             EXPERTS_COLUMN: max_prompt_tokens + max_tokens,
+            BRANCHES_COLUMN: MAX_BRANCHES,
         }
         num_bytes = 0
         for stage in self.stages:
@@ -837,6 +847,10 @@ class Dataflow:
         return (*self._add_all(stage), Column(""))[0]
 
     def _add_all(self, stage: Stage) -> tuple[Column, ...]:
+        has_branches = any(BRANCHES in one.writes for one in self.stages)
+        if has_branches and isinstance(stage, InferStage | TrainStage):
+            # Without them a model would read a tree as one line, so no recipe has to name them.
+            stage = replace(stage, reads=_distinct((*stage.reads, BRANCHES)))
         writers = {column.name: s.name for s in self.stages for column in s.writes}
         names = [s.name for s in self.stages]
         require(
