@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,7 @@ import ray
 from rlsys.checkpoint import ROLLOUTS_FILE
 from rlsys.controller import OpenWork
 from rlsys.dataflow.archive import COLUMNS, SavedRollout, read_rollouts, write_rollouts
-from rlsys.dataflow.blocks import BlockRef, Cell
-from rlsys.dataflow.stages import EXPERTS_COLUMN
+from rlsys.dataflow.blocks import Array, BlockRef, Cell
 from rlsys.types import FinishReason, Sampled
 from rlsys.workers import FinishedRollout, Part, RowsLost
 
@@ -44,19 +43,19 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
 
     def write() -> None:
         finished = [
-            SavedRollout(
-                request_id=rollout.request_id,
-                finish_reason=rollout.finish_reason,
-                **{name: of_column[i] for name, of_column in whole.items()},
+            SavedRollout.of(
+                rollout.request_id,
+                rollout.finish_reason,
+                {name: of_column[i] for name, of_column in whole.items()},
             )
             for i, rollout in enumerate(work.finished)
         ]
         partial = [
-            SavedRollout(
-                request_id=request_id,
-                finish_reason="",
-                prompt_token_ids=np.zeros(0, np.int32),
-                **{name: np.concatenate(columns[name]) for name in of_running},
+            SavedRollout.of(
+                request_id,
+                "",
+                {"prompt_token_ids": np.zeros(0, np.int32)}
+                | {name: np.concatenate(columns[name]) for name in of_running},
             )
             for request_id, columns in zip(by_request, running, strict=True)
         ]
@@ -81,7 +80,7 @@ async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) 
     finished: list[FinishedRollout] = []
     parts: list[Part] = []
     for home, rollouts in by_home.items():
-        rows = [{name: [getattr(r, name)] for name in _columns(r)} for r in rollouts]
+        rows = [{name: [array] for name, array in _columns(r).items()} for r in rollouts]
         try:
             blocks = await put_on_node(home, rows, address)
         except RowsLost:
@@ -90,15 +89,17 @@ async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) 
     return OpenWork(finished=finished, parts=parts, homes=home_of)
 
 
-def _columns(rollout: SavedRollout) -> tuple[str, ...]:
-    columns = tuple(COLUMNS) if rollout.finish_reason else PART_COLUMNS
-    return columns if rollout.routed_experts is None else (*columns, EXPERTS_COLUMN)
+def _columns(rollout: SavedRollout) -> Mapping[str, Array]:
+    columns = rollout.columns
+    if not rollout.finish_reason:
+        del columns["prompt_token_ids"]
+    return columns
 
 
 def _beside(cells: Sequence[Cell]) -> tuple[str, ...]:
     """What rollouts of the run have beside COLUMNS."""
-    has_experts = any(EXPERTS_COLUMN in block.layout.columns for block, _ in cells)
-    return (EXPERTS_COLUMN,) if has_experts else ()
+    found = {name for block, _ in cells for name in block.layout.columns}
+    return tuple(sorted(found.difference(COLUMNS)))
 
 
 def _group_of(rollout: SavedRollout) -> int:

@@ -40,20 +40,25 @@ def test_what_is_written_is_read_to_the_last_bit(tmp_path: Path) -> None:
             np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
 
 
-def test_experts_are_kept_where_they_were_recorded(tmp_path: Path) -> None:
+def test_what_rollouts_have_beside_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.npz"
     saved = [
         replace(
             rollout(f"{n}.0.0", "stop", num_prompt_tokens=2, num_tokens=n),
-            routed_experts=np.arange(2 * (1 + n), dtype=np.uint8),
+            beside={
+                "routed_experts": np.arange(2 * (1 + n), dtype=np.uint8),
+                "branches": np.array([n, -1, 2, 0] * n, np.int32),
+                "turn_rewards": np.full(n, 0.5, np.float32),
+            },
         )
         for n in (1, 4)
     ]
     write_rollouts(path, saved)
     for before, after in zip(saved, read_rollouts(path), strict=True):
-        assert after.routed_experts is not None
-        assert after.routed_experts.dtype == np.uint8
-        np.testing.assert_array_equal(after.routed_experts, before.routed_experts)
+        assert after.columns.keys() == before.columns.keys() == {*COLUMNS, *before.beside}
+        for name, array in before.beside.items():
+            assert after.beside[name].dtype == array.dtype
+            np.testing.assert_array_equal(after.beside[name], array)
 
 
 def test_nothing_is_a_file_too(tmp_path: Path) -> None:
