@@ -108,6 +108,17 @@ class Sampled:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Task:
+    """What an environment plays: the dataset's row, and which rollout of which group it makes."""
+
+    row: Mapping[str, Any]
+    group_id: int
+    index: int  # 0 .. group_size - 1
+    group_size: int
+    record: bool = False  # tell its texts, for rollouts.jsonl
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """One completion to sample. A continued one carries its earlier tokens at the prompt's end."""
 
@@ -122,6 +133,8 @@ class GenerationRequest:
     completion: Completion | None = None
     # It is only compared with: whoever writes it marks all of its tokens as INJECTED.
     is_baseline: bool = False
+    # It is played by an environment, which makes its own prompt; None: the prompt is completed.
+    task: Task | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig, require
 from rlsys.data.shared import Shared
+from rlsys.environments.environment import Environment
 from rlsys.rewards.reward import Reward
 from rlsys.types import BRANCH_FIELDS, Rollout
 
@@ -170,6 +171,19 @@ class SourceStage(Stage):
 class GenerateStage(SourceStage):
     model: Model
     greedy_baseline: bool = False  # the last rollout of each group is one
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayStage(GenerateStage):
+    """An environment has the model sample, turn by turn, and says what the episode is worth."""
+
+    environment: Environment
+    parts: tuple[str, ...] = ()  # of its reward, that have columns of their own
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The columns with a value per row: the reward, then its parts."""
+        return tuple(column.name for column in self.writes if column.per == "row")
 
 
 @dataclass(frozen=True, kw_only=True)

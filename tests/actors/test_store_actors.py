@@ -226,8 +226,9 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             await carry_over.save(work, StoreClient(shards.address), again)
             for before, after in zip(rollouts, read_rollouts(again / ROLLOUTS_FILE), strict=True):
                 assert after.request_id == before.request_id
-                found, expected = (one.beside["routed_experts"] for one in (after, before))
-                np.testing.assert_array_equal(found, expected)
+                np.testing.assert_array_equal(
+                    after.beside["routed_experts"], before.beside["routed_experts"]
+                )
             with pytest.raises(ShardLost, match="could not be written on node 00"):
                 await put_on_node("00" * 28, [rows([1], 1)], shards.address)
 
