@@ -42,8 +42,8 @@ def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
     for name, values in rows.scalars.items():
         columns[name] = np.full(num_tokens, values[i], np.float32)
     optional = {name: arrays[name][i] for name in OPTIONAL_FIELDS if name in arrays}
-    if len(optional.get(BRANCHES_COLUMN, ())) == BRANCH_FIELDS:
-        del optional[BRANCHES_COLUMN]  # a single branch is a line
+    if len(optional.get(BRANCHES_COLUMN, ())) <= BRANCH_FIELDS:
+        optional.pop(BRANCHES_COLUMN, None)  # a single branch is a line
     return TrainRow(
         **{name: arrays[name][i] for name in FIELDS},
         **optional,

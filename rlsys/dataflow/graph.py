@@ -45,7 +45,6 @@ from rlsys.dataflow.stages import (
     EXPERTS_COLUMN,
     FACTS,
     IS_GREEDY,
-    MAX_BRANCHES,
     PADDING_BYTES,
     PER,
     PREFERENCE,
@@ -53,7 +52,9 @@ from rlsys.dataflow.stages import (
     PROXIMAL_COLUMN,
     ROLLOUT_COLUMNS,
     SAMPLER_COLUMN,
+    SEATS_COLUMN,
     TURN_REWARDS_COLUMN,
+    TURNS_COLUMN,
     Ask,
     Column,
     Controller,
@@ -92,6 +93,7 @@ from rlsys.metrics import (
     is_own_family,
 )
 from rlsys.rewards.reward import as_rewards
+from rlsys.types import MAX_BRANCHES
 from rlsys.user_functions import name_of
 
 if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
@@ -101,11 +103,13 @@ S = TypeVar("S", bound=Stage)
 
 
 class Episodes(NamedTuple):
-    """What flow.play writes."""
+    """What flow.play writes; `turn_rewards`, `turns` and `seats` have a value per token."""
 
     rollouts: tuple[Column, ...]
     reward: Column
     turn_rewards: Column
+    turns: Column
+    seats: Column
     parts: tuple[Column, ...]
 
 
@@ -204,9 +208,10 @@ class Dataflow:
         flow.generate and flow.score would stand: it asks the model, turn by turn, and says what an
         episode is worth. `tasks` are rows, and need no prompt.
 
-        Returns rollouts, as flow.generate does; their rewards, one each; and turn_rewards, which
-        stand at the last token of each turn (rlsys.algorithms.turn_advantage). `parts`: named
-        numbers of the reward that get columns of their own."""
+        Returns rollouts, as flow.generate does; their rewards, one each; and what functions over
+        turns read (rlsys.algorithms.turn_advantage): turn_rewards, which stand at the last token of
+        each turn, turns and seats. `parts`: named numbers of the reward that get columns of their
+        own. Where a rollout is a tree of branches, models read it as one by themselves."""
         self._check_model("play", model)
         check_is("play", "tasks", tasks, Prompts, A_SOURCE)
         check_group_size("play", group_size)
@@ -223,12 +228,15 @@ class Dataflow:
         check_names("play(parts=", parts, "calls")
         self._check_first_source()
         rollouts = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
-        turn_rewards, reward = Column(TURN_REWARDS_COLUMN, "token"), Column(writes)
+        turn_rewards, turns, seats = (
+            Column(name, "token") for name in (TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN)
+        )
+        reward = Column(writes)
         beside = tuple(Column(part) for part in parts)
         self._add_all(
             PlayStage(
                 name="play",
-                writes=(*rollouts, turn_rewards, reward, *beside),
+                writes=(*rollouts, turn_rewards, turns, seats, BRANCHES, reward, *beside),
                 model=model,
                 prompts=tasks,
                 group_size=group_size,
@@ -236,7 +244,7 @@ class Dataflow:
                 parts=tuple(parts),
             )
         )
-        return Episodes(rollouts, reward, turn_rewards, beside)
+        return Episodes(rollouts, reward, turn_rewards, turns, seats, beside)
 
     def dataset(
         self, prompts: Prompts, *, group_size: int, completions: str = "completions"

@@ -47,7 +47,6 @@ BYTES_PER_VALUE = 4
 
 # Beside them, of rollouts that are trees: which tokens stand behind which (rlsys.engines.branches).
 BRANCHES_COLUMN = "branches"
-MAX_BRANCHES = 64  # of a rollout
 # And of rollouts of several turns, of each token, for functions over a step
 # (rlsys.algorithms.turns): what its turn earned, at the turn's last sampled token, 0 at others; the
 # number of the turn that sampled it, -1: none did; whose turn it is.

@@ -45,7 +45,7 @@ from rlsys.algorithms import (
 from rlsys.algorithms.groups import needs_group
 from rlsys.config import DataConfig, JudgeConfig, RoleConfig, TrainedRoleConfig
 from rlsys.data.shared import Shared
-from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.graph import Dataflow, Episodes
 from rlsys.dataflow.stages import (
     BRANCHES,
     IS_GREEDY,
@@ -56,9 +56,9 @@ from rlsys.dataflow.stages import (
     InferStage,
     Model,
     Prompts,
-    SourceStage,
     TrainStage,
 )
+from rlsys.environments.environment import environment
 from rlsys.rewards.reward import reward as reward_function
 from rlsys.types import Rollout
 
@@ -430,26 +430,25 @@ def test_experts_travel_with_rollouts_to_the_main_model_alone() -> None:
         pairs.replay_routing(width=6, value_bytes=2)
 
 
-def played(flow: Dataflow) -> tuple[Column, ...]:
-    """Rollouts of several turns and branches, from a stage that does nothing else."""
-    names = ("prompt_token_ids", "token_ids", "sampler_logprobs", "policy_versions")
-    rollouts = tuple(Column(name, "token") for name in names)
-    turns = tuple(Column(name, "token") for name in ("turn_rewards", "turns"))
-    flow._add(
-        SourceStage(
-            name="play", prompts=PROMPTS, group_size=2, writes=(*rollouts, *turns, BRANCHES)
-        )
-    )
-    return (*rollouts, *turns)
+def played(flow: Dataflow, policy: Model) -> Episodes:
+
+    @environment
+    async def ask(chat: Any, task: Any) -> float:
+        return float(await chat("1"))
+
+    return flow.play(policy, ask, PROMPTS, group_size=2)
 
 
 def test_every_model_reads_the_branches_of_rollouts() -> None:
     flow = Dataflow()
     policy = flow.model("policy")
-    *rollouts, turn_rewards, turns = played(flow)
+    episodes = played(flow, policy)
+    rollouts = episodes.rollouts
     reference = flow.model("reference", RoleConfig())
     logprobs = flow.infer(reference, rollouts, writes="reference_logprobs")
-    (advantages,) = flow.per_batch(turn_advantage, turn_rewards, turns, per="token")
+    (advantages,) = flow.per_batch(
+        turn_advantage, episodes.turn_rewards, episodes.turns, episodes.seats, per="token"
+    )
     loss = with_kl(clipped_surrogate(), "k3", 0.1)
     flow.train(policy, rollouts, advantages, logprobs, loss=loss, aggregation=token_mean)
     flow.hold_proximal(updates_per_step=2)
@@ -457,8 +456,8 @@ def test_every_model_reads_the_branches_of_rollouts() -> None:
     readers = [stage.name for stage in flow.stages if BRANCHES in stage.reads]
     assert readers == ["infer reference_logprobs", "infer proximal_logprobs", "train"]
     assert BRANCHES in flow.step_reads
-    # 4 numbers of 4 bytes for each of 64 branches, beside prompt and five columns of tokens.
-    of_source = 10 * 4 + 5 * 100 * 4 + 64 * 4 * 4 + 64
+    # 4 numbers of 4 bytes for each of 64 branches, beside prompt and six columns of tokens.
+    of_source = 10 * 4 + 6 * 100 * 4 + 64 * 4 * 4 + 64
     of_reference = 100 * 4 + 64
     assert flow.row_bytes(max_prompt_tokens=10, max_tokens=100) == of_source + of_reference
 
@@ -466,13 +465,13 @@ def test_every_model_reads_the_branches_of_rollouts() -> None:
 def test_a_function_over_a_step_reads_no_branches() -> None:
     flow = Dataflow()
     policy = flow.model("policy")
-    *rollouts, turn_rewards, _ = played(flow)
+    episodes = played(flow, policy)
 
     def of_branches(rewards: torch.Tensor, branches: torch.Tensor) -> torch.Tensor:
         return rewards
 
-    (advantages,) = flow.per_batch(of_branches, turn_rewards, BRANCHES, per="token")
-    flow.train(policy, rollouts, advantages, loss=reinforce(), aggregation=token_mean)
+    (advantages,) = flow.per_batch(of_branches, episodes.turn_rewards, BRANCHES, per="token")
+    flow.train(policy, episodes.rollouts, advantages, loss=reinforce(), aggregation=token_mean)
     with pytest.raises(ValueError, match=r"reads 'branches', which has values for each branch"):
         flow.check()
 
