@@ -23,10 +23,16 @@ import numpy as np
 import ray
 
 from rlsys.dataflow.blocks import Cell
-from rlsys.dataflow.stages import TURN_REWARDS_COLUMN
+from rlsys.dataflow.stages import (
+    BRANCHES_COLUMN,
+    SEATS_COLUMN,
+    TURN_REWARDS_COLUMN,
+    TURNS_COLUMN,
+)
 from rlsys.environments.environment import Environment
 from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest
 from rlsys.environments.turn_desk import Ask
+from rlsys.environments.turns import seats_of, turns_of
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import (
@@ -235,6 +241,9 @@ class EnvironmentActor(Heartbeat):
                 "sampler_logprobs": [t.sampler_logprobs if t else none_f for t in made],
                 "policy_versions": [t.policy_versions if t else none_i for t in made],
                 TURN_REWARDS_COLUMN: [t.turn_rewards if t else none_f for t in made],
+                TURNS_COLUMN: [turns_of(t) if t else none_i for t in made],
+                SEATS_COLUMN: [seats_of(t) if t else none_i for t in made],
+                BRANCHES_COLUMN: [t.branches if t else none_i for t in made],
             }
         )
         return [self._finished(one, (block, place)) for place, one in enumerate(ended)]

@@ -19,7 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlsys.dataflow.stages import BRANCHES_COLUMN, EXPERTS_COLUMN, TURN_REWARDS_COLUMN
+from rlsys.dataflow.stages import (
+    BRANCHES_COLUMN,
+    EXPERTS_COLUMN,
+    SEATS_COLUMN,
+    TURN_REWARDS_COLUMN,
+    TURNS_COLUMN,
+)
 from rlsys.types import Float32Array, Int32Array
 
 COLUMNS = {
@@ -30,7 +36,7 @@ COLUMNS = {
 }
 
 # What rows of some runs have beside them, flat: all rows of a run, or none.
-BESIDE = (EXPERTS_COLUMN, TURN_REWARDS_COLUMN, BRANCHES_COLUMN)
+BESIDE = (EXPERTS_COLUMN, TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN, BRANCHES_COLUMN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ from rlsys.environments.tool_use import ToolUse
 from rlsys.rewards import RewardFailure
 from rlsys.rewards.outcome import failure_from
 from rlsys.signal import Signal
-from rlsys.types import Rollout, SamplingParams
+from rlsys.types import MAX_BRANCHES, Rollout, SamplingParams
 
 # A function that goes on after it was cancelled is left to itself after this.
 CANCEL_TIMEOUT_S = 1.0
@@ -217,8 +217,15 @@ class EpisodeHost:
         try:
             returned = task.result()
         except EpisodeOver:
-            return episode.played(None, is_model_fault=True)
-        return episode.played(returned)
+            played = episode.played(None, is_model_fault=True)
+        else:
+            played = episode.played(returned)
+        if (num_branches := played.trajectory.num_branches) > MAX_BRANCHES:
+            raise EpisodeFailed(
+                f"an episode of {environment.name} has {num_branches} branches, and at most "
+                f"{MAX_BRANCHES} are kept; fork less often, or let conversations only grow."
+            )
+        return played
 
     async def _call(self, episode: Episode, request: EpisodeRequest) -> Any:
         environment, task = self._environment, request.task

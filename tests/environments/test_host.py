@@ -11,6 +11,7 @@ import rlsys
 from rlsys.environments.episode import EpisodeLimits
 from rlsys.environments.host import Ended
 from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.types import MAX_BRANCHES
 from tests.environments.playing import LIMITS, hosted, played, request
 
 
@@ -318,3 +319,16 @@ def test_limits_hold_over_branches() -> None:
     assert ended.played is not None
     assert len(ended.played.trajectory.token_ids) <= 20
     assert LIMITS.max_tokens == 64
+
+
+def test_an_episode_of_too_many_branches_is_the_environments_fault() -> None:
+    @rlsys.environment(max_turns=80)
+    async def forks(chat: Any, task: Any) -> float:
+        for _ in range(MAX_BRANCHES + 1):
+            await chat.fork()("1")
+        return 1.0
+
+    limits = EpisodeLimits(max_prompt_tokens=16, max_tokens=999, max_context=80)
+    ended = play(forks, lambda text: "5", limits=limits)
+    assert ended.failure is not None
+    assert "at most 64 are kept; fork less often" in ended.failure.message
