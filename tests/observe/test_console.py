@@ -5,6 +5,7 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
