@@ -50,7 +50,7 @@ def test_imports_go_one_way() -> None:
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
     "user_functions json_text disk fields metrics environ",
-    "algorithms types errors mesh lora hf_config interrupts pipes blocking",
+    "algorithms types errors mesh lora hf_config interrupts pipes blocking sandbox",
     "file_modes",
     "growing_file",
     "manifest evaluation",

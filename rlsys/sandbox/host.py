@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -61,6 +61,7 @@ class Job:
 class Ended:
     reason: str  # ended, time, disk or killed
     code: int  # of its exit; the signal's number below 0
+    wall_s: float
     cpu_s: float
     stdout: bytes
     stderr: bytes
@@ -283,6 +284,7 @@ class Host:
         ended = Ended(
             reason=told["reason"],
             code=told["code"],
+            wall_s=told["wall_s"],
             cpu_s=told["cpu_s"],
             stdout=stdout,
             stderr=stderr,
@@ -376,5 +378,3 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-Waiter = Callable[[Future[Ended]], Ended]

@@ -6,6 +6,7 @@ In: the text of a program, and what it reads as standard input. Out: what it wro
 from __future__ import annotations
 
 import asyncio
+import socket
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -29,6 +30,7 @@ class Result:
     stderr: str
     exit_code: int
     reason: Reason
+    wall_s: float
     cpu_s: float
 
     @property
@@ -81,6 +83,11 @@ def way() -> str:
 TMP_MIB = 16
 
 
+def check_limits(timeout_s: float, memory_mib: int, output_mib: int = 1) -> None:
+    """Raises ValueError for limits that are none."""
+    limits(timeout_s, memory_mib, output_mib)
+
+
 def limits(timeout_s: float, memory_mib: int, output_mib: int) -> Bounds:
     """Raises ValueError for limits that are none."""
     if not 0 < timeout_s <= MAX_SECONDS:
@@ -98,10 +105,13 @@ def limits(timeout_s: float, memory_mib: int, output_mib: int) -> Bounds:
     )
 
 
-def job(program: str, stdin: str, bounds: Bounds) -> Job:
+def job(program: str, stdin: str, bounds: Bounds, channel: socket.socket | None = None) -> Job:
     # A lone surrogate, which a model can write in JSON, is no text in UTF-8.
     return Job(
-        program=program.encode(errors="replace"), stdin=stdin.encode(errors="replace"), bounds=bounds
+        program=program.encode(errors="replace"),
+        stdin=stdin.encode(errors="replace"),
+        bounds=bounds,
+        channel=channel,
     )
 
 
@@ -130,5 +140,6 @@ def result_of(ended: Ended, output_mib: int) -> Result:
         stderr=stderr,
         exit_code=ended.code,
         reason=reason if reason in REASONS else "ended",  # type: ignore[arg-type]
+        wall_s=ended.wall_s,
         cpu_s=ended.cpu_s,
     )

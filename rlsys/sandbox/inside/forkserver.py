@@ -36,7 +36,8 @@ LOOK_EVERY_S = 0.05
 PRELOADED = (
     "abc array ast bisect cmath collections contextlib copy ctypes dataclasses datetime decimal "
     "enum fractions functools hashlib heapq inspect io itertools json linecache math numbers "
-    "operator random re statistics string struct textwrap threading time traceback types typing"
+    "operator random re statistics string struct textwrap threading time traceback types typing "
+    "rlsys.sandbox.inside.examiner rlsys.sandbox.inside.subject"
 ).split()
 
 
@@ -48,6 +49,7 @@ class Running:
     place: int
     tmp: str
     confined: int  # a pipe that says whether the program began, or why not
+    began_s: float
     deadline_s: float
     disk_bytes: int
     reason: str = "ended"
@@ -134,6 +136,7 @@ class ForkServer:
         finally:
             os.close(confining)
         self._free.pop()
+        began_s = time.monotonic()
         pidfd = os.pidfd_open(pid)
         self._running[pidfd] = Running(
             number=number,
@@ -142,7 +145,8 @@ class ForkServer:
             place=place,
             tmp=tmp,
             confined=confined,
-            deadline_s=time.monotonic() + bounds.timeout_s,
+            began_s=began_s,
+            deadline_s=began_s + bounds.timeout_s,
             disk_bytes=bounds.disk_bytes,
         )
         self._poller.register(pidfd, select.POLLIN)
@@ -150,7 +154,7 @@ class ForkServer:
     def _fork(self) -> int:
         if not self._around.has_namespaces:
             return os.fork()
-        flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
+        flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
         return kernel.fork(flags, signal.SIGCHLD)
 
     def _run(
@@ -194,6 +198,7 @@ class ForkServer:
             "run": one.number,
             "reason": one.reason,
             "code": os.waitstatus_to_exitcode(status),
+            "wall_s": time.monotonic() - one.began_s,
             "cpu_s": usage.ru_utime + usage.ru_stime,
         }
         if began != b"k":

@@ -53,8 +53,6 @@ def _run(source: bytes, tmp: str) -> int:
 def _become_main(tmp: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(HOME=tmp, TMPDIR=tmp)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "rlsys"]:
-        del sys.modules[name]
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     main.__dict__["__file__"] = NAME
