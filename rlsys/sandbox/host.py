@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -96,13 +95,8 @@ class Host:
         self._runs: dict[int, _Run] = {}
         self._next = 0
         self._has_ended = False
-        self._tmp = tempfile.mkdtemp(prefix="rlsys-sandbox-")
-        os.chmod(self._tmp, 0o711)  # programs of other users reach their own directories in it
-        try:
-            self.way, self.version = self._start(ways)
-        except BaseException:
-            shutil.rmtree(self._tmp, ignore_errors=True)
-            raise
+        self.tmp = ""
+        self.way, self.version = self._start(ways)
         threading.Thread(target=self._read, name="sandbox", daemon=True).start()
 
     @property
@@ -161,8 +155,9 @@ class Host:
         )
 
     def _start_one(self, way: Way) -> str:
-        planned = plan(way, self._tmp)
+        planned = plan(way)
         spec = planned.spec | {
+            "tmp_parent": tempfile.gettempdir(),
             "num_places": 2 * self._max_units,
             "first_uid": FIRST_UID + os.getpid() * UIDS_OF_ONE % NUM_UIDS,
         }
@@ -185,7 +180,9 @@ class Host:
                 if answer:
                     self._try_out()
                     ours.settimeout(None)
-                    return str(json.loads(answer)["ready"])
+                    ready = json.loads(answer)
+                    self.tmp = ready["tmp"]  # as the programs see it
+                    return str(ready["ready"])
             except (OSError, SandboxFailed) as error:
                 self._reap()
                 raise ValueError(f"{error}; {_fix(way)}") from error
@@ -314,7 +311,6 @@ class Host:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(END_TIMEOUT_S)
-        shutil.rmtree(self._tmp, ignore_errors=True)
 
 
 # What must fail does, or nothing is said. Files that are there on every machine.

@@ -26,8 +26,9 @@ Way = Literal["namespaces", "landlock"]
 WAYS: tuple[Way, ...] = get_args(Way)
 
 HERE = Path(__file__).parent
-# Where the fork server's own files lie, in a sandbox with a file system of its own.
-CODE = "/sandbox"
+# Where the fork server's own files lie, and the interpreter's, in a file system of its own: under
+# /root, for one, another user could not reach them.
+CODE, PYTHON = "/sandbox", "/python"
 
 # The parents of `inside` hold none of their own modules here.
 BOOT = """
@@ -53,10 +54,9 @@ class Plan:
     spec: dict[str, Any] = field(default_factory=dict)
 
 
-def plan(way: Way, tmp: str) -> Plan:
-    """`tmp`: an empty directory, for the programs' files where they have no file system of their
-    own. Raises ValueError where this machine cannot, saying what to enable."""
-    return _namespaces() if way == "namespaces" else _landlock(tmp)
+def plan(way: Way) -> Plan:
+    """Raises ValueError where this machine cannot, saying what to enable."""
+    return _namespaces() if way == "namespaces" else _landlock()
 
 
 def bubblewrap() -> str | None:
@@ -80,9 +80,9 @@ def _shared_libraries() -> list[str]:
     return sorted(glob.glob(f"{os.path.realpath(sys.base_prefix)}/lib/*.so*"))
 
 
-def _python(boot_path: str) -> list[str]:
+def _python(interpreter: str, boot_path: str) -> list[str]:
     options = ["-S", "-P", "-s", "-B", "-X", "utf8"]
-    return [_interpreter(), *options, "-c", BOOT, boot_path]
+    return [interpreter, *options, "-c", BOOT, boot_path]
 
 
 def _namespaces() -> Plan:
@@ -93,29 +93,37 @@ def _namespaces() -> Plan:
     arguments += ["--unshare-cgroup-try", "--as-pid-1", "--cap-add", "ALL", "--hostname", "sandbox"]
     if os.getuid() != 0:
         arguments += ["--unshare-user"]
+    for path in ("/usr", "/usr/share", "/etc", "/dev", CODE, PYTHON, f"{PYTHON}/bin", f"{PYTHON}/lib"):
+        arguments += ["--perms", "0755", "--dir", path]  # bubblewrap's own are closed to others
     for path in (*LIBRARIES, *DATA):
         if os.path.islink(path):
             arguments += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             arguments += ["--ro-bind", path, path]
+    interpreter = f"{PYTHON}/bin/{os.path.basename(_interpreter())}"
     library = _standard_library()
-    for path in (_interpreter(), library, *_shared_libraries()):
-        arguments += ["--ro-bind", path, path]
+    libraries = f"{PYTHON}/{os.path.basename(os.path.dirname(library))}"
+    moved = {_interpreter(): interpreter, library: f"{libraries}/{os.path.basename(library)}"}
+    arguments += ["--perms", "0755", "--dir", libraries]
+    moved |= {path: f"{PYTHON}/lib/{os.path.basename(path)}" for path in _shared_libraries()}
+    for path, there in moved.items():
+        arguments += ["--ro-bind", path, there]
     for name in OTHER_PACKAGES:
-        for directory in (library, "/usr/lib/python3"):
+        for directory, there in ((library, moved[library]), ("/usr/lib/python3", "/usr/lib/python3")):
             if os.path.isdir(f"{directory}/{name}"):
-                arguments += ["--tmpfs", f"{directory}/{name}"]
+                arguments += ["--tmpfs", f"{there}/{name}"]
+    arguments += ["--setenv", "LD_LIBRARY_PATH", f"{PYTHON}/lib"]
     for path in DEVICES:
         arguments += ["--dev-bind", path, path]
     arguments += ["--ro-bind", str(HERE / "inside"), f"{CODE}/inside"]
     arguments += ["--dir", "/tmp", "--chdir", "/", "--remount-ro", "/"]
     return Plan(
-        command=[program, *arguments, "--", *_python(CODE)],
-        spec={"has_namespaces": True, "tmp": "/tmp", "readable": [], "writable": []},
+        command=[program, *arguments, "--", *_python(interpreter, CODE)],
+        spec={"has_namespaces": True, "readable": [], "writable": []},
     )
 
 
-def _landlock(tmp: str) -> Plan:
+def _landlock() -> Plan:
     try:
         landlock.version()
     except OSError as error:
@@ -127,10 +135,9 @@ def _landlock(tmp: str) -> Plan:
     entries = [f"{library}/{name}" for name in os.listdir(library) if name not in OTHER_PACKAGES]
     readable = [*LIBRARIES, *DATA, *_shared_libraries(), *entries, *DEVICES]
     return Plan(
-        command=_python(str(HERE)),
+        command=_python(_interpreter(), str(HERE)),
         spec={
             "has_namespaces": False,
-            "tmp": tmp,
             "readable": [path for path in readable if os.path.exists(path)],
             "writable": ["/dev/null"],
         },

@@ -40,6 +40,7 @@ class Surroundings:
     first_uid: int
     readable: tuple[int, ...] = ()  # descriptors, without namespaces
     writable: tuple[int, ...] = ()
+    is_hidden: bool = False  # the interpreter lies where other users cannot go, as under /root
 
 
 def confine(
@@ -57,8 +58,10 @@ def confine(
     os.chdir(tmp)
     directory = os.open(tmp, os.O_PATH)
     if around.is_root:
+        kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
         _become(uid)
-    kernel.drop_capabilities()
+    # With this one it can read what any user can; Landlock bounds that to the readable files.
+    kernel.drop_capabilities(but=kernel.CAP_DAC_READ_SEARCH if around.is_hidden else 0)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the fork server has ended meanwhile

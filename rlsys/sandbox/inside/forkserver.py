@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,16 @@ class ForkServer:
                 elif not self._receive():
                     return
             self._look()
+
+    def end(self) -> None:
+        """Kill what runs, and leave nothing."""
+        for one in self._running.values():
+            os.kill(one.pid, signal.SIGKILL)
+            os.waitpid(one.pid, 0)
+            if not self._around.has_namespaces:
+                _remove(one.tmp)
+        if not self._around.has_namespaces:
+            os.rmdir(self._tmp)
 
     def _wait_ms(self) -> int | None:
         if not self._running:
@@ -221,6 +232,16 @@ def _read(fd: int) -> bytes:
     return os.pread(fd, size, 0)
 
 
+def _is_hidden(path: str) -> bool:
+    """Whether a directory above it is closed to other users."""
+    directory = os.path.dirname(path)
+    while directory != "/":
+        if not os.stat(directory).st_mode & 0o001:
+            return True
+        directory = os.path.dirname(directory)
+    return False
+
+
 def _opened(path: str) -> int:
     """A descriptor above those that a program begins with."""
     low = os.open(path, os.O_PATH)
@@ -260,12 +281,20 @@ def main(control_fd: int, spec: dict[str, Any]) -> None:
         first_uid=spec["first_uid"],
         readable=tuple(map(_opened, spec["readable"])),
         writable=tuple(map(_opened, spec["writable"])),
+        is_hidden=os.getuid() == 0 and not spec["has_namespaces"] and _is_hidden(os.__file__),
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if around.has_namespaces:  # what a program mounts is in its own namespace alone
         kernel.mount(None, "/", kernel.MS_REC | kernel.MS_PRIVATE)
     gc.collect()
     gc.freeze()  # no page is copied because its garbage is counted
-    server = ForkServer(control, around, spec["tmp"])
-    control.sendall(json.dumps({"ready": sys.version.split()[0]}).encode())
-    server.serve()
+    tmp = "/tmp"
+    if not around.has_namespaces:
+        tmp = tempfile.mkdtemp(prefix="rlsys-sandbox-", dir=spec["tmp_parent"])
+        os.chmod(tmp, 0o711)  # programs of other users reach their own directories in it
+    server = ForkServer(control, around, tmp)
+    try:
+        control.sendall(json.dumps({"ready": sys.version.split()[0], "tmp": tmp}).encode())
+        server.serve()
+    finally:
+        server.end()

@@ -13,14 +13,14 @@ _syscall.restype = ctypes.c_long
 _locked_syscall = ctypes.PyDLL(None, use_errno=True).syscall
 _locked_syscall.restype = ctypes.c_long
 
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 8, 22, 38
 SECCOMP_MODE_FILTER = 2
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x20000, 0x8000000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x4000, 0x40000
 
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
-CAPABILITY_VERSION_3 = 0x20080522
+CAPABILITY_VERSION_3, CAP_DAC_READ_SEARCH = 0x20080522, 1 << 2
 
 
 def syscall(number: int, *args: object) -> int:
@@ -58,10 +58,11 @@ def fork(flags: int, signal_at_end: int) -> int:
     return pid
 
 
-def drop_capabilities() -> None:
-    """Give up all capabilities of this thread. Raises OSError."""
+def drop_capabilities(*, but: int = 0) -> None:
+    """Give up all capabilities of this thread but those of a mask. Raises OSError."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    syscall(SYS_CAPSET[os.uname().machine], header, (ctypes.c_uint32 * 6)())
+    data = (ctypes.c_uint32 * 6)(but, but, 0, 0, 0, 0)  # effective, permitted, inheritable
+    syscall(SYS_CAPSET[os.uname().machine], header, data)
 
 
 def _wide(argument: object) -> object:
