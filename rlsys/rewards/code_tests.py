@@ -70,7 +70,7 @@ def code_tests(
 async def _code_tests(
     rollout: Rollout, *, column: str, partial_credit: bool, timeout_s: float, memory_mib: int
 ) -> float:
-    tests = tests_of(rollout.metadata.get(column), column)
+    tests = given_tests(rollout.metadata.get(column), column)
     program = program_of(rollout.completion_text)
     if isinstance(tests, str):
         passed = await sandbox.check(program, tests, timeout_s=timeout_s, memory_mib=memory_mib)
@@ -106,7 +106,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def tests_of(value: object, column: str) -> str | Pairs:
+def given_tests(value: object, column: str) -> str | Pairs:
     """Assert statements as one text, or pairs of input and output. Raises ValueError for what is
     neither, which is the data set's fault and no 0 for the model."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):

@@ -69,12 +69,15 @@ class _Pool:
             ended = error.display("type-msg")
         except self._monty.MontyCrashedError as error:
             ended = f"RuntimeError: {error}"
-        return _cut(printed.output + ended)
+        output = _cut(printed.output)
+        if output and ended and not output.endswith("\n"):
+            output += "\n"
+        return (output + _cut(ended)).removesuffix("\n")
 
 
 def _cut(text: str) -> str:
     if len(text) <= MAX_OUTPUT_BYTES:
-        return text.removesuffix("\n")
+        return text
     return f"{text[:MAX_OUTPUT_BYTES]}\n[cut: {len(text)} characters in all]"
 
 
