@@ -1,7 +1,7 @@
 """Programs, learned from their unit tests in minutes on two CPU cores; no GPU, no network.
 
-A prompt says in words what a function of one number does, "x plus 7"; a completion is a program that
-defines it. A sloppy teacher warms a small Qwen3 up: of ten programs that it shows, seven do
+A prompt says in words what a function of one number does, "x plus 7"; a completion is a program
+that defines it. A sloppy teacher warms a small Qwen3 up: of ten programs that it shows, seven do
 something else. GRPO finds out which do what is asked, by running each in the sandbox against tests
 that it does not see.
 
@@ -41,7 +41,9 @@ PROGRAM = "def f(x):\n return {}"
 
 def characters() -> str:
     """All that prompts and programs are made of."""
-    texts = [PROGRAM, "\n0123456789"] + [text for family in FAMILIES.values() for text in family[:2]]
+    texts = [PROGRAM, "\n0123456789"] + [
+        text for family in FAMILIES.values() for text in family[:2]
+    ]
     return "".join(sorted(set("".join(texts)) - set("{}")))
 
 
@@ -51,7 +53,7 @@ class ProgramsConfig(ArithmeticConfig, GRPOConfig):
 
     name: str = "programs"
     """Name of the run's directory below runs_dir; two runs never share one."""
-    num_steps: int = 150
+    num_steps: int = 60
     """Optimizer steps of the whole run, resumed parts included."""
     prompts_per_step: int = 16
     """Groups in one optimizer step."""
@@ -75,7 +77,7 @@ def rows(seed: object, number: int) -> list[dict[str, Any]]:
 
 
 def lesson(rng: random.Random) -> tuple[str, str]:
-    """A prompt and the teacher's program, which often does something else, or with another digit."""
+    """A prompt and the teacher's program, often with another operation or another digit."""
     name, k = rng.choice(list(FAMILIES)), rng.choice(DIGITS)
     prompt = f"{FAMILIES[name][0].format(k=k)}\n"
     if rng.random() > TEACHER_RIGHT_FRAC:

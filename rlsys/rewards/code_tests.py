@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -106,14 +105,16 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def given_tests(value: object, column: str) -> str | Pairs:
+def given_tests(value: Any, column: str) -> str | Pairs:
     """Assert statements as one text, or pairs of input and output. Raises ValueError for what is
     neither, which is the data set's fault and no 0 for the model."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ValueError(f"metadata[{column!r}]={value[:200]!r} is no JSON ({error}).") from error
+            raise ValueError(
+                f"metadata[{column!r}]={value[:200]!r} is no JSON ({error})."
+            ) from error
     if isinstance(value, Mapping):
         inputs, outputs = _either(value, INPUTS), _either(value, OUTPUTS)
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
@@ -127,8 +128,8 @@ def given_tests(value: object, column: str) -> str | Pairs:
         if all(isinstance(i, str) and isinstance(o, str) for i, o in pairs):
             return [(str(i), str(o)) for i, o in pairs]
     raise ValueError(
-        f"metadata[{column!r}]={str(value)[:200]!r} holds no tests; give assert statements, or a list "
-        'of {"stdin": "...", "stdout": "..."}.'
+        f"metadata[{column!r}]={str(value)[:200]!r} holds no tests; give assert statements, or a "
+        'list of {"stdin": "...", "stdout": "..."}.'
     )
 
 

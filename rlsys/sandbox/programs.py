@@ -1,6 +1,7 @@
 """Whole programs, run by CPython in the sandbox.
 
-In: the text of a program, and what it reads as standard input. Out: what it wrote, and how it ended.
+In: the text of a program, and what it reads as standard input. Out: what it wrote, and how it
+ended.
 """
 
 from __future__ import annotations

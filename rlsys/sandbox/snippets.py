@@ -54,7 +54,7 @@ class _Pool:
 
     def run(self, code: str, timeout_s: float, memory_mib: int) -> str:
         printed = self._monty.CollectString(max_bytes=MAX_OUTPUT_BYTES)
-        bounds = {
+        bounds: Any = {
             "max_feed_duration_secs": timeout_s,
             "max_memory": memory_mib * MIB,
             "max_total_sleep_secs": 0.0,
@@ -62,7 +62,9 @@ class _Pool:
         ended = ""
         try:
             with self._workers.checkout(limits=bounds, os_policy={"sleep": "zero"}) as session:
-                value = session.feed_run(code.encode(errors="replace").decode(), print_callback=printed)
+                value = session.feed_run(
+                    code.encode(errors="replace").decode(), print_callback=printed
+                )
             if value is not None:
                 ended = str(value)
         except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:

@@ -93,7 +93,16 @@ def _namespaces() -> Plan:
     arguments += ["--unshare-cgroup-try", "--as-pid-1", "--cap-add", "ALL", "--hostname", "sandbox"]
     if os.getuid() != 0:
         arguments += ["--unshare-user"]
-    for path in ("/usr", "/usr/share", "/etc", "/dev", CODE, PYTHON, f"{PYTHON}/bin", f"{PYTHON}/lib"):
+    for path in (
+        "/usr",
+        "/usr/share",
+        "/etc",
+        "/dev",
+        CODE,
+        PYTHON,
+        f"{PYTHON}/bin",
+        f"{PYTHON}/lib",
+    ):
         arguments += ["--perms", "0755", "--dir", path]  # bubblewrap's own are closed to others
     for path in (*LIBRARIES, *DATA):
         if os.path.islink(path):
@@ -109,7 +118,10 @@ def _namespaces() -> Plan:
     for path, there in moved.items():
         arguments += ["--ro-bind", path, there]
     for name in OTHER_PACKAGES:
-        for directory, there in ((library, moved[library]), ("/usr/lib/python3", "/usr/lib/python3")):
+        for directory, there in (
+            (library, moved[library]),
+            ("/usr/lib/python3", "/usr/lib/python3"),
+        ):
             if os.path.isdir(f"{directory}/{name}"):
                 arguments += ["--tmpfs", f"{there}/{name}"]
     arguments += ["--setenv", "LD_LIBRARY_PATH", f"{PYTHON}/lib"]

@@ -1,4 +1,5 @@
 """Programs against their tests: what is right passes, and no way round it does."""
+# ruff: noqa: E501 (a program and its tests are a line)
 
 from __future__ import annotations
 

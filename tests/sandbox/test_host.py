@@ -17,6 +17,7 @@ from rlsys import sandbox
 from rlsys.sandbox import host as hosts
 from rlsys.sandbox import ways
 from rlsys.sandbox.host import Host, SandboxFailed, SandboxUnavailable
+from rlsys.sandbox.inside import landlock
 from rlsys.sandbox.programs import job, limits
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +104,7 @@ def test_a_machine_that_allows_nothing_says_what_to_enable(monkeypatch: pytest.M
     def no_landlock() -> int:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(ways.landlock, "version", no_landlock)
+    monkeypatch.setattr(landlock, "version", no_landlock)
     monkeypatch.setattr(ways, "bubblewrap", lambda: None)
     with pytest.raises(SandboxUnavailable) as found:
         Host()

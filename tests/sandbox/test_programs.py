@@ -68,7 +68,11 @@ def test_the_end_of_a_program_is_told(program: str, code: int, stderr: str) -> N
 
 
 def test_what_is_no_program_fails_as_in_python() -> None:
-    for program, error in (("(", "SyntaxError"), ("\x00", "SyntaxError"), ("\ud800", "SyntaxError")):
+    for program, error in (
+        ("(", "SyntaxError"),
+        ("\x00", "SyntaxError"),
+        ("\ud800", "SyntaxError"),
+    ):
         result = sandbox.run_sync(program)
         assert result.exit_code == 1
         assert error in result.stderr
@@ -100,7 +104,9 @@ def test_it_has_a_directory_of_its_own_which_is_empty_each_time() -> None:
 
 def test_nothing_is_left_of_the_program_before() -> None:
     told("import builtins, sys, json; builtins.left = json.left = sys.left = 1")
-    program = "import builtins, sys, json\nprint([hasattr(m, 'left') for m in (builtins, sys, json)])"
+    program = (
+        "import builtins, sys, json\nprint([hasattr(m, 'left') for m in (builtins, sys, json)])"
+    )
     assert told(program) == "[False, False, False]\n"
 
 
@@ -156,7 +162,9 @@ def test_output_has_a_limit_and_is_cut() -> None:
         assert result.reason == "output"
         assert result.stdout == result.stdout[:1] * 2**20 or len(result.stdout) == 2**20
     assert len(told("print('x' * 10**7)", output_mib=10)) == 10**7 + 1
-    quiet = sandbox.run_sync("import os\ntry:\n    while True: os.write(2, b'x' * 999)\nexcept OSError: exit(4)")
+    quiet = sandbox.run_sync(
+        "import os\ntry:\n    while True: os.write(2, b'x' * 999)\nexcept OSError: exit(4)"
+    )
     assert (len(quiet.stderr), quiet.reason) == (2**20, "output")
 
 
@@ -374,7 +382,8 @@ def test_a_cancelled_program_is_ended() -> None:
 
 
 def tree() -> list[psutil.Process]:
-    return psutil.Process(hosts.host().pid).children(recursive=True)
+    found: list[psutil.Process] = psutil.Process(hosts.host().pid).children(recursive=True)
+    return found
 
 
 def until(found: object) -> None:

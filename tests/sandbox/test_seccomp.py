@@ -51,8 +51,7 @@ def test_all_other_calls_are_allowed_up_to_the_newest_known(machine: str) -> Non
     which = ARCHITECTURES[machine][0]
     refused = {numbers[which] for numbers in seccomp.REFUSED.values()}
     special = {
-        numbers[which]
-        for numbers in (seccomp.CLONE, seccomp.KILL, seccomp.TGKILL, seccomp.PRLIMIT)
+        numbers[which] for numbers in (seccomp.CLONE, seccomp.KILL, seccomp.TGKILL, seccomp.PRLIMIT)
     }
     for number in set(range(seccomp.FIRST_UNKNOWN)) - refused - special - {seccomp.CLONE3}:
         assert played(machine, number) == ALLOW, number

@@ -88,7 +88,9 @@ def test_a_worker_that_is_killed_costs_one_snippet() -> None:
             child.kill()
     texts = [sandbox.python_sync("1 + 1") for _ in range(4 * len(os.sched_getaffinity(0)))]
     assert texts[-1] == "2"
-    assert {text for text in texts if text != "2"} <= {one for one in texts if "RuntimeError" in one}
+    assert {text for text in texts if text != "2"} <= {
+        one for one in texts if "RuntimeError" in one
+    }
 
 
 def test_many_at_once() -> None:

@@ -1,7 +1,7 @@
 """The examiner of a program: runs its tests, in another process than the program's.
 
-In: on standard input, the tests as JSON, and the names in them that the program must define. Out: on
-standard output, a 1 or a 0 for each test, in order, as soon as it is known.
+In: on standard input, the tests as JSON, and the names in them that the program must define. Out:
+on standard output, a 1 or a 0 for each test, in order, as soon as it is known.
 
 A name that the program defines stands here for its value, if that is plain data, or for something
 that can be called, has attributes and can be iterated, each time by asking the program's process.

@@ -1,11 +1,11 @@
 """The fork server: an interpreter that waits in the sandbox, and forks for each program.
 
-    rlsys ──► socket: limits, descriptors of program, input, output, errors ──► fork ──► confine ──► program
-          ◄── socket: how it ended
+    rlsys ──► limits, descriptors of program, input, output, errors ──► fork ──► confine ──► program
+          ◄── how it ended
 
 The process that runs a program is new, with namespaces of its own where there are any, and runs
 nothing else. This one never reads a program, its input or what it writes; those lie in files in
-memory that only the two ends have. It ends when the socket closes; what it has started ends with it.
+memory that only the two ends have. It ends when the socket closes, and what it has started with it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MAX_OPEN_FILES = 4096
 LOOK_EVERY_S = 0.05
 
 # Loaded once, for all programs: what most of them import.
-PRELOADED = (
-    "abc array ast bisect cmath collections contextlib copy ctypes dataclasses datetime decimal "
-    "enum fractions functools hashlib heapq inspect io itertools json linecache math numbers "
-    "operator random re statistics string struct textwrap threading time traceback types typing "
-    "rlsys.sandbox.inside.examiner rlsys.sandbox.inside.subject"
-).split()
+PRELOADED = """
+    abc array ast bisect cmath collections contextlib copy ctypes dataclasses datetime decimal
+    enum fractions functools hashlib heapq inspect io itertools json linecache math numbers
+    operator random re statistics string struct textwrap threading time traceback types typing
+    rlsys.sandbox.inside.examiner rlsys.sandbox.inside.subject
+""".split()  # noqa: SIM905, they are words
 
 
 @dataclass(kw_only=True)
