@@ -193,9 +193,7 @@ class Host:
 
     def _try_out(self) -> None:
         """A program runs, isolated as it must be."""
-        bounds = Bounds(
-            timeout_s=START_TIMEOUT_S / 2, memory_bytes=2**26, output_bytes=2**16, disk_bytes=2**16
-        )
+        bounds = Bounds(timeout_s=START_TIMEOUT_S / 2, memory_bytes=2**26, output_bytes=2**16)
         job = Job(program=TRIAL, stdin=b"", bounds=bounds)
         unit = _Unit(jobs=[job], futures=[Future()])
         self._send_unit(unit)

@@ -81,9 +81,6 @@ def way() -> str:
     return f"{found.way}, CPython {found.version}"
 
 
-TMP_MIB = 16
-
-
 def check_limits(timeout_s: float, memory_mib: int, output_mib: int = 1) -> None:
     """Raises ValueError for limits that are none."""
     limits(timeout_s, memory_mib, output_mib)
@@ -102,7 +99,6 @@ def limits(timeout_s: float, memory_mib: int, output_mib: int) -> Bounds:
         timeout_s=timeout_s,
         memory_bytes=memory_mib * MIB,
         output_bytes=output_mib * MIB,
-        disk_bytes=TMP_MIB * MIB,
     )
 
 

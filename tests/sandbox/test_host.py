@@ -60,7 +60,7 @@ from rlsys import sandbox
 from rlsys.sandbox import host as hosts
 hosts._of_this_process = host = hosts.Host([sys.argv[1]])
 (future,) = host.submit(hosts.Job(program=b"import time; time.sleep(600)", stdin=b"",
-    bounds=hosts.Bounds(timeout_s=600, memory_bytes=2**26, output_bytes=2**16, disk_bytes=2**16)))
+    bounds=hosts.Bounds(timeout_s=600, memory_bytes=2**26, output_bytes=2**16)))
 sandbox.run_sync("print(1)")
 print(host.pid, host.tmp, flush=True)
 if sys.argv[2] == "wait":

@@ -70,7 +70,7 @@ def test_the_end_of_a_program_is_told(program: str, code: int, stderr: str) -> N
 def test_what_is_no_program_fails_as_in_python() -> None:
     for program, error in (
         ("(", "SyntaxError"),
-        ("\x00", "SyntaxError"),
+        ("\x00", "null bytes"),
         ("\ud800", "SyntaxError"),
     ):
         result = sandbox.run_sync(program)
@@ -237,7 +237,7 @@ def test_no_files_but_its_own(tmp_path: Path) -> None:
         f"os.link({str(secret)!r}, 'here')",
         f"os.symlink({str(secret)!r}, 'here'); open('here')",
         f"open({str(tmp_path / 'new')!r}, 'w')",
-        f"open({home + '/new-from-sandbox'!r}, 'w')",
+        f"open({home + '/../new-from-sandbox'!r}, 'w')",
         f"os.listdir({home!r})",
         "open('/dev/shm/new-from-sandbox', 'w')",
         "open('/tmp/../new-from-sandbox', 'w')",

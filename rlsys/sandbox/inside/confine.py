@@ -13,7 +13,7 @@ from rlsys.sandbox.inside import kernel, landlock, seccomp
 # Threads of one program, where they are counted: not for an ordinary user without namespaces.
 MAX_THREADS = 64
 MAX_OPEN_FILES = 64
-MAX_FILES_IN_TMP = 4096
+MAX_FILES_IN_TMP, DISK_BYTES = 4096, 16 * 2**20  # of a program's own directory
 NOBODY = 65534
 
 # Addresses that the interpreter with its libraries has mapped, before a program is loaded.
@@ -27,7 +27,6 @@ class Bounds:
     timeout_s: float  # of the clock, and of the processor
     memory_bytes: int
     output_bytes: int  # of each file that it writes, output and errors among them
-    disk_bytes: int  # of all files in its /tmp, where that is a file system of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +42,7 @@ class Surroundings:
     is_hidden: bool = False  # the interpreter lies where other users cannot go, as under /root
 
 
-def confine(
-    bounds: Bounds, around: Surroundings, *, place: int, tmp: str, parent: int, num_open: int
-) -> None:
+def confine(around: Surroundings, *, place: int, tmp: str, parent: int, num_open: int) -> None:
     """Raises OSError where something cannot be given up; then no program may run.
 
     `tmp`: the program's own directory. `parent`: pid of the fork server, or 0 in a pid namespace.
@@ -54,7 +51,7 @@ def confine(
     os.setsid()
     uid = around.first_uid + place
     if around.has_namespaces:
-        _own_tmp(tmp, uid if around.is_root else os.getuid(), bounds)
+        _own_tmp(tmp, uid if around.is_root else os.getuid())
     os.chdir(tmp)
     directory = os.open(tmp, os.O_PATH)
     if around.is_root:
@@ -69,17 +66,18 @@ def confine(
     if not around.has_namespaces:
         landlock.restrict(list(around.readable), list(around.writable), directory)
     os.closerange(num_open, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    _limit(bounds, around)
     seccomp.install(seccomp.own_rules())
 
 
-def _own_tmp(tmp: str, uid: int, bounds: Bounds) -> None:
+def _own_tmp(tmp: str, uid: int) -> None:
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-    options = f"mode=700,uid={uid},size={bounds.disk_bytes},nr_inodes={MAX_FILES_IN_TMP}"
+    options = f"mode=700,uid={uid},size={DISK_BYTES},nr_inodes={MAX_FILES_IN_TMP}"
     kernel.mount("tmpfs", tmp, flags, options)
 
 
-def _limit(bounds: Bounds, around: Surroundings) -> None:
+def limit(bounds: Bounds, around: Surroundings, *, num_open: int) -> None:
+    """What a confined process gives up besides for one program. Raises OSError."""
+    os.closerange(num_open, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     cpu_s = int(bounds.timeout_s) + 1
     limits = {
         resource.RLIMIT_AS: INTERPRETER_BYTES + bounds.memory_bytes,

@@ -10,10 +10,12 @@ memory that only the two ends have. It ends when the socket closes, and what it 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib
 import json
+import math
 import os
 import resource
 import select
@@ -23,13 +25,16 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from rlsys.sandbox.inside import confine, kernel, program
 
 MAX_MESSAGE_BYTES = 1 << 16
 MAX_DESCRIPTORS = 5
 MAX_OPEN_FILES = 4096
+# Processes that wait for a program: the time to make one is not the next program's.
+MAX_WAITING = 8
+CONFINED = b"confined"
 # Between looks at the files of running programs, where no file system bounds them.
 LOOK_EVERY_S = 0.05
 
@@ -42,17 +47,18 @@ PRELOADED = """
 """.split()  # noqa: SIM905, they are words
 
 
-@dataclass(kw_only=True)
-class Running:
-    number: int
+@dataclass(kw_only=True, eq=False)
+class Child:
+    """A forked process: it waits for a program until `number` is that of one."""
+
     pid: int
     pidfd: int
     place: int
     tmp: str
-    confined: int  # a pipe that says whether the program began, or why not
-    began_s: float
-    deadline_s: float
-    disk_bytes: int
+    channel: socket.socket
+    number: int | None = None
+    began_s: float = 0.0
+    deadline_s: float = math.inf
     reason: str = "ended"
 
 
@@ -61,24 +67,31 @@ class ForkServer:
         self._control = control
         self._around = around
         self._tmp = tmp  # of all programs, or the directory that holds those of each
-        self._running: dict[int, Running] = {}  # by pidfd
+        self._children: dict[int, Child] = {}  # by pidfd
+        self._waiting: list[Child] = []
         self._free = list(range(around.num_places))
+        self._num_forked = 0
+        self._may_fork_ahead = True
         self._poller = select.poll()
         self._poller.register(control, select.POLLIN)
 
     def serve(self) -> None:
         """Until the socket closes."""
         while True:
-            for fd, _ in self._poller.poll(self._wait_ms()):
+            is_short = self._is_short_of_waiting()
+            events = self._poller.poll(0 if is_short else self._wait_ms())
+            for fd, _ in events:
                 if fd != self._control.fileno():
-                    self._tell_end(self._running.pop(fd))
+                    self._tell_end(self._children.pop(fd))
                 elif not self._receive():
                     return
             self._look()
+            if is_short and not events:
+                self._fork_ahead()
 
     def end(self) -> None:
         """Kill what runs, and leave nothing."""
-        for one in self._running.values():
+        for one in self._children.values():
             os.kill(one.pid, signal.SIGKILL)
             os.waitpid(one.pid, 0)
             if not self._around.has_namespaces:
@@ -86,23 +99,36 @@ class ForkServer:
         if not self._around.has_namespaces:
             os.rmdir(self._tmp)
 
+    def _is_short_of_waiting(self) -> bool:
+        is_short = len(self._waiting) < MAX_WAITING and bool(self._free)
+        return is_short and self._may_fork_ahead
+
+    def _fork_ahead(self) -> None:
+        try:
+            self._waiting.append(self._fork())
+        except OSError:  # the next program says so
+            self._may_fork_ahead = False
+
     def _wait_ms(self) -> int | None:
-        if not self._running:
-            return None
-        wait_s = min(one.deadline_s for one in self._running.values()) - time.monotonic()
-        if not self._around.has_namespaces:
+        until_s = min((one.deadline_s for one in self._children.values()), default=math.inf)
+        wait_s = until_s - time.monotonic()
+        if not self._around.has_namespaces and len(self._children) > len(self._waiting):
             wait_s = min(wait_s, LOOK_EVERY_S)
-        return max(0, int(wait_s * 1000) + 1)
+        return None if wait_s == math.inf else max(0, int(wait_s * 1000) + 1)
 
     def _look(self) -> None:
         now_s = time.monotonic()
-        for one in self._running.values():
+        for one in self._children.values():
             if now_s >= one.deadline_s:
                 self._kill(one, "time")
-            elif not self._around.has_namespaces and _num_bytes(one.tmp) > one.disk_bytes:
+            elif self._is_too_large(one):
                 self._kill(one, "disk")
 
-    def _kill(self, one: Running, reason: str) -> None:
+    def _is_too_large(self, one: Child) -> bool:
+        is_bounded = self._around.has_namespaces or one.number is None
+        return not is_bounded and _num_bytes(one.tmp) > confine.DISK_BYTES
+
+    def _kill(self, one: Child, reason: str) -> None:
         if one.reason == "ended":
             one.reason = reason
         one.deadline_s = time.monotonic() + 1.0  # look again
@@ -114,12 +140,12 @@ class ForkServer:
             return False
         told: dict[str, Any] = json.loads(message)
         if "kill" in told:
-            for one in self._running.values():
+            for one in self._children.values():
                 if one.number == told["kill"]:
                     self._kill(one, "killed")
             return True
         try:
-            self._start(told["run"], confine.Bounds(**told["bounds"]), fds)
+            self._start(told["run"], told["bounds"], fds)
         except OSError as error:
             self._tell({"run": told["run"], "failed": str(error)})
         finally:
@@ -127,84 +153,57 @@ class ForkServer:
                 os.close(fd)
         return True
 
-    def _start(self, number: int, bounds: confine.Bounds, fds: list[int]) -> None:
-        confined, confining = os.pipe()
+    def _start(self, number: int, bounds: dict[str, Any], fds: list[int]) -> None:
+        self._may_fork_ahead = True
+        child = self._waiting.pop() if self._waiting else self._fork()
+        child.number = number
+        child.began_s = time.monotonic()
+        child.deadline_s = child.began_s + bounds["timeout_s"]
+        with contextlib.suppress(OSError):  # it has died; its end is told
+            socket.send_fds(child.channel, [json.dumps(bounds).encode()], fds)
+
+    def _fork(self) -> Child:
+        """Raises OSError."""
         place = self._free[-1]
-        try:
-            tmp = self._tmp
-            if not self._around.has_namespaces:
-                tmp = f"{tmp}/{number}"
-                os.mkdir(tmp, 0o700)
-                if self._around.is_root:
-                    uid = self._around.first_uid + place
-                    os.chown(tmp, uid, uid)
-            pid = self._fork()
-            if pid == 0:
-                self._run(bounds, fds, place=place, tmp=tmp, confining=confining)
-        except OSError:
-            os.close(confined)
-            raise
-        finally:
-            os.close(confining)
-        self._free.pop()
-        began_s = time.monotonic()
-        pidfd = os.pidfd_open(pid)
-        self._running[pidfd] = Running(
-            number=number,
-            pid=pid,
-            pidfd=pidfd,
-            place=place,
-            tmp=tmp,
-            confined=confined,
-            began_s=began_s,
-            deadline_s=began_s + bounds.timeout_s,
-            disk_bytes=bounds.disk_bytes,
-        )
-        self._poller.register(pidfd, select.POLLIN)
-
-    def _fork(self) -> int:
+        self._num_forked += 1
+        tmp = self._tmp
         if not self._around.has_namespaces:
-            return os.fork()
-        flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
-        return kernel.fork(flags, signal.SIGCHLD)
+            tmp = f"{tmp}/{self._num_forked}"
+            os.mkdir(tmp, 0o700)
+            if self._around.is_root:
+                uid = self._around.first_uid + place
+                os.chown(tmp, uid, uid)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            if self._around.has_namespaces:
+                pid = kernel.fork(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS, signal.SIGCHLD)
+            else:
+                pid = os.fork()
+            if pid == 0:
+                wait_and_run(self._around, theirs.fileno(), place=place, tmp=tmp)
+        self._free.pop()
+        pidfd = os.pidfd_open(pid)
+        child = Child(pid=pid, pidfd=pidfd, place=place, tmp=tmp, channel=ours)
+        self._children[pidfd] = child
+        self._poller.register(pidfd, select.POLLIN)
+        return child
 
-    def _run(
-        self, bounds: confine.Bounds, fds: list[int], *, place: int, tmp: str, confining: int
-    ) -> None:
-        """In the new process; never returns."""
-        try:
-            source_fd, *streams = fds
-            source = _read(source_fd)
-            num_kept = len(streams)
-            # Above all that is kept, so that none is overwritten before it is moved.
-            high = [_above(fd) for fd in (*streams, confining)]
-            for i, fd in enumerate(high):
-                os.dup2(fd, i)
-            confine.confine(
-                bounds,
-                self._around,
-                place=place,
-                tmp=tmp,
-                parent=0 if self._around.has_namespaces else self._pid,
-                num_open=num_kept + 1,
-            )
-            os.write(num_kept, b"k")
-            os.close(num_kept)
-        except BaseException as error:  # noqa: BLE001, whatever it is, no program may run
-            os.write(confining, f"{type(error).__name__}: {error}".encode()[:1000])
-            os._exit(1)
-        del self
-        program.run(source, tmp)
-
-    def _tell_end(self, one: Running) -> None:
+    def _tell_end(self, one: Child) -> None:
         self._poller.unregister(one.pidfd)
         os.close(one.pidfd)
         _, status, usage = os.wait4(one.pid, 0)
         self._free.append(one.place)
-        began = os.read(one.confined, 1000)
-        os.close(one.confined)
+        try:
+            began = one.channel.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+        except OSError:
+            began = b""
+        one.channel.close()
         if not self._around.has_namespaces:
             _remove(one.tmp)
+        if one.number is None:
+            self._waiting.remove(one)
+            self._may_fork_ahead = False  # what ended it may end the next; a program will tell
+            return
         told: dict[str, Any] = {
             "run": one.number,
             "reason": one.reason,
@@ -212,16 +211,40 @@ class ForkServer:
             "wall_s": time.monotonic() - one.began_s,
             "cpu_s": usage.ru_utime + usage.ru_stime,
         }
-        if began != b"k":
+        if began != CONFINED:
             told["failed"] = began.decode(errors="replace") or "it was ended before it began"
         self._tell(told)
 
     def _tell(self, told: dict[str, Any]) -> None:
         self._control.sendall(json.dumps(told).encode())
 
-    @property
-    def _pid(self) -> int:
-        return SERVER_PID
+
+def wait_and_run(around: confine.Surroundings, channel: int, *, place: int, tmp: str) -> NoReturn:
+    """In the new process: give up all that must be given up, then wait for a program."""
+    parent = 0 if around.has_namespaces else SERVER_PID
+    kept = 3  # of the descriptors, above the standard ones
+    try:
+        os.dup2(_above(channel), kept)
+        confine.confine(around, place=place, tmp=tmp, parent=parent, num_open=kept + 1)
+    except BaseException as error:  # noqa: BLE001, whatever it is, no program may run
+        with contextlib.suppress(OSError):
+            os.write(channel, f"{type(error).__name__}: {error}".encode()[:1000])
+        os._exit(1)
+    try:
+        mine = socket.socket(fileno=kept)
+        mine.send(CONFINED)
+        message, fds, _, _ = socket.recv_fds(mine, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
+        mine.detach()
+        if not message:
+            os._exit(0)  # the fork server has ended
+        source = _read(fds[0])
+        # Above all that is kept, so that none is overwritten before it is moved.
+        for i, fd in enumerate([_above(fd) for fd in fds[1:]]):
+            os.dup2(fd, i)
+        confine.limit(confine.Bounds(**json.loads(message)), around, num_open=len(fds) - 1)
+    except BaseException:  # noqa: BLE001, as above
+        os._exit(1)
+    program.run(source, tmp)
 
 
 SERVER_PID = os.getpid()
@@ -251,7 +274,7 @@ def _opened(path: str) -> int:
 
 
 def _above(fd: int) -> int:
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, MAX_DESCRIPTORS)
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 2 * MAX_DESCRIPTORS)
 
 
 def _num_bytes(directory: str) -> int:
