@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -289,6 +290,8 @@ class Host:
     def _end(self) -> None:
         """The fork server has ended, or does not answer."""
         self._reap()
+        if self.way == "landlock":  # one that was killed could not do so itself
+            shutil.rmtree(self.tmp, ignore_errors=True)
         with self._lock:
             self._has_ended = True
             runs, waiting = list(self._runs.values()), list(self._waiting)

@@ -238,7 +238,7 @@ def test_no_files_but_its_own(tmp_path: Path) -> None:
         f"os.symlink({str(secret)!r}, 'here'); open('here')",
         f"open({str(tmp_path / 'new')!r}, 'w')",
         f"open({home + '/../new-from-sandbox'!r}, 'w')",
-        f"os.listdir({home!r})",
+        f"os.listdir({str(tmp_path)!r})",
         "open('/dev/shm/new-from-sandbox', 'w')",
         "open('/tmp/../new-from-sandbox', 'w')",
         f"open({sys.prefix + '/pyvenv.cfg'!r})",
