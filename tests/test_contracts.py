@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipes.grpo_gsm8k import GSM8KConfig
+from recipes.programs import ProgramsConfig
 from recipes.quickstart import QuickstartConfig
 from recipes.sums_in_words import Config as SumsInWordsConfig
 from rlsys.cli import parse
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS: dict[str, type] = {
     "quickstart.py": QuickstartConfig,
     "grpo_gsm8k.py": GSM8KConfig,
+    "programs.py": ProgramsConfig,
     "sums_in_words.py": SumsInWordsConfig,
     **{
         f"{name}.py": config_of(name)
@@ -50,7 +52,7 @@ def test_imports_go_one_way() -> None:
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
     "user_functions json_text disk fields metrics environ signal",
-    "algorithms types errors mesh lora hf_config interrupts pipes blocking",
+    "algorithms types errors mesh lora hf_config interrupts pipes blocking sandbox",
     "file_modes",
     "growing_file",
     "manifest evaluation",
