@@ -10,10 +10,12 @@ told as the tool's output. What we did wrong (any other exception) ends the epis
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from pydantic_core import PydanticSerializationError, to_json
@@ -223,8 +225,37 @@ def tool(function: Any = None, /, **options: Any) -> Any:
     return decorate if function is None else decorate(function)
 
 
+class ToolSource(ABC):
+    """What has tools only while it is open, such as a server."""
+
+    @abstractmethod
+    def opened(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
+        """Its tools. Raises ValueError where it cannot be opened."""
+
+
 class ToolSet:
-    """The tools of one environment. `execute` runs the plain functions among them."""
+    """The tools of one environment. `execute` runs the plain functions among them.
+
+    Raises ValueError for two of one name, and for a ToolSource: that needs `ToolSet.opened`.
+    """
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def opened(
+        cls,
+        tools: Iterable[Tool | ToolSource | Callable[..., Any]],
+        *,
+        execute: Execute = asyncio.to_thread,
+    ) -> AsyncIterator[ToolSet]:
+        """With the tools of servers among them, which run until it is left."""
+        async with contextlib.AsyncExitStack() as stack:
+            found: list[Tool | Callable[..., Any]] = []
+            for one in tools:
+                if isinstance(one, ToolSource):
+                    found += await stack.enter_async_context(one.opened())
+                else:
+                    found.append(one)
+            yield cls(found, execute=execute)
 
     def __init__(
         self, tools: Iterable[Tool | Callable[..., Any]], *, execute: Execute = asyncio.to_thread
@@ -232,11 +263,13 @@ class ToolSet:
         self._execute = execute
         self._tools: dict[str, Tool] = {}
         for one in tools:
+            if isinstance(one, ToolSource):
+                raise ValueError(f"{one} is not open; use `async with ToolSet.opened(...)`.")
             made = one if isinstance(one, Tool) else tool(one)
             if made.name in self._tools:
                 raise ValueError(
                     f"two tools are named {made.name!r}, but a model calls by name; tell them "
-                    'apart with @rlsys.tool(name="...").'
+                    'apart with @rlsys.tool(name="..."), or mcp_tools(prefix="...").'
                 )
             self._tools[made.name] = made
 
