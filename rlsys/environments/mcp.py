@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -80,6 +81,11 @@ class McpTools(ToolSource):
     async def opened(self) -> AsyncIterator[Sequence[Tool]]:
         """The tools, while the server runs. Raises ValueError where it does not start, or lacks
         one of the names."""
+        if importlib.util.find_spec("mcp") is None:
+            raise ValueError(
+                f"the tools of {self.where} need the package mcp; install it with "
+                'pip install "rlsys[mcp]".'
+            )
         server = McpServer(self)
         try:
             try:

@@ -101,7 +101,7 @@ def test_it_sees_no_more_of_the_environment_than_it_needs(monkeypatch: pytest.Mo
 def test_a_call_that_takes_too_long_is_told_and_holds_up_no_other() -> None:
     async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
         begin = time.monotonic()
-        waited = asyncio.create_task(say("wait", seconds=600))
+        waited = asyncio.ensure_future(say("wait", seconds=600))
         assert await say("add", a=1) == "2"
         assert await waited == "Error: wait did not end within 1 s and was stopped."
         assert time.monotonic() - begin < LIMIT_S / 2
