@@ -41,6 +41,7 @@ from rlsys.dataflow.stages import (
     Prompts,
     RewardFn,
 )
+from rlsys.environments.environment import agent, environment
 from rlsys.errors import RunFailed
 from rlsys.launching import HeldOut, RunResult, WarmStart, launch, main
 from rlsys.rewards import Reward, example_rollout, reward
@@ -86,7 +87,9 @@ __all__ = [
     "TrainedRoleConfig",
     "TrainerConfig",
     "WarmStart",
+    "agent",
     "algorithms",
+    "environment",
     "example_rollout",
     "launch",
     "main",

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlsys import metrics
-from rlsys.data.prompts import epoch_order
+from rlsys.data.row_source import epoch_order
 from rlsys.data.shared import SharedGroup
 from rlsys.dataflow.ledger import Event, LedgerError, check_fields
 from rlsys.json_text import canonical

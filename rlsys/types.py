@@ -78,6 +78,11 @@ class SamplingParams:
 # sampled, one of a greedy baseline, or, in a chat of a dataset, one of no reply.
 INJECTED = -1
 
+# A rollout may be a tree: numbers that each branch has, in `branches` of a TrainRow (own tokens,
+# parent, tokens of the parent's path that it stands behind, seat), and the parent of one that has
+# none.
+BRANCH_FIELDS, NO_PARENT = 4, -1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
@@ -103,6 +108,17 @@ class Sampled:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Task:
+    """What an environment plays: the dataset's row, and which rollout of which group it makes."""
+
+    row: Mapping[str, Any]
+    group_id: int
+    index: int  # 0 .. group_size - 1
+    group_size: int
+    record: bool = False  # tell its texts, for rollouts.jsonl
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """One completion to sample. A continued one carries its earlier tokens at the prompt's end."""
 
@@ -117,6 +133,8 @@ class GenerationRequest:
     completion: Completion | None = None
     # It is only compared with: whoever writes it marks all of its tokens as INJECTED.
     is_baseline: bool = False
+    # It is played by an environment, which makes its own prompt; None: the prompt is completed.
+    task: Task | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +200,9 @@ class TrainRow:
     # [(P + T - 1) * L * K]: the experts that the sampler sent each input to (Generation), which the
     # policy follows; None: it chooses itself
     routed_experts: ExpertArray | None = None
+    # [4 B] of a tree, as rlsys.engines.branches reads them; None: every token stands behind the one
+    # before it
+    branches: Int32Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ def test_imports_go_one_way() -> None:
 
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
-    "user_functions json_text disk fields metrics environ",
+    "user_functions json_text disk fields metrics environ signal",
     "algorithms types errors mesh lora hf_config interrupts pipes blocking",
     "file_modes",
     "growing_file",
@@ -58,7 +58,8 @@ ROOMS = (
     "run_directory layout",
     "rewards",
     "data",
-    "dataflow environments",
+    "environments",
+    "dataflow",
     "engines",
     "workers",
     "controller",

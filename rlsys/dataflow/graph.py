@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 from rlsys.config import JudgeConfig, TrainedRoleConfig, require
 from rlsys.dataflow.given import (
@@ -50,6 +50,7 @@ from rlsys.dataflow.stages import (
     PROXIMAL_COLUMN,
     ROLLOUT_COLUMNS,
     SAMPLER_COLUMN,
+    TURN_REWARDS_COLUMN,
     Ask,
     Column,
     Controller,
@@ -65,6 +66,7 @@ from rlsys.dataflow.stages import (
     Per,
     PerBatchStage,
     PerGroupStage,
+    PlayStage,
     Prompts,
     RewardFn,
     Role,
@@ -76,6 +78,7 @@ from rlsys.dataflow.stages import (
     TrainStage,
 )
 from rlsys.dataflow.store import StreamStore
+from rlsys.environments.environment import as_environment
 from rlsys.fields import checked
 from rlsys.metrics import (
     REWARD_MEAN,
@@ -92,6 +95,16 @@ if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes se
     from rlsys.algorithms.aggregation import Aggregation
 
 S = TypeVar("S", bound=Stage)
+
+
+class Episodes(NamedTuple):
+    """What flow.play writes."""
+
+    rollouts: tuple[Column, ...]
+    reward: Column
+    turn_rewards: Column
+    parts: tuple[Column, ...]
+
 
 A_SOURCE = "Prompts(config=cfg.data), with rows=... for rows of your own"
 
@@ -173,6 +186,54 @@ class Dataflow:
             )
         )
         return columns
+
+    def play(
+        self,
+        model: Model,
+        environment: Any,
+        tasks: Prompts,
+        *,
+        group_size: int,
+        writes: str = "reward",
+        parts: Sequence[str] = (),
+    ) -> Episodes:
+        """Let `environment` play `group_size` episodes of each task with `model`, where
+        flow.generate and flow.score would stand: it asks the model, turn by turn, and says what an
+        episode is worth. `tasks` are rows, and need no prompt.
+
+        Returns rollouts, as flow.generate does; their rewards, one each; and turn_rewards, which
+        stand at the last token of each turn (rlsys.algorithms.turn_advantage). `parts`: named
+        numbers of the reward that get columns of their own."""
+        self._check_model("play", model)
+        check_is("play", "tasks", tasks, Prompts, A_SOURCE)
+        check_group_size("play", group_size)
+        require(
+            model.is_main and model.head == "logits",
+            f"flow.play samples with {model.name!r} (head {model.head!r}); replicas run the "
+            "model without a configuration of its own, and it must have logits.",
+        )
+        require(
+            tasks.shared is None,
+            "flow.play plays its own episodes, none that other runs share; leave Prompts.shared "
+            "out.",
+        )
+        check_names("play(parts=", parts, "calls")
+        self._check_first_source()
+        rollouts = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
+        turn_rewards, reward = Column(TURN_REWARDS_COLUMN, "token"), Column(writes)
+        beside = tuple(Column(part) for part in parts)
+        self._add_all(
+            PlayStage(
+                name="play",
+                writes=(*rollouts, turn_rewards, reward, *beside),
+                model=model,
+                prompts=tasks,
+                group_size=group_size,
+                environment=as_environment(environment),
+                parts=tuple(parts),
+            )
+        )
+        return Episodes(rollouts, reward, turn_rewards, beside)
 
     def dataset(
         self, prompts: Prompts, *, group_size: int, completions: str = "completions"

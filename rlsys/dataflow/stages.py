@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig, require
 from rlsys.data.shared import Shared
+from rlsys.environments.environment import Environment
 from rlsys.rewards.reward import Reward
 from rlsys.types import Rollout
 
@@ -40,6 +41,8 @@ PROMPT_COLUMN, SAMPLER_COLUMN = "prompt_token_ids", "sampler_logprobs"
 VERSIONS_COLUMN = "policy_versions"
 ROW_COLUMNS = (PROMPT_COLUMN, "token_ids", VERSIONS_COLUMN)  # with which a model can do anything
 ROLLOUT_COLUMNS = (PROMPT_COLUMN, "token_ids", SAMPLER_COLUMN, VERSIONS_COLUMN)
+# What an episode's turns are worth, each at its last token.
+TURN_REWARDS_COLUMN = "turn_rewards"
 # Beside them, of prompt and completion, where the experts of tokens are recorded.
 EXPERTS_COLUMN = "routed_experts"
 BYTES_PER_VALUE = 4
@@ -159,6 +162,19 @@ class SourceStage(Stage):
 class GenerateStage(SourceStage):
     model: Model
     greedy_baseline: bool = False  # the last rollout of each group is one
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayStage(GenerateStage):
+    """An environment has the model sample, turn by turn, and says what the episode is worth."""
+
+    environment: Environment
+    parts: tuple[str, ...] = ()  # of its reward, that have columns of their own
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The columns with a value per row: the reward, then its parts."""
+        return tuple(column.name for column in self.writes if column.per == "row")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ import numpy as np
 
 from rlsys.controller import Group, TrainedStep
 from rlsys.dataflow.blocks import BlockRef, Cell, Layout, layout_of
-from rlsys.dataflow.signal import Signal
 from rlsys.rewards import RewardFailure, RewardResult
+from rlsys.signal import Signal
 from rlsys.types import (
     FinishReason,
     GenerationRequest,
