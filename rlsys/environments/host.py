@@ -120,6 +120,7 @@ class EpisodeHost:
     async def start(self) -> None:
         """What episodes need beside the sampler. Raises ValueError if it cannot be had."""
         await self._plain.start()
+        await self._tools.open()
 
     def decode(self, token_ids: Any) -> str:
         return self._codec.text.decode(list(token_ids))
@@ -157,6 +158,7 @@ class EpisodeHost:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
+        await self._tools.close()
         await self._plain.close()
 
     async def _play(self, request: EpisodeRequest) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
@@ -234,47 +234,59 @@ class ToolSource(ABC):
 
 
 class ToolSet:
-    """The tools of one environment. `execute` runs the plain functions among them.
+    """The tools of one environment. `execute` runs the plain functions among them. Those of a
+    ToolSource are there between `open` and `close`.
 
-    Raises ValueError for two of one name, and for a ToolSource: that needs `ToolSet.opened`.
+    Raises ValueError for two of one name.
     """
 
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def opened(
-        cls,
+    def __init__(
+        self,
         tools: Iterable[Tool | ToolSource | Callable[..., Any]],
         *,
         execute: Execute = asyncio.to_thread,
-    ) -> AsyncIterator[ToolSet]:
-        """With the tools of servers among them, which run until it is left."""
-        async with contextlib.AsyncExitStack() as stack:
-            found: list[Tool | Callable[..., Any]] = []
-            for one in tools:
-                if isinstance(one, ToolSource):
-                    found += await stack.enter_async_context(one.opened())
-                else:
-                    found.append(one)
-            yield cls(found, execute=execute)
-
-    def __init__(
-        self, tools: Iterable[Tool | Callable[..., Any]], *, execute: Execute = asyncio.to_thread
     ) -> None:
         self._execute = execute
         self._tools: dict[str, Tool] = {}
+        self._sources: list[ToolSource] = []
+        self._opened = contextlib.AsyncExitStack()
         for one in tools:
             if isinstance(one, ToolSource):
-                raise ValueError(f"{one} is not open; use `async with ToolSet.opened(...)`.")
-            made = one if isinstance(one, Tool) else tool(one)
-            if made.name in self._tools:
-                raise ValueError(
-                    f"two tools are named {made.name!r}, but a model calls by name; tell them "
-                    'apart with @rlsys.tool(name="..."), or mcp_tools(prefix="...").'
-                )
-            self._tools[made.name] = made
+                self._sources.append(one)
+            else:
+                self._add(one if isinstance(one, Tool) else tool(one))
 
-    def __len__(self) -> int:
-        return len(self._tools)
+    def __bool__(self) -> bool:
+        return bool(self._tools or self._sources)
+
+    async def open(self) -> None:
+        """Start the servers whose tools are among them. Raises ValueError where one does not."""
+        try:
+            for source in self._sources:
+                for one in await self._opened.enter_async_context(source.opened()):
+                    self._add(one)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End what `open` has started."""
+        await self._opened.aclose()
+
+    async def __aenter__(self) -> ToolSet:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def _add(self, one: Tool) -> None:
+        if one.name in self._tools:
+            raise ValueError(
+                f"two tools are named {one.name!r}, but a model calls by name; tell them "
+                'apart with @rlsys.tool(name="..."), or mcp_tools(prefix="...").'
+            )
+        self._tools[one.name] = one
 
     @property
     def names(self) -> tuple[str, ...]:

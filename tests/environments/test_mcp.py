@@ -20,6 +20,7 @@ import rlsys
 from rlsys.environments import mcp as module
 from rlsys.environments.mcp import McpTools
 from rlsys.environments.tool_call import Call
+from rlsys.environments.tool_use import ToolUse
 from rlsys.environments.tools import ToolSet
 
 pytest.importorskip("mcp", reason="the extra rlsys[mcp]")
@@ -35,7 +36,7 @@ def with_tools(
     *tools: McpTools,
 ) -> None:
     async def run() -> None:
-        async with asyncio.timeout(LIMIT_S), ToolSet.opened(tools) as opened:
+        async with asyncio.timeout(LIMIT_S), ToolSet(tools) as opened:
 
             async def say(name: str, /, **arguments: Any) -> str:
                 [message] = await opened.call_all([Call("i", name, arguments)])
@@ -188,9 +189,26 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) 
         rlsys.mcp_tools(**options)
 
 
-def test_a_server_must_be_opened() -> None:
-    with pytest.raises(ValueError, match="is not open"):
-        ToolSet([rlsys.mcp_tools(command=SERVER)])  # type: ignore[list-item]
+def test_an_environment_may_have_a_server_among_its_tools() -> None:
+    @rlsys.environment(tools=[rlsys.mcp_tools(command=SERVER)])
+    async def play(chat: Any, task: Any) -> float:
+        return 0.0
+
+    async def check() -> None:
+        tools = ToolUse(play, "{{ tools }}<tool_call>", asyncio.to_thread)
+        assert tools.schemas == []
+        await tools.open()
+        try:
+            names = [schema["function"]["name"] for schema in tools.schemas]
+            assert names[:2] == ["add", "fail"]
+            message = {"content": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'}
+            tools.split_calls(message)
+            [answer] = await tools.call_all(message["tool_calls"])  # type: ignore[arg-type]
+            assert answer["content"] == "2"
+        finally:
+            await tools.close()
+
+    asyncio.run(check())
 
 
 def serve(port: int) -> subprocess.Popen[bytes]:
