@@ -100,7 +100,8 @@ class OpenEnv(Foreign):
         if self.text not in observation:
             raise KeyError(
                 f"an observation of {self.url} has no {self.text!r}; it has "
-                f"{', '.join(observation)}. Give OpenEnv(text=...) one of these."
+                f"{', '.join(name for name in observation if name not in UNTOLD)}. Give "
+                "OpenEnv(text=...) one of these."
             )
         return str(observation[self.text])
 

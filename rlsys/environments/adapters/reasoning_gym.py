@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,12 @@ class ReasoningGym(Foreign):
         Reasoning Gym does not know."""
         names = list(self.datasets)
         for name in names:
-            self._dataset(name, seed)
+            size, wanted = len(self._dataset(name, seed)), math.ceil(num / len(names))
+            if wanted > size:
+                raise ValueError(
+                    f"{num} tasks of {len(names)} datasets need {wanted} of {name!r}, which is to "
+                    f'have {size}; raise its size: {{"{name}": {{"size": {wanted}}}}}.'
+                )
         return [
             {"dataset": names[n % len(names)], "place": n // len(names), "seed": seed}
             for n in range(num)

@@ -50,6 +50,9 @@ def test_what_it_does_not_know_is_refused() -> None:
         ReasoningGym(datasets={"chain_sum": {"no_such": 1}}).tasks(1)
     with pytest.raises(ValueError, match="refuses the settings"):
         ReasoningGym(datasets={"chain_sum": {"min_terms": 9, "max_terms": 2}}).tasks(1)
+    with pytest.raises(ValueError, match=r"need 501 of 'chain_sum'.*\"size\": 501"):
+        ReasoningGym(datasets={"chain_sum": {}}).tasks(501)
+    assert len(ReasoningGym(datasets={"chain_sum": {"size": 501}}).tasks(501)) == 501
     with pytest.raises(ValueError, match="has no tasks"):
         ReasoningGym()
 
