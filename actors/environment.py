@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,10 +23,16 @@ import numpy as np
 import ray
 
 from rlsys.dataflow.blocks import Cell
-from rlsys.dataflow.stages import TURN_REWARDS_COLUMN
+from rlsys.dataflow.stages import (
+    BRANCHES_COLUMN,
+    SEATS_COLUMN,
+    TURN_REWARDS_COLUMN,
+    TURNS_COLUMN,
+)
 from rlsys.environments.environment import Environment
 from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest
 from rlsys.environments.turn_desk import Ask
+from rlsys.environments.turns import seats_of, turns_of
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import (
@@ -159,9 +166,10 @@ class EnvironmentActor(Heartbeat):
         await host.start()
         self._host = host
 
-    async def place(self) -> tuple[str, str]:
+    async def place(self) -> tuple[str, str, int]:
+        """Ids of the node, of the actor, and of its process there."""
         context = ray.get_runtime_context()
-        return str(context.get_node_id()), str(context.get_actor_id())
+        return str(context.get_node_id()), str(context.get_actor_id()), os.getpid()
 
     async def drain_trace(self) -> TraceBatch:
         return self._tracer.drain()
@@ -233,6 +241,9 @@ class EnvironmentActor(Heartbeat):
                 "sampler_logprobs": [t.sampler_logprobs if t else none_f for t in made],
                 "policy_versions": [t.policy_versions if t else none_i for t in made],
                 TURN_REWARDS_COLUMN: [t.turn_rewards if t else none_f for t in made],
+                TURNS_COLUMN: [turns_of(t) if t else none_i for t in made],
+                SEATS_COLUMN: [seats_of(t) if t else none_i for t in made],
+                BRANCHES_COLUMN: [t.branches if t else none_i for t in made],
             }
         )
         return [self._finished(one, (block, place)) for place, one in enumerate(ended)]
@@ -314,8 +325,8 @@ class PlayingReplica:
         self._num_workers = num_workers
         self._start_timeout_s = start_timeout_s
         self._num_lives = 0
-        self._workers: dict[str, _Player] = {}
-        self._spare: asyncio.Task[_Player] | None = None
+        self._workers: dict[str, Player] = {}
+        self.spare: asyncio.Task[Player] | None = None  # of a worker that plays nothing yet
         self._deaths: Counter[str] = Counter()  # of workers, by episode
         self._serving: asyncio.Future[Any] | None = None
         self._burials: list[str] = []  # actors whose memory in the store is to be taken back
@@ -338,7 +349,15 @@ class PlayingReplica:
 
     @property
     def workers(self) -> list[Worker]:
-        return [self._replica.worker, *(player.worker for player in self._workers.values())]
+        players = [*self._workers.values()]
+        if (spare := self.spare) is not None and spare.done() and not spare.cancelled():
+            players += [] if spare.exception() else [spare.result()]
+        return [self._replica.worker, *(player.worker for player in players)]
+
+    @property
+    def players(self) -> list[Player]:
+        """Its workers, less the spare one."""
+        return [*self._workers.values()]
 
     async def start(self, timeout_s: float) -> None:
         await self._replica.start(timeout_s)
@@ -415,12 +434,10 @@ class PlayingReplica:
         return await self._replica.update_weights(manifest, delayed=delayed)
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
-        if self._spare is not None:
-            self._spare.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                (await self._spare).worker.kill()
-        for player in self._workers.values():
-            player.worker.kill()
+        if self.spare is not None:
+            self.spare.cancel()  # one that is still starting ends with its start
+        for worker in self.workers:
+            worker.kill()
         await self._replica.bury(live_rows)
         for actor_id in [*self._burials, *(one.actor_id for one in self._workers.values())]:
             await self._shards.reclaim(actor_id, live_rows)
@@ -429,25 +446,25 @@ class PlayingReplica:
     def _poll_s(self) -> float:
         return COLLECT_WAIT_S + self._replica.worker.timeout_s
 
-    def _player_of(self, group_id: int) -> _Player:
+    def _player_of(self, group_id: int) -> Player:
         """The worker that has episodes of the group, else the one with the fewest."""
         for player in self._workers.values():
             if group_id in player.groups:
                 return player
         return min(self._workers.values(), key=lambda player: len(player.requests))
 
-    async def _give(self, player: _Player, requests: Sequence[GenerationRequest]) -> None:
+    async def _give(self, player: Player, requests: Sequence[GenerationRequest]) -> None:
         player.requests.update((request.request_id, request) for request in requests)
         with contextlib.suppress(*DEADLY):  # whoever collects from it gives them to another
             await player.worker.call("submit", list(requests))
 
-    async def _replace(self, player: _Player, death: Exception) -> None:
+    async def _replace(self, player: Player, death: Exception) -> None:
         """Its episodes go to its successor, which begins them anew; the engine remembers what they
         had been told. One that several workers have died over has failed."""
         del self._workers[player.name]
         player.worker.end(str(death))
         self._burials.append(player.actor_id)
-        self._deaths.update(player.requests)
+        self._deaths.update(player.requests.keys())
         left: list[GenerationRequest] = []
         lost: list[GenerationRequest] = []
         for name, request in player.requests.items():
@@ -462,7 +479,7 @@ class PlayingReplica:
             await self._give_up(successor, lost, str(death))
 
     async def _give_up(
-        self, player: _Player, requests: Sequence[GenerationRequest], reason: str
+        self, player: Player, requests: Sequence[GenerationRequest], reason: str
     ) -> None:
         player.requests.update((request.request_id, request) for request in requests)
         failure = RewardFailure(
@@ -473,9 +490,9 @@ class PlayingReplica:
         with contextlib.suppress(*DEADLY):  # whoever collects from it gives them to another
             await player.worker.call("give_up", list(requests), failure)
 
-    async def _next(self) -> _Player:
+    async def _next(self) -> Player:
         """The spare worker, or, if it has died, another."""
-        spare, self._spare = self._spare, None
+        spare, self.spare = self.spare, None
         try:
             player = await spare if spare is not None else await self._begin()
             await player.worker.call("place", timeout_s=BLOCKED_S)
@@ -486,33 +503,34 @@ class PlayingReplica:
 
     def _hire_spare(self) -> None:
         """One that has loaded everything, for the death of another."""
-        self._spare = asyncio.create_task(self._begin())
-        self._spare.add_done_callback(lambda task: None if task.cancelled() else task.exception())
+        self.spare = asyncio.create_task(self._begin())
+        self.spare.add_done_callback(lambda task: None if task.cancelled() else task.exception())
 
-    async def _begin(self) -> _Player:
+    async def _begin(self) -> Player:
         name = f"environment-{self.name.removeprefix('rollout-')}.{self._num_lives}"
         self._num_lives += 1
         worker = self._hire(name)
         try:
-            _, actor_id = await worker.call("place", timeout_s=self._start_timeout_s)
+            _, actor_id, pid = await worker.call("place", timeout_s=self._start_timeout_s)
             await worker.call("start", timeout_s=self._start_timeout_s)
         except BaseException:
             worker.kill()
             raise
-        return _Player(name, worker, actor_id)
+        return Player(name, worker, actor_id, pid)
 
     def _died(self, method: str, error: Exception) -> ReplicaDied:
         self._replica.worker.end(str(error))
         return ReplicaDied(f"{self.name} died during {method}: {error}")
 
 
-class _Player:
+class Player:
     """A worker, and what it plays."""
 
-    def __init__(self, name: str, worker: Worker, actor_id: str) -> None:
+    def __init__(self, name: str, worker: Worker, actor_id: str, pid: int) -> None:
         self.name = name
         self.worker = worker
         self.actor_id = actor_id
+        self.pid = pid
         self.requests: dict[str, GenerationRequest] = {}
         self.collecting: asyncio.Future[Any] | None = None
 

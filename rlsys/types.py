@@ -82,6 +82,7 @@ INJECTED = -1
 # parent, tokens of the parent's path that it stands behind, seat), and the parent of one that has
 # none.
 BRANCH_FIELDS, NO_PARENT = 4, -1
+MAX_BRANCHES = 64  # of a rollout; the store keeps room for so many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

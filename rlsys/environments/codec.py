@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -42,6 +43,7 @@ class Codec:
         template_kwargs: Mapping[str, Any] = NO_OPTIONS,
         stop_token_ids: Sequence[int] = (),
     ) -> None:
+        self._tokenizer = tokenizer
         self.text = TextEncoder(tokenizer)
         own = tokenizer.chat_template if chat_template is None else chat_template
         self.template: ChatTemplate | None = None
@@ -61,6 +63,11 @@ class Codec:
         # rendering them all.
         self.is_append_only: dict[Hashable, bool] = {}
 
+    @cached_property
+    def without_template(self) -> Codec:
+        """Of texts that stand as they are."""
+        return self if self.template is None else Codec(self._tokenizer, chat_template="")
+
     @property
     def thinking(self) -> Thinking | None:
         return self.template.thinking if self.template else None
@@ -70,8 +77,7 @@ class Codec:
         """Characters given to the tokenizer since the start."""
         return self.text.num_encoded
 
-    def read(self, generation: Generation, *, prompt_thinks: bool) -> Reading:
-        """prompt_thinks: the prompt ends with the beginning of the reasoning."""
+    def read(self, generation: Generation) -> Reading:
         token_ids: list[int] = generation.token_ids.tolist()
         if generation.finish_reason == FinishReason.STOP and self._ends(token_ids):
             token_ids = token_ids[:-1]
@@ -82,12 +88,12 @@ class Codec:
         if thinking is None:
             return Reading(text, None)
         before, end, after = text.partition(thinking.end)
-        begins = bool(thinking.start) and before.lstrip().startswith(thinking.start)
-        if not (end or begins or prompt_thinks):
+        begins = before.lstrip().startswith(thinking.start)
+        if not (end or begins or thinking.is_begun):
             return Reading(text, None)
         if begins:
             before = before.lstrip().removeprefix(thinking.start)
-        return Reading(after.strip("\n"), before.strip("\n"))
+        return Reading(after.lstrip("\n"), before.strip("\n"))
 
     def _ends(self, token_ids: Sequence[int]) -> bool:
         return bool(token_ids) and (token_ids[-1] in self._stops or token_ids[-1] in self._specials)

@@ -14,11 +14,13 @@ the template is known to write those before them as it did.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlsys.environments.codec import Codec
+from rlsys.environments.message_tree import Node, Reply, find
 from rlsys.environments.template import (
     Kept,
     Message,
@@ -31,45 +33,7 @@ from rlsys.environments.text_encoding import Cache
 from rlsys.environments.token_tree import Place, TokenTree, Trajectory
 from rlsys.types import Generation
 
-Shape = tuple[Hashable, ...]  # what a template may look at of a message, beside its texts
 Line = tuple[str, str, bool]  # role, text, whether it was sampled
-
-
-@dataclass(eq=False, slots=True)
-class _Reply:
-    """What was sampled as a message."""
-
-    generation: Generation
-    message: dict[str, Any]  # as it was given out; its owner may have split tool calls off since
-    said: Said
-    text: str
-    place: Place  # behind its last token
-    tools: Sequence[Message]
-
-
-@dataclass(eq=False, slots=True)
-class _Node:
-    """A message, behind others."""
-
-    parent: _Node | None
-    message: dict[str, Any]
-    depth: int  # its number among the messages
-    reply: _Reply | None = None
-    children: list[_Node] = field(default_factory=list)
-    prepared: dict[str, Any] | None = None
-    shapes: frozenset[Shape] = frozenset()  # of it and those before it
-    num_replies: int = 0
-    has_reasoning: bool = False  # any reply of it and those before it
-    has_system: bool = False  # the first message
-
-    def chain(self) -> list[_Node]:
-        """From the first message."""
-        nodes = []
-        node: _Node | None = self
-        while node is not None and node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
 
 
 @dataclass(eq=False, frozen=True, slots=True, kw_only=True)
@@ -80,9 +44,10 @@ class Path:
     token_ids: list[int]
     num_reused: int
     seat: int
-    _node: _Node
+    _node: Node
     _known: Place | None
-    _tools: Sequence[Message]
+    _num_replies: int
+    _tools: list[Message]
 
 
 class Conversation:
@@ -92,9 +57,11 @@ class Conversation:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._tree = TokenTree()
-        self._roots: dict[int, _Node] = {}
+        self._roots: dict[int, Node] = {}
         self._encoded: Cache = {}
-        self._replies: list[_Node] = []
+        self._replies: list[Node] = []
+        self._tools: list[Message] = []
+        self._guarded_tools: list[Message] = []
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, seat: int = 0
@@ -111,13 +78,30 @@ class Conversation:
                 "model would not see them; use a model whose template does, or describe the tools "
                 "in a message."
             )
-        node = self._find(messages, seat)
-        known = self._continued(node, tools)
-        if known is not None:
-            token_ids, place = known
-            return self._path(node, token_ids, place, tools, seat)
-        token_ids = self._whole(node, tools)
-        return self._path(node, token_ids, self._tree.find(token_ids, seat), tools, seat)
+        if tools and self._tools != list(tools):
+            self._tools = copy.deepcopy(list(tools))
+            self._guarded_tools = codec.text.guarded(self._tools)
+        shown = self._guarded_tools if tools else []
+        root = self._roots.setdefault(seat, Node(None, {}, -1))
+        node = find(root, messages)
+        known = self._continued(node, shown)
+        token_ids, place = known if known is not None else (self._whole(node, shown), None)
+        if not token_ids:
+            raise ValueError(
+                f"{len(messages)} messages without any text are no prompt: there is no token to "
+                "sample behind; give a message with a text."
+            )
+        if place is None or self._tree.goes_on(place):
+            place = self._tree.find(token_ids, seat)
+        return Path(
+            token_ids=token_ids,
+            num_reused=place.length if place else 0,
+            seat=seat,
+            _node=node,
+            _known=place,
+            _num_replies=self._tree.num_replies,
+            _tools=shown,
+        )
 
     def reply(self, path: Path, generation: Generation) -> dict[str, Any]:
         """Keep what was sampled; returns the assistant's message. Whoever splits tool calls off its
@@ -131,22 +115,19 @@ class Conversation:
             generation.policy_versions.tolist(),
             seat=path.seat,
             known=path._known,
+            num_replies=path._num_replies,
         )
-        reading = codec.read(generation, prompt_thinks=self._thinks(path))
+        reading = codec.read(generation)
         message: dict[str, Any] = {"role": "assistant", "content": reading.content}
         if reading.reasoning is not None:
             message["reasoning_content"] = reading.reasoning
-        node = _child(path._node, dict(message))
-        node.reply = _Reply(
+        reply = Reply(
             generation=generation,
             message=message,
-            said=Said(reading.reasoning is not None),
-            text=codec.text.decode(generation.token_ids.tolist()),
             place=place,
             tools=path._tools,
         )
-        _summarise(node)
-        self._replies.append(node)
+        self._replies.append(path._node.child(dict(message), reply))
         return message
 
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> Trajectory:
@@ -155,56 +136,31 @@ class Conversation:
         return self._tree.trajectory(turn_rewards)
 
     def transcript(self) -> list[list[Line]]:
-        """The messages of each branch of the trajectory, to be read: what was sampled with its
-        reasoning and special tokens."""
-        last: dict[int, _Node] = {}
+        """The messages of each branch of the trajectory, to be read. What was sampled in the
+        branch's path has its reasoning and special tokens; what is only repeated there counts as
+        not sampled."""
+        last: dict[int, Node] = {}
         for node in self._replies:
             assert node.reply is not None
             last[node.reply.place.branch] = node
-        kept = self._tree.numbers()
         return [
-            [_line(one) for one in last[number].chain()] if number in last else []
-            for number in kept
+            [self._line(one, number) for one in last[number].chain()]
+            for number in self._tree.numbers()
         ]
 
-    def _path(
-        self,
-        node: _Node,
-        token_ids: list[int],
-        place: Place | None,
-        tools: Sequence[Message],
-        seat: int,
-    ) -> Path:
-        return Path(
-            token_ids=token_ids,
-            num_reused=place.length if place else 0,
-            seat=seat,
-            _node=node,
-            _known=place,
-            _tools=tools,
-        )
+    def _line(self, node: Node, branch: int) -> Line:
+        message, reply = node.message, node.reply
+        if reply is not None and self._tree.holds(reply.place, branch):
+            return "assistant", self._codec.text.decode(reply.generation.token_ids.tolist()), True
+        text = message.get("content") or ""
+        if message.get("tool_calls"):
+            text += canonical_calls(message["tool_calls"])
+        return message["role"], text, False
 
-    # Messages.
-
-    def _find(self, messages: Sequence[Message], seat: int) -> _Node:
-        """Where they stand in the tree of messages; those that are new are put there."""
-        node = self._roots.get(seat)
-        if node is None:
-            node = self._roots[seat] = _Node(None, {}, -1)
-        for message in messages:
-            found = _known_child(node, message)
-            if found is None:
-                found = _child(node, _checked(message, node.depth + 1))
-                _summarise(found)
-            node = found
-        return node
-
-    # Tokens.
-
-    def _continued(self, node: _Node, tools: Sequence[Message]) -> tuple[list[int], Place] | None:
+    def _continued(self, node: Node, tools: list[Message]) -> tuple[list[int], Place] | None:
         """The path of the last reply, what was sampled there, and the messages behind it; None
         where the template writes something before them otherwise now, or may."""
-        behind: list[_Node] = []
+        behind: list[Node] = []
         anchor = node
         while anchor.reply is None:
             if anchor.parent is None:
@@ -212,7 +168,7 @@ class Conversation:
             behind.append(anchor)
             anchor = anchor.parent
         reply = anchor.reply
-        if reply.tools is not tools and list(reply.tools) != list(tools):
+        if reply.tools != tools:
             return None
         codec, messages = self._codec, [self._prepared(one) for one in reversed(behind)]
         where = f"messages[{anchor.depth + 1}:]"
@@ -221,17 +177,17 @@ class Conversation:
             return self._tree.tokens(reply.place) + self._encode(text, False, where), reply.place
         kind = (
             anchor.shapes,
-            reply.said,
-            tuple(_shape(one) for one in reversed(behind)),
+            bool(reply.said.call_ids),
+            tuple(one.shape for one in reversed(behind)),
             bool(tools),
             anchor.num_replies.bit_length(),
         )
         if codec.is_append_only.get(kind) is False:
             return None
-        tail = codec.template.tail(
-            Said(anchor.has_reasoning), messages, tools, has_system=anchor.has_system
-        )
+        said = Said(anchor.has_reasoning, reply.said.call_ids)
+        tail = codec.template.tail(said, messages, tools, has_system=anchor.has_system)
         if tail is None:
+            codec.is_append_only[kind] = False
             return None
         tail = codec.without_end(tail, reply.generation)
         token_ids = self._tree.tokens(reply.place) + self._encode(tail, False, where)
@@ -239,7 +195,7 @@ class Conversation:
             codec.is_append_only[kind] = token_ids == self._whole(node, tools)
         return (token_ids, reply.place) if codec.is_append_only[kind] else None
 
-    def _whole(self, node: _Node, tools: Sequence[Message]) -> list[int]:
+    def _whole(self, node: Node, tools: list[Message]) -> list[int]:
         """Tokens of all messages, rendered together."""
         chain = node.chain()
         token_ids = list(self._codec.opening)
@@ -248,16 +204,16 @@ class Conversation:
             if isinstance(piece, Kept):
                 reply = chain[piece.number].reply
                 assert reply is not None
-                kept = self._kept(reply, piece.is_whole, f"messages[{piece.number}]")
+                kept, is_ended = self._kept(reply, piece.is_whole)
                 token_ids += kept
-                last = reply.generation if kept else None
+                last = reply.generation if is_ended else None
                 continue
             text = piece if last is None else self._codec.without_end(piece, last)
             token_ids += self._encode(text, not token_ids, "messages")
             last = None
         return token_ids
 
-    def _pieces(self, chain: Sequence[_Node], tools: Sequence[Message]) -> list[Piece]:
+    def _pieces(self, chain: Sequence[Node], tools: Sequence[Message]) -> list[Piece]:
         template = self._codec.template
         if template is not None:
             made = [one.reply.said if one.reply else self._prepared(one) for one in chain]
@@ -272,109 +228,28 @@ class Conversation:
                 pieces.append(text + self._prepared(one)["content"])
         return pieces
 
-    def _kept(self, reply: _Reply, is_whole: bool, where: str) -> list[int]:
+    def _kept(self, reply: Reply, is_whole: bool) -> tuple[list[int], bool]:
+        """What stands for a reply; whether with the end of it that was sampled."""
         token_ids: list[int] = reply.generation.token_ids.tolist()
-        if is_whole:
-            return token_ids
-        start = self._codec.content_start(reply.generation)
+        start = 0 if is_whole else self._codec.content_start(reply.generation)
         if start is None:  # within a token: what is left of it is another text
-            return self._encode(reply.message["content"], False, where)
-        return token_ids[start:]
+            text = self._codec.text.guarded(self._codec.read(reply.generation).content)
+            return self._encode(text, False, "a reply"), False
+        return token_ids[start:], start < len(token_ids)
 
-    def _prepared(self, node: _Node) -> dict[str, Any]:
+    def _prepared(self, node: Node) -> dict[str, Any]:
         if node.prepared is None:
+            self._check_role(node)
             node.prepared = for_template(node.message, self._codec.text.guarded)
         return node.prepared
 
+    def _check_role(self, node: Node) -> None:
+        role, template = node.message["role"], self._codec.template
+        if template is not None and not template.renders(role):
+            raise ValueError(
+                f"messages[{node.depth}] has the role {role!r}, of which the model's chat template "
+                "writes nothing; use another role, or a model whose template knows it."
+            )
+
     def _encode(self, text: str, at_start: bool, where: str) -> list[int]:
         return self._codec.text.encode(text, at_start=at_start, cache=self._encoded, where=where)
-
-    def _thinks(self, path: Path) -> bool:
-        thinking = self._codec.thinking
-        if thinking is None or not thinking.end:
-            return False
-        end = self._codec.text.decode(path.token_ids[-16:]).rstrip()
-        start = thinking.start or thinking.end.replace("/", "")
-        return end.endswith(start)
-
-
-def _child(parent: _Node, message: dict[str, Any]) -> _Node:
-    node = _Node(parent, message, parent.depth + 1)
-    parent.children.append(node)
-    return node
-
-
-def _summarise(node: _Node) -> None:
-    """What of it and those before it a template may look at."""
-    parent = node.parent
-    assert parent is not None
-    shape = _shape(node)
-    node.shapes = parent.shapes if shape in parent.shapes else parent.shapes | {shape}
-    node.num_replies = parent.num_replies + (node.reply is not None)
-    said = node.reply.said.has_reasoning if node.reply else False
-    node.has_reasoning = parent.has_reasoning or said
-    node.has_system = parent.has_system or (node.depth == 0 and node.message["role"] == "system")
-
-
-def _shape(node: _Node) -> Shape:
-    message = node.message
-    return (
-        message["role"],
-        node.reply is not None,
-        bool(message.get("reasoning_content")),
-        bool(message.get("tool_calls")),
-        bool(message.get("content")),
-    )
-
-
-def _known_child(node: _Node, message: Message) -> _Node | None:
-    """The latest that was sampled comes first, where several say the same."""
-    for child in node.children:
-        if child.reply is not None and child.reply.message is message:
-            return child
-    for child in reversed(node.children):
-        if child.reply is None:
-            if child.message == message:
-                return child
-        elif _says(child.reply.message, message):
-            return child
-    return None
-
-
-def _says(sampled: Message, message: Message) -> bool:
-    """Whether a message is one that was sampled, sent back by a client."""
-    if message.get("role") != "assistant":
-        return False
-    if (sampled.get("content") or "").strip() != _text(message.get("content")).strip():
-        return False
-    calls, others = sampled.get("tool_calls"), message.get("tool_calls")
-    return calls == others or canonical_calls(calls) == canonical_calls(others)
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else ""
-
-
-def _checked(message: Message, number: int) -> dict[str, Any]:
-    """A copy."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(
-            f"messages[{number}]={message!r} is no message; give a dict with role and content."
-        )
-    content = message.get("content")
-    if content is not None and not isinstance(content, str):
-        raise ValueError(
-            f"messages[{number}]: content={content!r} is no text; give a string, such as the text "
-            "parts joined."
-        )
-    return dict(message)
-
-
-def _line(node: _Node) -> Line:
-    if node.reply is not None:
-        return "assistant", node.reply.text, True
-    message = node.message
-    text = message.get("content") or ""
-    if message.get("tool_calls"):
-        text += canonical_calls(message["tool_calls"])
-    return message["role"], text, False

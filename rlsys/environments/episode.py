@@ -10,6 +10,7 @@ Pure but for the sampler. All times are of the running event loop's clock.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from rlsys.environments.codec import Codec
 from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.environment import Environment
 from rlsys.environments.template import Message
-from rlsys.environments.token_tree import Trajectory
+from rlsys.environments.token_tree import Trajectory, joined
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 # Of the names of rewards: what the function returned.
@@ -58,6 +59,7 @@ class Turn:
     """One reply of the policy."""
 
     seat: int
+    conversation: Conversation
     message: dict[str, Any]
     text: str  # of the reply, without its end
     is_truncated: bool
@@ -102,6 +104,8 @@ class Episode:
 
     def __post_init__(self) -> None:
         self._conversation = Conversation(self.codec)
+        self._raw: Conversation | None = None  # of texts without a chat template
+        self._texts: list[tuple[str, list[Message]]] = []  # its paths
         self._num_tokens = 0  # beyond the first prompt, those that are being sampled included
         self._num_asked = 0
 
@@ -114,45 +118,77 @@ class Episode:
         seat: int = 0,
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
-        sampling: SamplingParams | None = None,
+        stop: tuple[str, ...] = (),
     ) -> Turn:
         """The policy's reply to the messages. Raises EpisodeOver where there is no room for one, or
         no turn left; ValueError for messages that cannot be rendered."""
+        self._check_goes_on()
+        conversation = self._conversation
+        path = conversation.prompt(messages, tools, seat=seat)
+        return await self._asked(conversation, path, seat, max_tokens, stop)
+
+    async def complete(
+        self, prompt: str, *, max_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Turn:
+        """The policy's continuation of a text, without the chat template. One that begins with an
+        earlier text and its continuation goes on from there. Raises as `turn` does."""
+        self._check_goes_on()
+        if self._raw is None:
+            self._raw = Conversation(self.codec.without_template)
+        conversation = self._raw
+        messages = self._known_beginning(prompt)
+        path = conversation.prompt(messages)
+        turn = await self._asked(conversation, path, 0, max_tokens, stop)
+        self._texts.append((prompt + turn.text, [*messages, turn.message]))
+        return turn
+
+    def _check_goes_on(self) -> None:
+        max_turns = self.environment.max_turns
+        self.is_over |= max_turns is not None and self._num_asked >= max_turns
         if self.is_over:
             raise EpisodeOver
-        max_turns = self.environment.max_turns
-        if max_turns is not None and self._num_asked >= max_turns:
-            self.is_over = True
-            raise EpisodeOver
-        path = self._conversation.prompt(messages, tools, seat=seat)
+
+    async def _asked(
+        self,
+        conversation: Conversation,
+        path: Path,
+        seat: int,
+        max_tokens: int | None,
+        stop: tuple[str, ...],
+    ) -> Turn:
         room = self._take_room(path)
         limits = (room, self.environment.turn_tokens, max_tokens)
         wanted = min(limit for limit in limits if limit is not None)
         self._num_tokens += wanted
         self._num_asked += 1
-        request = self._request(path, wanted, sampling or self.base)
-        generation = await self._sampled(request)
-        num_sampled = len(generation.token_ids)
-        self._num_tokens -= wanted - num_sampled
+        generation = await self._sampled(self._request(path, wanted, stop))
+        self._num_tokens -= wanted - len(generation.token_ids)
         is_cut = generation.finish_reason is FinishReason.LENGTH
-        message = self._conversation.reply(path, generation)
+        message = conversation.reply(path, generation)
         self.is_truncated |= is_cut and wanted == room
         self.is_over |= self.is_truncated
-        if max_turns is not None and self._num_asked >= max_turns:
-            self.is_over = True
-        versions = generation.policy_versions
+        max_turns = self.environment.max_turns
+        self.is_over |= max_turns is not None and self._num_asked >= max_turns
         turn = Turn(
             seat=seat,
+            conversation=conversation,
             message=message,
             text=str(message.get("content") or ""),
             is_truncated=is_cut,
             token_ids=generation.token_ids.tolist(),
             logprobs=generation.sampler_logprobs.tolist(),
             num_prompt_tokens=len(path.token_ids),
-            policy_version=int(versions.max(initial=-1)),
+            policy_version=int(generation.policy_versions.max(initial=-1)),
         )
         self.turns.append(turn)
         return turn
+
+    def _known_beginning(self, prompt: str) -> list[Message]:
+        """A text as messages: the longest that is known, and what follows it."""
+        known = [one for one in self._texts if prompt.startswith(one[0])]
+        text, messages = max(known, key=lambda one: len(one[0]), default=("", []))
+        rest = prompt[len(text) :]
+        return [*messages, {"role": "user", "content": rest}] if rest or not messages else messages
 
     def reward(self, turn: Turn | None, value: object, name: str) -> None:
         """For a turn. Raises ValueError for what is no finite number, and before the first turn."""
@@ -186,17 +222,31 @@ class Episode:
         self.turns[-1].reward += total
         components = {**self.named, **final}
         return Played(
-            trajectory=self._conversation.trajectory([turn.reward for turn in self.turns]),
+            trajectory=self._trajectory(),
             total=sum(components.values()),
             components=components,
             finish_reason=FinishReason.LENGTH if self.is_truncated else FinishReason.STOP,
             transcript=self.transcript(),
         )
 
+    @property
+    def _conversations(self) -> list[Conversation]:
+        return [one for one in (self._conversation, self._raw) if one is not None]
+
+    def _trajectory(self) -> Trajectory:
+        made = [
+            conversation.trajectory(
+                [turn.reward for turn in self.turns if turn.conversation is conversation]
+            )
+            for conversation in self._conversations
+        ]
+        return functools.reduce(joined, made)
+
     def transcript(self) -> list[Mapping[str, Any]]:
         """For people: who said what, branch by branch."""
         told: list[Mapping[str, Any]] = []
-        for number, branch in enumerate(self._conversation.transcript()):
+        branches = [branch for one in self._conversations for branch in one.transcript()]
+        for number, branch in enumerate(branches):
             for role, text, is_sampled in branch:
                 told.append({"branch": number, "role": role, "text": text, "sampled": is_sampled})
         return told
@@ -234,12 +284,12 @@ class Episode:
         self._num_tokens += num_new
         return room
 
-    def _request(self, path: Path, max_tokens: int, base: SamplingParams) -> GenerationRequest:
-        stop = self.environment.stop
+    def _request(self, path: Path, max_tokens: int, stop: tuple[str, ...]) -> GenerationRequest:
+        base, own = self.base, self.environment.stop
         return GenerationRequest(
             request_id=f"{self.key}.{self._num_asked}",
             prompt_token_ids=path.token_ids,
-            sampling=replace(base, max_tokens=max_tokens, stop=(*base.stop, *stop)),
+            sampling=replace(base, max_tokens=max_tokens, stop=(*base.stop, *own, *stop)),
             seed=_turn_seed(self.seed, self._num_asked),
         )
 
@@ -260,7 +310,11 @@ def _now() -> float:
 
 
 def _turn_seed(seed: int, turn: int) -> int:
-    return int(np.random.SeedSequence((seed, turn)).generate_state(1, np.uint32)[0])
+    """Of 32 bits, well mixed (the finaliser of MurmurHash3)."""
+    mixed = (seed * 0x9E3779B1 + turn * 0x85EBCA6B) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return mixed ^ (mixed >> 16)
 
 
 def _number(value: object, what: str) -> float:

@@ -24,6 +24,7 @@ import numpy as np
 
 from rlsys.environments.chat import Chat
 from rlsys.environments.codec import Codec
+from rlsys.environments.endpoint import EndpointServer
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode import (
     Episode,
@@ -38,7 +39,7 @@ from rlsys.environments.tool_use import ToolUse
 from rlsys.rewards import RewardFailure
 from rlsys.rewards.outcome import failure_from
 from rlsys.signal import Signal
-from rlsys.types import Rollout, SamplingParams
+from rlsys.types import MAX_BRANCHES, Rollout, SamplingParams
 
 # A function that goes on after it was cancelled is left to itself after this.
 CANCEL_TIMEOUT_S = 1.0
@@ -64,15 +65,6 @@ class Ended:
     request: EpisodeRequest
     played: Played | None = None
     failure: RewardFailure | None = None
-
-
-class Door(Protocol):
-    """An endpoint over HTTP, where agents are."""
-
-    def open(self, episode: Episode, tools: ToolUse) -> Any:
-        """What the agent's function is given; `close` must follow."""
-
-    def close(self, endpoint: Any) -> None: ...
 
 
 class Plain(Protocol):
@@ -102,14 +94,13 @@ class EpisodeHost:
         limits: EpisodeLimits,
         plain: Plain,
         template: str | None = None,
-        door: Door | None = None,
     ) -> None:
         self._environment = environment
         self._codec = codec
         self._sampler = sampler
         self._limits = limits
         self._plain = plain
-        self._door = door
+        self._endpoints = EndpointServer(template) if environment.is_agent else None
         self._tools = ToolUse(environment, template, plain.execute)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._left: set[asyncio.Task[Any]] = set()  # functions that would not end
@@ -121,6 +112,8 @@ class EpisodeHost:
         """What episodes need beside the sampler. Raises ValueError if it cannot be had."""
         await self._plain.start()
         await self._tools.open()
+        if self._endpoints is not None:
+            await self._endpoints.start()
 
     def decode(self, token_ids: Any) -> str:
         return self._codec.text.decode(list(token_ids))
@@ -159,6 +152,8 @@ class EpisodeHost:
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
         await self._tools.close()
+        if self._endpoints is not None:
+            await self._endpoints.close()
         await self._plain.close()
 
     async def _play(self, request: EpisodeRequest) -> None:
@@ -224,18 +219,30 @@ class EpisodeHost:
         try:
             returned = task.result()
         except EpisodeOver:
-            return episode.played(None, is_model_fault=True)
-        return episode.played(returned)
+            played = episode.played(None, is_model_fault=True)
+        else:
+            played = episode.played(returned)
+        if (num_branches := played.trajectory.num_branches) > MAX_BRANCHES:
+            raise EpisodeFailed(
+                f"an episode of {environment.name} has {num_branches} branches, and at most "
+                f"{MAX_BRANCHES} are kept; fork less often, or let conversations only grow."
+            )
+        return played
 
     async def _call(self, episode: Episode, request: EpisodeRequest) -> Any:
         environment, task = self._environment, request.task
-        if environment.is_agent:
-            assert self._door is not None, "agents need an endpoint"
-            endpoint = self._door.open(episode, self._tools)
+        if self._endpoints is not None:
+            endpoint = self._endpoints.open(episode)
             try:
-                return await environment.function(endpoint, task)
+                if environment.is_async:
+                    return await environment.function(endpoint, task)
+                return await self._plain.execute(environment.function, endpoint, task)
+            except Exception:
+                if not episode.is_over:
+                    raise
+                raise EpisodeOver from None  # it was told so, and could not go on
             finally:
-                self._door.close(endpoint)
+                self._endpoints.shut(endpoint)
         chat = Chat(episode, self._tools)
         if environment.is_async:
             return await environment.function(chat, task)

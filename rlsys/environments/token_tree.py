@@ -14,10 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rlsys.types import INJECTED, Float32Array, Int32Array
+
+Array = npt.NDArray[Any]
 
 NO_PARENT = -1
 FIELDS = 4  # of a branch: number of own tokens, parent, at, seat
@@ -48,6 +52,36 @@ class Trajectory:
     def paths(self) -> Iterator[Int32Array]:
         """All tokens of each branch, from the first of its prompt."""
         return iter(paths_of(self.prompt_token_ids, self.token_ids, self.branches))
+
+
+def joined(first: Trajectory, second: Trajectory) -> Trajectory:
+    """Both as one, which share nothing: the second's branches follow the first's."""
+    if not len(second.prompt_token_ids):
+        return first
+    if not len(first.prompt_token_ids):
+        return second
+    num_prompt, num_before = len(second.prompt_token_ids), len(first.token_ids)
+    branches = second.branches.reshape(-1, FIELDS).copy()
+    branches[0, 0] += num_prompt
+    branches[0, 2] = 0
+    parents = branches[:, 1]
+    parents[parents >= 0] += first.num_branches
+
+    def after(own: Array, injected: float, others: Array) -> Array:
+        return np.concatenate([own, np.full(num_prompt, injected, own.dtype), others])
+
+    ends = second.reply_ends
+    return Trajectory(
+        prompt_token_ids=first.prompt_token_ids,
+        token_ids=np.concatenate([first.token_ids, second.prompt_token_ids, second.token_ids]),
+        sampler_logprobs=after(first.sampler_logprobs, 0, second.sampler_logprobs),
+        policy_versions=after(first.policy_versions, INJECTED, second.policy_versions),
+        turn_rewards=after(first.turn_rewards, 0, second.turn_rewards),
+        branches=np.concatenate([first.branches, branches.reshape(-1)]),
+        reply_ends=np.concatenate(
+            [first.reply_ends, np.where(ends < 0, ends, ends + num_prompt + num_before)]
+        ),
+    )
 
 
 def paths_of(
@@ -102,6 +136,10 @@ class TokenTree:
         self._branches: list[_Branch] = []
         self._ends: list[Place] = []  # behind each reply's last token; length -1: it has none
 
+    @property
+    def num_replies(self) -> int:
+        return len(self._ends)
+
     def tokens(self, place: Place) -> list[int]:
         """The path up to there; a new list."""
         parts: list[list[int]] = []
@@ -112,7 +150,20 @@ class TokenTree:
                 parts.append(branch.token_ids[: length - branch.at])
                 length = branch.at
             number = branch.parent
-        return [token for part in reversed(parts) for token in part] if parts[1:] else parts[0]
+        return parts[0] if len(parts) == 1 else [one for part in parts[::-1] for one in part]
+
+    def goes_on(self, place: Place) -> bool:
+        """Whether there are tokens behind it in its branch."""
+        return self._branches[place.branch].length > place.length
+
+    def holds(self, place: Place, branch: int) -> bool:
+        """Whether the branch's path goes on from there, or ends there."""
+        length = self._branches[branch].length
+        while branch != place.branch:
+            length, branch = self._branches[branch].at, self._branches[branch].parent
+            if branch == NO_PARENT:
+                return False
+        return place.length <= length
 
     def find(self, token_ids: Sequence[int], seat: int) -> Place | None:
         """Where the longest beginning of these tokens stands that a branch of the seat has; None:
@@ -140,15 +191,17 @@ class TokenTree:
         *,
         seat: int = 0,
         known: Place | None = None,
+        num_replies: int = -1,
     ) -> Place:
         """Put a reply behind the path that it was sampled behind; returns where it ends.
 
-        known: a place whose tokens the path begins with, where one is known; nothing is compared
-        if its branch ends there.
+        known: what `find` says of the path, or a place that it begins with where a branch ends.
+        num_replies: how many there were when that was so; the path is looked for again where there
+        are others now.
         """
-        if known is None or self._branches[known.branch].length != known.length:
+        if num_replies != self.num_replies and (known is None or self.goes_on(known)):
             known = self.find(token_ids, seat)
-        if known is not None and self._branches[known.branch].length == known.length:
+        if known is not None and not self.goes_on(known):
             number = known.branch
         else:
             number = len(self._branches)
@@ -221,7 +274,7 @@ class TokenTree:
         return lengths
 
 
-def num_shared(some: Sequence[int], others: Sequence[int], start: int = 0) -> int:
+def num_shared(some: Sequence[Any], others: Sequence[Any], start: int = 0) -> int:
     """How many of `some` stand at the beginning of `others[start:]`."""
     longest = min(len(some), len(others) - start)
     done, step = 0, 64

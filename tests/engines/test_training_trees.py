@@ -26,6 +26,7 @@ from rlsys.engines.inference import InferenceEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import Float32Array, MicroBatch, TrainRow
+from scripts.ranks import on_ranks
 from tests.engines.scalar_models import scalar_model
 from tests.engines.training_harness import (
     VOCABULARY,
@@ -46,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         width=32,
         num_layers=2,
         num_heads=2,
-        num_kv_heads=1,
+        num_kv_heads=2,
         head_dim=16,
         mlp_width=48,
         max_context=512,
@@ -252,3 +253,32 @@ def test_a_token_that_nothing_predicts_is_not_trained_on(model: Path) -> None:
     row = tree_row([1], [Branch((2,), -1, 1, (True,)), Branch((3, 4), -1, 0, (True, True))])
     with pytest.raises(ValueError, match="a branch that begins with a token that is trained on"):
         _trained(model, [row])
+
+
+LAYOUTS = ("dp2", "tp2", "cp2", "pp2")
+
+
+def _updated(
+    model: Path, layout: str, rank: int = 0, world_size: int = 1
+) -> tuple[list[float], list[Float32Array]]:
+    """Loss and norm of the gradient of a step of two trees; what the model says of them then."""
+    rows = [deep_tree(group_id)[0] for group_id in range(2)]
+    engine = make_engine(
+        model, layout=layout, rank=rank, world_size=world_size, micro_batch_tokens=4096
+    )
+    engine.accumulate(MicroBatch(rows=rows[rank : rank + 1] if layout == "dp2" else rows))
+    told = engine.optimizer_step().metrics
+    return [told[metrics.LOSS], told[metrics.GRAD_NORM]], engine.infer(rows)
+
+
+def _on_each_layout(rank: int, world_size: int, model: Path) -> list[Any]:
+    return [_updated(model, layout, rank, world_size) for layout in LAYOUTS]
+
+
+def test_ranks_share_a_tree(model: Path) -> None:
+    sums, said = _updated(model, "dp1")
+    told = on_ranks(2, _on_each_layout, model)[1]  # the last stage's, where there are stages
+    for layout, (of_layout, inferred) in zip(LAYOUTS, told, strict=True):
+        assert of_layout == pytest.approx(sums, rel=1e-5), layout
+        for one, other in zip(inferred, said, strict=True):
+            assert one == pytest.approx(other, abs=1e-3), layout

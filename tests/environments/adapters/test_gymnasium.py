@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from typing import Any
 
@@ -9,7 +10,13 @@ import pytest
 
 from rlsys.environments.adapters.gymnasium import Gymnasium
 from rlsys.environments.chat import Refused
+from rlsys.environments.codec import Codec
+from rlsys.environments.host import EpisodeHost
+from rlsys.environments.plain import PlainFunctions
+from rlsys.tiny_models import build_tokenizer
 from tests.environments.adapters.scripted import Script
+from tests.environments.playing import CHARACTERS, LIMITS, Scripted, played
+from tests.environments.playing import request as request_of
 
 gymnasium = pytest.importorskip("gymnasium", reason="the extra rlsys[gymnasium]")
 
@@ -98,3 +105,29 @@ def test_it_is_a_plain_environment() -> None:
     assert (made.name, made.is_async, made.max_turns) == ("FrozenLake-v1", False, 6)
     assert pickle.loads(pickle.dumps(lake())) == lake()
     assert Gymnasium(make=Echo).environment().name == "Echo"
+
+
+def test_it_is_played_in_the_process_of_plain_functions() -> None:
+    environment = lake().environment(max_turns=20)
+    replies = dict(zip(["0", "4", "8", "9", "10", "14"], TO_THE_GOAL, strict=True))
+
+    async def run() -> None:
+        codec = Codec(build_tokenizer(CHARACTERS), chat_template="")
+        host = EpisodeHost(
+            environment,
+            codec,
+            # What the environment says stands behind the policy's last reply, a single digit.
+            Scripted(codec, lambda text: replies[text.rpartition("<eos>")[2].strip() or text]),
+            limits=LIMITS,
+            plain=PlainFunctions(environment, memory_gib=4.0, start_timeout_s=120.0),
+        )
+        await host.start()
+        try:
+            (ended,) = await played(host, [request_of(task={"seed": 0})])
+        finally:
+            await host.close()
+        assert ended.played is not None, ended.failure
+        assert ended.played.components == {"turns": 1.0}
+        assert len(ended.played.transcript) == 12
+
+    asyncio.run(run())

@@ -19,6 +19,11 @@ import pytest
 from rlsys.environments.adapters import verifiers as module
 from rlsys.environments.adapters import verifiers_child
 from rlsys.environments.adapters.verifiers import Verifiers
+from rlsys.environments.codec import Codec
+from rlsys.environments.host import Ended, EpisodeHost
+from rlsys.tiny_models import build_tokenizer
+from tests.environments.playing import LIMITS, InThreads, Scripted, played
+from tests.environments.playing import request as request_of
 
 HERE = Path(__file__).parent
 PYTHON = os.environ.get("RLSYS_VERIFIERS_PYTHON", "")
@@ -233,3 +238,27 @@ def test_an_environment_that_has_served_enough_makes_place(
     asyncio.run(check())
     assert [one["rewards"]["right"] for one in told[1:]] == [2.0] * 4
     assert not [name for name in os.environ if name.startswith("RLSYS_ENDPOINT_KEY")]
+
+
+def test_what_its_programs_ask_is_the_rollout(kind: str) -> None:
+    env = adapter(kind)
+    codec = Codec(build_tokenizer("Say .0123456789"), chat_template="")
+    sampler = Scripted(codec, lambda text: "3" if "3" in text else "7")
+    host = EpisodeHost(env.environment(), codec, sampler, limits=LIMITS, plain=InThreads())
+    ended: list[Ended] = []
+
+    async def check() -> None:
+        await host.start()
+        try:
+            requests = [request_of(n, task={"index": n}) for n in (3, 4)]
+            ended.extend(await played(host, requests))
+        finally:
+            await host.close()
+
+    run(env, check())
+    right, wrong = [one.played for one in ended]
+    assert right is not None, ended[0].failure
+    assert wrong is not None, ended[1].failure
+    assert right.components == {"right": 2.0, "short": 1.0}
+    assert wrong.components == {"right": 0.0, "short": 1.0}
+    assert codec.text.decode(list(right.trajectory.prompt_token_ids)) == "Say 3."
