@@ -29,7 +29,7 @@ class Served:
     """An environment of verifiers that serves."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        import verifiers.v1 as vf  # type: ignore[import-not-found, unused-ignore]
+        import verifiers.v1 as vf
 
         self._vf = vf
         self.env = vf.load_environment(vf.resolve_env_config(config))

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import uvicorn
-from openenv.core.env_server import (  # type: ignore[import-not-found]
+from openenv.core.env_server import (
     Action,
     Environment,
     Observation,
@@ -16,16 +16,16 @@ from openenv.core.env_server import (  # type: ignore[import-not-found]
 )
 
 
-class Say(Action):  # type: ignore[misc]
+class Say(Action):
     message: str
 
 
-class Heard(Observation):  # type: ignore[misc]
+class Heard(Observation):
     text: str
     tries: int = 0
 
 
-class Guess(Environment):  # type: ignore[misc]
+class Guess(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Heard:

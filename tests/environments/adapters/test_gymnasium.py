@@ -18,13 +18,15 @@ from tests.environments.adapters.scripted import Script
 from tests.environments.playing import CHARACTERS, LIMITS, Scripted, played
 from tests.environments.playing import request as request_of
 
-gymnasium = pytest.importorskip("gymnasium", reason="the extra rlsys[gymnasium]")
+pytest.importorskip("gymnasium", reason="the extra rlsys[gymnasium]")
+
+import gymnasium
 
 # FrozenLake's own map of 4 x 4, without slipping: down, down, right, right, down, right.
 TO_THE_GOAL = ["1", "1", "2", "2", "1", "2"]
 
 
-class Echo(gymnasium.Env[str, str]):  # type: ignore[misc]
+class Echo(gymnasium.Env[str, str]):
     """Texts in, texts out: 1 for the word that was shown, and two rounds."""
 
     observation_space = gymnasium.spaces.Text(20)
@@ -52,7 +54,7 @@ def lake(**options: Any) -> Gymnasium:
 def test_an_episode_of_numbered_actions() -> None:
     script = Script(TO_THE_GOAL)
     game = lake(prompt="Position: ")
-    assert game(script.plain(), game.tasks(1)[0]) is None
+    game(script.plain(), game.tasks(1)[0])
     assert script.told() == ["Position: 0", "4", "8", "9", "10", "14"]
     assert [value for _, _, value in script.rewards] == [0, 0, 0, 0, 0, 1]
 

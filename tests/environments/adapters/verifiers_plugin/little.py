@@ -5,34 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import verifiers.v1 as vf  # type: ignore[import-not-found, unused-ignore]
+import verifiers.v1 as vf
 from openai import AsyncOpenAI
 
 __all__ = ["LittleHarness", "LittleTaskset"]
 
 
-class LittleData(vf.TaskData):  # type: ignore[misc, name-defined, unused-ignore]
+class LittleData(vf.TaskData):
     answer: str
 
 
-class LittleTask(vf.Task[LittleData]):  # type: ignore[misc, name-defined, unused-ignore]
-    @vf.reward(weight=2.0)  # type: ignore[untyped-decorator, attr-defined, unused-ignore]
+class LittleTask(vf.Task[LittleData]):
+    @vf.reward(weight=2.0)
     async def right(self, trace: Any) -> float:
         return float(trace.last_reply == self.data.answer)
 
-    @vf.reward  # type: ignore[untyped-decorator, attr-defined, unused-ignore]
+    @vf.reward
     async def short(self, trace: Any) -> float:
         return float(len(trace.last_reply) < 3)
 
 
-class LittleTaskset(vf.Taskset[LittleTask]):  # type: ignore[misc, name-defined, unused-ignore]
+class LittleTaskset(vf.Taskset[LittleTask]):
     def load(self) -> Iterable[Any]:
         for n in range(5):
             data = LittleData(prompt=f"Say {n}.", answer=str(n))
             yield LittleTask(data, self.config.task)
 
 
-class LittleHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc, name-defined, unused-ignore]
+class LittleHarness(vf.Harness[vf.HarnessConfig]):
     """Asks once, in this process."""
 
     EXECUTES_CODE = False
