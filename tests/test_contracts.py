@@ -125,10 +125,13 @@ def test_what_rlsys_offers_is_there_and_importing_it_is_cheap() -> None:
 
 def test_optional_packages_stand_in_one_place_each() -> None:
     found = {
-        (path.name, name) for path, name in imports("rlsys") if name in ("vllm", "wandb", "peft")
+        (path.name, name)
+        for path, name in imports("rlsys")
+        if name in ("vllm", "wandb", "peft", "mcp")
     }
     assert {file for file, name in found if name == "wandb"} == {"wandb_sink.py"}
     assert {file for file, name in found if name == "peft"} == {"adapters.py"}
+    assert {file for file, name in found if name == "mcp"} == {"mcp.py"}
     assert all(file.startswith("vllm_") for file, name in found if name == "vllm")
 
 

@@ -111,6 +111,7 @@ class EpisodeHost:
     async def start(self) -> None:
         """What episodes need beside the sampler. Raises ValueError if it cannot be had."""
         await self._plain.start()
+        await self._tools.open()
         if self._endpoints is not None:
             await self._endpoints.start()
 
@@ -150,6 +151,7 @@ class EpisodeHost:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
+        await self._tools.close()
         if self._endpoints is not None:
             await self._endpoints.close()
         await self._plain.close()

@@ -20,8 +20,17 @@ class ToolUse:
         self._tools = ToolSet(environment.tools, execute=execute)
         self._template = template
         self._given = environment.tool_format
-        self._schemas = self._tools.schemas if template is not None else []
-        self._format = self._chosen() if len(self._tools) else None
+        self._schemas: Sequence[Mapping[str, Any]] = []
+        self._format = self._chosen() if self._tools else None
+        self._render()
+
+    async def open(self) -> None:
+        """Start the servers whose tools are among them. Raises ValueError where one does not."""
+        await self._tools.open()
+        self._render()
+
+    async def close(self) -> None:
+        await self._tools.close()
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
@@ -41,6 +50,9 @@ class ToolUse:
     async def call_all(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A tool message for each call, in their order."""
         return await self._tools.call_all(calls)
+
+    def _render(self) -> None:
+        self._schemas = self._tools.schemas if self._template is not None else []
 
     def _chosen(self) -> ToolFormat:
         if isinstance(self._given, ToolFormat):
