@@ -166,6 +166,7 @@ async def playing(
         shards,
         num_workers=num_workers,
         start_timeout_s=LIMIT_S,
+        on_death=print,
     )
     try:
         await replica.start(LIMIT_S)
