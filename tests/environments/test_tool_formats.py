@@ -16,8 +16,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 import rlsys
 from rlsys.environments.tool_call import Call
-from rlsys.environments.tool_formats import FORMATS, detect, tool_format
+from rlsys.environments.tool_formats import FORMATS, MAX_CALLS_READ, detect, tool_format
 from rlsys.environments.tool_use import ToolUse
+from rlsys.environments.tools import MAX_CALLS
 
 # How the models' own templates write calls, without all the rest of them.
 HERMES = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}
@@ -319,6 +320,11 @@ def test_long_nonsense_takes_linear_time(name: str, piece: str) -> None:
     begin = time.monotonic()
     tool_format(name).parse(piece * (200_000 // len(piece)))
     assert time.monotonic() - begin < 2
+
+
+def test_a_reply_of_nothing_but_calls_is_read_to_a_bound() -> None:
+    reply = FORMATS["mistral"].parse("[TOOL_CALLS]f[ARGS]{}" * 1000)
+    assert len(reply.calls) == MAX_CALLS_READ > MAX_CALLS
 
 
 def test_the_format_is_found_in_the_template() -> None:
