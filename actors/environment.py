@@ -44,7 +44,7 @@ from rlsys.types import (
 )
 from rlsys.workers import Collected, FinishedRollout, Part, ReplicaDied, RolloutText
 
-from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, begun
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError, begun
 from .rollout import COLLECT_WAIT_S, DEADLY, RayReplica
 from .store import StoreAddress
 from .store_shards import StoreShards
@@ -501,7 +501,8 @@ class PlayingReplica:
 
     def _died(self, method: str, error: Exception) -> ReplicaDied:
         self._replica.worker.end(str(error))
-        return ReplicaDied(f"{self.name} died during {method}: {error}")
+        is_told = isinstance(error, WorkerError) and self.name in str(error)
+        return ReplicaDied(str(error) if is_told else f"{self.name} died during {method}: {error}")
 
 
 class Player:

@@ -25,14 +25,16 @@ import rlsys
 from rlsys.algorithms import clipped_surrogate, token_mean, turn_advantage
 
 
-@rlsys.environment(max_turns=3, turn_tokens=3, plain_text=True, format_reward=-1.0)
+def as_number(text):
+    return int(text) if text.isdigit() else 0
+
+@rlsys.environment(max_turns=4, turn_tokens=3, plain_text=True, format_reward=-1.0)
 async def is_async(chat, task):
-    number = await chat("?", parse=int)
-    other = chat.fork()
+    number = as_number(await chat("?"))
+    await chat.fork()("=")
     while number != task["number"] and not chat.done:
         chat.reward(-0.1)
         number = await chat("<" if number > task["number"] else ">", parse=int)
-    await other("=")
     return {{"right": float(number == task["number"])}}
 
 @rlsys.environment(max_turns=3, turn_tokens=3, plain_text=True, format_reward=-1.0)
