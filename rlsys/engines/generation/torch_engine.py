@@ -173,6 +173,8 @@ class TorchEngine:
             num_running=num_running,
             num_generated_tokens=batch.num_generated_tokens,
             policy_version=batch.policy_version,
+            num_prompt_tokens=batch.num_prompt_tokens,
+            num_reused_tokens=batch.num_reused_tokens,
         )
 
     async def close(self) -> None:
@@ -266,6 +268,7 @@ class TorchEngine:
             else end_of_sequence_ids(self._model_path),
             decode_text=text_decoder(self._model_path),
             records_routing=self._config.replay_routing,
+            reuses_prefixes=self._config.reuse_prefixes,
         )
 
     def _deliver_all(self) -> None:
