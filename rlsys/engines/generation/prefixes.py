@@ -138,31 +138,29 @@ class Prefixes(Generic[State]):
         for segment in path:
             self._order.move_to_end(segment)
         self._mark_sampled(tokens, salt, keys, range(first_sampled + 1, start + 2))
-        if start == end:
+        if keys[-1] in self._forks:
             return
-        num_before = sum(segment.end - segment.start for segment in path)
-        if num_before + end - start > max_tokens:
+        size = end - start  # 0, where paths differ in nothing but their last tokens
+        if sum(segment.end - segment.start for segment in path) + size > max_tokens:
             return
-        self.shrink_to(max_tokens - (end - start))  # not the path: it was used last, and fits
+        self.shrink_to(max_tokens - size)  # not the path: it was used last, and fits
         inherited: list[_Fork[State]] = []
-        if found is not None and parent is not None and self._is_outgrown(parent, start):
+        if found is not None and parent is not None and _is_outgrown(parent, found):
             # One piece of memory for the whole, so that long conversations are not read in many.
-            inherited = [one for one in parent.forks if one.num_matched <= found.num_matched]
-            parent.forks = [one for one in parent.forks if one.num_matched > found.num_matched]
+            inherited, parent.forks = parent.forks, []
             start = parent.start
             self._drop(parent)
             parent = parent.parent
-        child = _Segment(salt, tokens, start, end, copy(start, end), parent)
+        child = _Segment(salt, tokens, start, end, copy(start, end), parent, forks=inherited)
+        for fork in inherited:
+            fork.segment = child
+        self._add_forks(child, keys, first_sampled)
         if parent is not None:
             parent.num_children += 1
         self.num_tokens += end - start
-        self._order[child] = None
-        for segment in _path(parent):
+        for segment in _path(child):  # an ancestor has been used whenever a descendant has
+            self._order[segment] = None
             self._order.move_to_end(segment)
-        for fork in inherited:
-            fork.segment = child
-        child.forks = inherited
-        self._add_forks(child, keys, first_sampled)
 
     def shrink_to(self, num_tokens: int) -> None:
         """Let go of the least recently used until no more than so many are kept."""
@@ -188,17 +186,6 @@ class Prefixes(Generic[State]):
                 return fork
         return None
 
-    def _is_outgrown(self, segment: _Segment[State], num_tokens: int) -> bool:
-        """Does a path of its first `num_tokens` have all of it, and no other path any?"""
-        return segment.end == num_tokens and segment.num_children == 0
-
-    def _places(self, tokens: Int32Array) -> Iterator[tuple[int, int]]:
-        """Of a path, tokens to match and tokens kept."""
-        end = len(tokens) - 1
-        yield from ((number, number) for number in range(BLOCK, end, BLOCK))
-        yield end, end
-        yield end + 1, end
-
     def _mark_sampled(
         self, tokens: Int32Array, salt: str, keys: Sequence[int], lengths: range
     ) -> None:
@@ -209,9 +196,9 @@ class Prefixes(Generic[State]):
                 fork.is_sampled = True
 
     def _add_forks(self, segment: _Segment[State], keys: Sequence[int], first_sampled: int) -> None:
-        for num_matched, num_kept in self._places(segment.tokens):
+        for num_matched, num_kept in _places(segment):
             key = keys[num_matched - 1]
-            if num_kept > segment.start and key not in self._forks:
+            if key not in self._forks:
                 is_sampled = num_matched > first_sampled
                 fork = _Fork(key, num_matched, num_kept, is_sampled, segment)
                 self._forks[key] = fork
@@ -235,6 +222,19 @@ def _is_on(fork: _Fork[State], tokens: Int32Array, num_matched: int, salt: str) 
         and segment.salt == salt
         and np.array_equal(segment.tokens[:num_matched], tokens[:num_matched])
     )
+
+
+def _is_outgrown(segment: _Segment[State], fork: _Fork[State]) -> bool:
+    """Does a path that leaves it there go on from all of it, and no other one from any?"""
+    return fork.num_matched == len(segment.tokens) and segment.num_children == 0
+
+
+def _places(segment: _Segment[State]) -> Iterator[tuple[int, int]]:
+    """Where its path may be left: tokens to match, and tokens kept of these."""
+    end, next_block = segment.end, (segment.start // BLOCK + 1) * BLOCK
+    yield from ((number, number) for number in range(next_block, end, BLOCK))
+    yield end, end
+    yield end + 1, end
 
 
 def _path(segment: _Segment[State] | None) -> Iterator[_Segment[State]]:
