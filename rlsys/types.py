@@ -125,6 +125,9 @@ class GenerationRequest:
     # author knows: all of them may be reused. Otherwise the torch engine reuses what reaches up to
     # a sampled token (rlsys.engines.generation.prefixes).
     num_shared_tokens: int = 0
+    # Whether a later request may begin with what this one comes to; otherwise the torch engine
+    # keeps nothing of it.
+    goes_on: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

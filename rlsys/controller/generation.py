@@ -171,6 +171,7 @@ class GenerationSide:
             seed=request_seed(self._state.config.seed, group.group_id, index),
             completion=completions[index] if completions else None,
             is_baseline=is_greedy,
+            goes_on=False,
         )
 
     @property

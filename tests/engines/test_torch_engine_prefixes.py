@@ -228,6 +228,14 @@ def test_as_much_of_a_prompt_is_reused_as_its_author_says(model: Any) -> None:
     assert_is_what_a_trainer_computes(model, {"2": (told, generation)}, temperature=1.0)
 
 
+def test_of_what_does_not_go_on_nothing_is_kept(model: Any) -> None:
+    batch = batch_of(model)
+    base = run(batch, [request("base", prompt(34), max_tokens=30, goes_on=False)])["base"]
+    assert batch._parked.num_tokens == 0
+    run(batch, [request("after", [*prompt(34), *base.token_ids.tolist(), 5])])
+    assert batch.num_reused_tokens == 0
+
+
 def published_weights(model: Any, version: int, factor: float) -> Weights:
     tensors = model_tensors(model)
     scaled = [(name, tensor.detach() * factor) for name, tensor in tensors.items()]

@@ -57,6 +57,7 @@ def request(
     cache_salt: str = "",
     priority: int = 0,
     num_shared_tokens: int = 0,
+    goes_on: bool = True,
     **sampling: Any,
 ) -> GenerationRequest:
     return GenerationRequest(
@@ -68,6 +69,7 @@ def request(
         cache_salt=cache_salt,
         priority=priority,
         num_shared_tokens=num_shared_tokens,
+        goes_on=goes_on,
     )
 
 

@@ -303,9 +303,10 @@ class ContinuousBatch:
 
     def _park(self, slot: int) -> None:
         """Keep what a request leaves, if all of it is of the weights that are loaded now."""
-        if not self._parks or self._slots.first_version(slot) != self.policy_version:
-            return
         request = self._slots.request(slot)
+        is_wanted = self._parks and request.goes_on
+        if not is_wanted or self._slots.first_version(slot) != self.policy_version:
+            return
         self._parked.park(
             self._slots.tokens(slot),
             first_sampled=len(request.prompt_token_ids) - request.num_prior_tokens,
