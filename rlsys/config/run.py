@@ -147,9 +147,6 @@ class RolloutConfig:
     replay_routing: bool = False
     """Of a mixture of experts: record which experts the sampler sends each token to, and train on
     these in place of the trainer's own choice (R3, 2510.11370); torch only."""
-    reuse_prefixes: bool = True
-    """Keep keys and values of sequences that have ended, in what running ones leave of the memory
-    for them, until the next weights: a later turn of a conversation computes only what is new."""
 
     def __post_init__(self) -> None:
         conform(self, "rollout")

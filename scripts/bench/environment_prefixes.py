@@ -160,11 +160,10 @@ def build_engine(
         max_running=GROUP_SIZE * shape.num_groups,
         kv_cache_gib=KV_CACHE_GIB,
         num_cpus=num_threads,
-        reuse_prefixes=reuses,
     )
     if name == "vllm":
-        return VLLMEngine(str(path), config, dtype="float32")
-    return TorchEngine(path, config, dtype="float32", stop_token_ids=())
+        return VLLMEngine(str(path), config, dtype="float32", reuses_prefixes=reuses)
+    return TorchEngine(path, config, dtype="float32", stop_token_ids=(), reuses_prefixes=reuses)
 
 
 async def measure(

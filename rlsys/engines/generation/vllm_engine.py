@@ -67,7 +67,8 @@ class VLLMEngine:
     `path`: Hugging Face name or directory. `max_context` limits prompt and completion together, in
     tokens, below the model's own limit; None: that limit, or what the KV cache holds if it is less.
     `shares_device`: it is going to be asked to `release` its memory, for which vLLM allocates it in
-    another way on GPUs.
+    another way on GPUs. `reuses_prefixes`: whether vLLM caches prefixes, of the models for which it
+    does so by itself.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class VLLMEngine:
         dtype: str,
         max_context: int | None = None,
         shares_device: bool = False,
+        reuses_prefixes: bool = True,
     ) -> None:
         self._path = path
         self._rollout = rollout
         self._dtype = dtype
         self._max_context = max_context
         self._shares_device = shares_device
+        self._reuses_prefixes = reuses_prefixes
         self._is_asleep = False
         self._hollow: Tensors = {}
         self._stop_token_ids: tuple[int, ...] = ()
@@ -242,6 +245,7 @@ class VLLMEngine:
             dtype=self._dtype,
             max_context=self._max_context,
             shares_device=self._shares_device,
+            reuses_prefixes=self._reuses_prefixes,
             sockets=sockets,
         )
 

@@ -28,6 +28,7 @@ def start_vllm(
     dtype: str,
     max_context: int | None,
     shares_device: bool,
+    reuses_prefixes: bool,
     sockets: str,
 ) -> Any:
     """An AsyncLLM whose model is loaded; arguments as VLLMEngine has them. `sockets` is a
@@ -66,8 +67,7 @@ def start_vllm(
             distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else "mp",
             gpu_memory_utilization=rollout.gpu_memory_frac,
             scheduling_policy="priority",
-            # Where it is on, vLLM decides by the model's kind.
-            enable_prefix_caching=None if rollout.reuse_prefixes else False,
+            enable_prefix_caching=None if reuses_prefixes else False,  # None: by the model's kind
             logprobs_mode="processed_logprobs",  # at the temperature; the worker sees to the rest
             worker_cls=WORKER,
             disable_log_stats=True,
