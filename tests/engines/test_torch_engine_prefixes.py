@@ -3,6 +3,7 @@ to what a whole pass comes to."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,13 @@ import torch
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.generation.backbone import Backbone
 from rlsys.engines.generation.continuous_batch import ContinuousBatch
+from rlsys.engines.generation.protocol import EngineStats
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.layout.transport.weights import Weights, open_verified
+from rlsys.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
 from scripts.bench import layouts
+from scripts.bench.environment_prefixes import Shape, build_engine, play
 from tests.engines import published
 from tests.engines.torch_engine_harness import (
     batch_of,
@@ -346,3 +350,27 @@ def test_a_model_that_cannot_run_a_prompt_in_parts_does_without(
     batch = batch_of(model)
     assert_is_what_a_trainer_computes(model, converse(batch, "ab", num_turns=2))
     assert batch.num_reused_tokens == 0
+
+
+@pytest.mark.parametrize("reuses", [True, False])
+def test_an_engine_tells_what_it_has_reused(reuses: bool, tmp_path: Path) -> None:
+    """Over the conversations of the benchmark: most of what could be, or nothing."""
+    shape = Shape(first_tokens=20, num_groups=1, width=32, num_layers=1)
+    path = build_tiny_model(tmp_path, width=32, num_layers=1, max_context=shape.context)
+
+    async def conversations() -> tuple[float, EngineStats]:
+        engine = build_engine("torch", path, shape, 1, reuses=reuses)
+        await engine.start()
+        try:
+            played = await play(engine, shape, seed=0)
+            return played.num_reused / played.num_reusable, engine.stats()
+        finally:
+            await engine.close()
+
+    rate, stats = asyncio.run(asyncio.wait_for(conversations(), 300.0))
+    assert stats.num_prompt_tokens > 8 * 8 * 20
+    if reuses:
+        assert 0.93 < rate < 1
+        assert 0 < stats.num_reused_tokens < stats.num_prompt_tokens
+    else:
+        assert stats.num_reused_tokens == rate == 0
