@@ -339,7 +339,7 @@ def iter_steps(batch: ContinuousBatch) -> list[list[str]]:
 
 
 def test_a_model_that_cannot_run_a_prompt_in_parts_does_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(
         "rlsys.engines.generation.kv_cache.attention_behind",
@@ -347,6 +347,7 @@ def test_a_model_that_cannot_run_a_prompt_in_parts_does_without(
     )
     model = load_causal_lm(build_model(tmp_path, "qwen3"), dtype="float32")
     assert not Backbone(model).resumes
+    assert "Qwen3ForCausalLM cannot run a prompt behind" in caplog.text
     batch = batch_of(model)
     assert_is_what_a_trainer_computes(model, converse(batch, "ab", num_turns=2))
     assert batch.num_reused_tokens == 0

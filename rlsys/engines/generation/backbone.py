@@ -12,6 +12,7 @@ Shape legend: U prompts, T tokens of the longest, N sequences, D hidden width, V
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,8 @@ from rlsys.engines.routing import Routing, RoutingRecorder, routing_of
 from rlsys.layout.transport.staging import copy_parts
 from rlsys.layout.transport.weights import Tensors, Weights
 from rlsys.types import ExpertArray
+
+logger = logging.getLogger(__name__)
 
 Decode = Callable[[torch.Tensor, torch.Tensor, SlotCache], torch.Tensor]
 
@@ -55,7 +58,15 @@ class Backbone:
         self._released: ReleasedMemory | None = None
         self.routing: Routing | None = None
         # Can a prompt be run behind keys and values of its first tokens?
-        self.resumes = _fault_of_resuming(architecture, plain) is None
+        fault = _fault_of_resuming(architecture, plain)
+        self.resumes = fault is None
+        if fault is not None:
+            logger.warning(
+                "%s cannot run a prompt behind keys and values of its beginning (%s): every turn of "
+                "a conversation runs its whole prompt.",
+                type(model).__name__,
+                fault,
+            )
         self.logits = Head(model)
         with torch.no_grad():
             self.bytes_per_token = self._measure()
