@@ -62,8 +62,8 @@ class Backbone:
         self.resumes = fault is None
         if fault is not None:
             logger.warning(
-                "%s cannot run a prompt behind keys and values of its beginning (%s): every turn of "
-                "a conversation runs its whole prompt.",
+                "%s cannot run a prompt behind keys and values of its beginning (%s): every turn "
+                "of a conversation runs its whole prompt.",
                 type(model).__name__,
                 fault,
             )
