@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from rlsys.config import RunConfig
 from rlsys.dataflow.ledger import Ledger, LedgerFile
-from rlsys.dataflow.signal import Signal
 from rlsys.fields import to_dict
 from rlsys.growing_file import Tally
 from rlsys.observe.console import RunConsole
@@ -25,6 +24,7 @@ from rlsys.observe.wandb_sink import WandbSink
 from rlsys.resuming import History
 from rlsys.run_directory import RunDirectory
 from rlsys.scoreboard import Scoreboard
+from rlsys.signal import Signal
 
 
 @dataclass(frozen=True, kw_only=True)

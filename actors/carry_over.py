@@ -6,8 +6,10 @@ OpenWork (cells) ──save──► rollouts.npz ──load──► OpenWork (
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,11 @@ import ray
 
 from rlsys.checkpoint import ROLLOUTS_FILE
 from rlsys.controller import OpenWork
-from rlsys.dataflow.archive import COLUMNS, SavedRollout, read_rollouts, write_rollouts
-from rlsys.dataflow.blocks import BlockRef, Cell
-from rlsys.dataflow.stages import EXPERTS_COLUMN
+from rlsys.dataflow.archive import BESIDE, COLUMNS, SavedRollout, read_rollouts, write_rollouts
+from rlsys.dataflow.blocks import BlockRef, Cell, Columns
+from rlsys.rewards import RewardResult
 from rlsys.types import FinishReason, Sampled
-from rlsys.workers import FinishedRollout, Part, RowsLost
+from rlsys.workers import FinishedRollout, Part, RolloutText, RowsLost
 
 from .store import StoreAddress, StoreClient, put_on_node
 
@@ -47,7 +49,12 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
             SavedRollout(
                 request_id=rollout.request_id,
                 finish_reason=rollout.finish_reason,
-                **{name: of_column[i] for name, of_column in whole.items()},
+                prompt_token_ids=whole["prompt_token_ids"][i],
+                token_ids=whole["token_ids"][i],
+                sampler_logprobs=whole["sampler_logprobs"][i],
+                policy_versions=whole["policy_versions"][i],
+                beside={name: whole[name][i] for name in beside},
+                told=_told(rollout),
             )
             for i, rollout in enumerate(work.finished)
         ]
@@ -56,7 +63,10 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
                 request_id=request_id,
                 finish_reason="",
                 prompt_token_ids=np.zeros(0, np.int32),
-                **{name: np.concatenate(columns[name]) for name in of_running},
+                token_ids=np.concatenate(columns["token_ids"]),
+                sampler_logprobs=np.concatenate(columns["sampler_logprobs"]),
+                policy_versions=np.concatenate(columns["policy_versions"]),
+                beside={name: np.concatenate(columns[name]) for name in beside},
             )
             for request_id, columns in zip(by_request, running, strict=True)
         ]
@@ -81,7 +91,7 @@ async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) 
     finished: list[FinishedRollout] = []
     parts: list[Part] = []
     for home, rollouts in by_home.items():
-        rows = [{name: [getattr(r, name)] for name in _columns(r)} for r in rollouts]
+        rows = [_columns(rollout) for rollout in rollouts]
         try:
             blocks = await put_on_node(home, rows, address)
         except RowsLost:
@@ -90,15 +100,34 @@ async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) 
     return OpenWork(finished=finished, parts=parts, homes=home_of)
 
 
-def _columns(rollout: SavedRollout) -> tuple[str, ...]:
-    columns = tuple(COLUMNS) if rollout.finish_reason else PART_COLUMNS
-    return columns if rollout.routed_experts is None else (*columns, EXPERTS_COLUMN)
+def _columns(rollout: SavedRollout) -> Columns:
+    names = tuple(COLUMNS) if rollout.finish_reason else PART_COLUMNS
+    return {
+        **{name: [getattr(rollout, name)] for name in names},
+        **{name: [values] for name, values in rollout.beside.items()},
+    }
 
 
 def _beside(cells: Sequence[Cell]) -> tuple[str, ...]:
     """What rollouts of the run have beside COLUMNS."""
-    has_experts = any(EXPERTS_COLUMN in block.layout.columns for block, _ in cells)
-    return (EXPERTS_COLUMN,) if has_experts else ()
+    present = {name for block, _ in cells for name in block.layout.columns}
+    return tuple(name for name in BESIDE if name in present)
+
+
+def _told(rollout: FinishedRollout) -> str:
+    """What an episode was worth, and what is recorded of it, as JSON."""
+    if not isinstance(rollout.outcome, RewardResult):
+        return ""
+    text = None if rollout.text is None else asdict(rollout.text)
+    return json.dumps({"outcome": asdict(rollout.outcome), "text": text})
+
+
+def _outcome(told: str) -> tuple[RewardResult | None, RolloutText | None]:
+    if not told:
+        return None, None
+    read = json.loads(told)
+    text = read["text"]
+    return RewardResult(**read["outcome"]), None if text is None else RolloutText(**text)
 
 
 def _group_of(rollout: SavedRollout) -> int:
@@ -127,6 +156,7 @@ def _tell(
 ) -> None:
     for rollout, block in zip(rollouts, blocks, strict=True):
         sampled = Sampled.of(rollout.policy_versions)
+        outcome, text = _outcome(rollout.told)
         if rollout.finish_reason:
             finished.append(
                 FinishedRollout(
@@ -138,6 +168,8 @@ def _tell(
                     max_version=sampled.newest,
                     num_injected=sampled.num_injected,
                     finish_reason=FinishReason(rollout.finish_reason),
+                    outcome=outcome,
+                    text=text,
                 )
             )
         else:

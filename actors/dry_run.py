@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from rlsys.config import RunConfig, TrainedRoleConfig
-from rlsys.data.prompts import PromptSource
+from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import GenerateStage, Head
+from rlsys.dataflow.stages import GenerateStage, Head, PlayStage
 from rlsys.estimate import (
     ANOTHER_NODE,
     ITS_NODE,
@@ -35,7 +35,7 @@ def describe(
     config: RunConfig,
     flow: Dataflow,
     shape: ModelShape,
-    prompts: PromptSource,
+    prompts: RowSource,
     tokenizer: Any,
     warnings: Sequence[str],
     *,
@@ -46,9 +46,6 @@ def describe(
     ranks, replicas = needs(config, flow)
     roles = [need for needs in role_needs(config, flow).values() for need in needs]
     memory = estimate_memory(config, shape)
-    prompt = prompts.at(0)
-    # Of the tokens, not of the row: this is what the model sees, special tokens included.
-    seen = tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False)
     facts = [
         "dataflow: stage  reads -> writes",
         *flow.describe().splitlines(),
@@ -67,14 +64,27 @@ def describe(
         f"checkpoint        {_size(checkpoint_bytes(config, flow, shape))}  on disk",
         "",
         *_links(config, flow, shape),
-        f"data: {len(prompts):,} prompts, each with {', '.join(prompts.metadata_columns) or 'no'} "
-        f"beside it; the first one has {len(prompt.token_ids)} tokens:",
-        *(f"  {_printable(line)}" for line in seen.splitlines()),
+        *_data(flow, prompts, tokenizer),
         *(f"warning: {warning}" for warning in [*foresee(config), *warnings]),
     ]
     return "\n".join(
         ["# configuration", to_toml(as_given), *(f"# {fact}".rstrip() for fact in facts)]
     )
+
+
+def _data(flow: Dataflow, prompts: RowSource, tokenizer: Any) -> Iterator[str]:
+    first, columns = prompts.at(0), ", ".join(prompts.metadata_columns)
+    if played := flow.all(PlayStage):
+        yield f"data: {len(prompts):,} tasks of {played[0].environment.name}, the first one is:"
+        yield from (f"  {name}: {_printable(repr(x))}" for name, x in first.metadata.items())
+        return
+    # Of the tokens, not of the row: this is what the model sees, special tokens included.
+    seen = tokenizer.decode(list(first.token_ids), clean_up_tokenization_spaces=False)
+    yield (
+        f"data: {len(prompts):,} prompts, each with {columns or 'no'} beside it; the first one "
+        f"has {len(first.token_ids)} tokens:"
+    )
+    yield from (f"  {_printable(line)}" for line in seen.splitlines())
 
 
 def _ranks(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:

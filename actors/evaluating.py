@@ -21,7 +21,6 @@ import ray
 from rlsys import metrics
 from rlsys.config import RunConfig
 from rlsys.controller import BetweenSteps
-from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.held_out import evaluation_config, export_path, is_due, pending_exports
 from rlsys.held_out_loss import HeldOutLoss
@@ -30,6 +29,7 @@ from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import PackedRewards
 from rlsys.run_directory import MAX_WAITING
 from rlsys.scoreboard import Scoreboard
+from rlsys.signal import Signal
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError
 from .store import StoreAddress

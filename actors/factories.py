@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
+
 from rlsys.config import (
     MIN_CPUS,
     JudgeConfig,
@@ -25,6 +27,11 @@ from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.dataset_engine import DatasetEngine
 from rlsys.engines.generation.mixed_engine import MixedEngine
 from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.environments.codec import Codec
+from rlsys.environments.environment import Environment
+from rlsys.environments.episode import EpisodeLimits, Sampler
+from rlsys.environments.host import EpisodeHost
+from rlsys.environments.plain import PlainFunctions
 from rlsys.rewards import PackedRewards, RewardRunner
 
 from .inference import Numbers, Verdicts
@@ -247,6 +254,37 @@ class RolloutFactory:
             shares_device=config.placement == "colocated",
         )
         return MixedEngine(engine) if self.shares else engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentFactory:
+    """Of an environment worker, given what it samples with."""
+
+    config: RunConfig
+    environment: bytes  # pickled: modules that it needs are imported in the worker alone
+    tokenizer: Any
+    max_context: int
+
+    def __call__(self, sampler: Sampler) -> EpisodeHost:
+        config, tokenizer = self.config, self.tokenizer
+        environment: Environment = cloudpickle.loads(self.environment)
+        template = None if environment.plain_text else tokenizer.chat_template or None
+        return EpisodeHost(
+            environment,
+            Codec(tokenizer, chat_template=template or ""),
+            sampler,
+            limits=EpisodeLimits(
+                max_prompt_tokens=config.data.max_prompt_tokens,
+                max_tokens=config.sampling.max_tokens,
+                max_context=self.max_context,
+            ),
+            plain=PlainFunctions(
+                environment,
+                memory_gib=config.reward.memory_gib,
+                start_timeout_s=config.cluster.start_timeout_s,
+            ),
+            template=template,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import ray
 from rlsys.workers import ReplicaDied
 
 from .calls import Worker, WorkerError
+from .environment import PlayingReplica
 from .learner import RayLearner
 from .placement import Place
 from .rollout import RayReplica
@@ -21,7 +22,7 @@ from .store_shards import StoreShards
 
 class RayFleet:
     """The controller's `Fleet`. `start_actor` starts the actor of a replica: the name of this life,
-    its place."""
+    its place. `playing`: what a replica becomes whose rollouts an environment makes."""
 
     def __init__(
         self,
@@ -31,23 +32,25 @@ class RayFleet:
         shards: StoreShards,
         *,
         start_timeout_s: float,
+        playing: Callable[[RayReplica], PlayingReplica] | None = None,
     ) -> None:
+        self._playing = playing
         self._places = places
         self._start_actor = start_actor
         self._learner = learner
         self._shards = shards
         self._start_timeout_s = start_timeout_s
         self._num_lives: Counter[int] = Counter()
-        self._replicas: list[RayReplica] = []
+        self._replicas: list[RayReplica | PlayingReplica] = []
         learner.reader_nodes = lambda: {one.node_id for one in self.replicas if one.node_id}
 
     @property
-    def replicas(self) -> list[RayReplica]:
+    def replicas(self) -> list[RayReplica | PlayingReplica]:
         """Those that live, or are being started."""
         self._replicas = [replica for replica in self._replicas if not replica.worker.is_dead]
         return self._replicas
 
-    async def hire(self, number: int) -> RayReplica:
+    async def hire(self, number: int) -> RayReplica | PlayingReplica:
         while True:
             node_id = await self._places[number].node_id()
             try:
@@ -57,7 +60,7 @@ class RayFleet:
                     raise
                 # With its node, of which Ray knew nothing yet: the place will be another.
 
-    async def _start(self, number: int, node_id: str) -> RayReplica:
+    async def _start(self, number: int, node_id: str) -> RayReplica | PlayingReplica:
         life, place = self._num_lives[number], self._places[number]
         self._num_lives[number] += 1
         name = f"rollout-{number}.{life}" if life else f"rollout-{number}"
@@ -65,14 +68,16 @@ class RayFleet:
             await self._shards.ensure(node_id)
         except (WorkerError, OSError) as error:
             raise ReplicaDied(f"{name} has no store to write to on its node: {error}") from None
-        replica = RayReplica(self._start_actor(name, place), self._learner, self._shards)
+        sampling = RayReplica(self._start_actor(name, place), self._learner, self._shards)
+        replica = sampling if self._playing is None else self._playing(sampling)
         self._replicas.append(replica)
         try:
             await replica.start(self._start_timeout_s)
             if replica.node_id != node_id:
                 raise ReplicaDied(f"{name} lost its node while it started.")
         except BaseException:
-            replica.worker.kill()
+            for worker in replica.workers:
+                worker.kill()
             raise
         return replica
 

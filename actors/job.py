@@ -18,9 +18,9 @@ from rlsys.controller.generation import Prompts
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.external import ExternalPrompts, external_prompts
 from rlsys.data.prompts import PromptSource
+from rlsys.data.row_source import RowSource
 from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.stages import GenerateStage, ScoreStage
 from rlsys.errors import first_error
 from rlsys.estimate import STORE_FILL, row_bytes, store_bytes
@@ -33,6 +33,7 @@ from rlsys.observe.console import RunConsole
 from rlsys.resuming import History
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.run_directory import RunDirectory
+from rlsys.signal import Signal
 from rlsys.types import WeightManifest
 from rlsys.workers import Fleet, LearnerDied, Replica, ReplicaDied
 
@@ -62,7 +63,7 @@ class Job:
         held_out: HeldOut,
         directory: RunDirectory,
         history: History | None,
-        prompts: PromptSource,
+        prompts: RowSource,
         tokenizer: Any,
         console: RunConsole,
     ) -> None:
@@ -145,11 +146,13 @@ class Job:
     def _prompts_of_all(self) -> contextlib.AbstractContextManager[Prompts]:
         """The run's own, and groups of other runs where the graph takes them."""
         source = self._flow.source.prompts
+        own = self._prompts
         if source.shared is None or not source.may_be_external:
-            return contextlib.nullcontext(self._prompts)
+            return contextlib.nullcontext(own)
+        assert isinstance(own, PromptSource), "tasks are never shared"
         rewards = [one for stage in self._flow.all(ScoreStage) for one in as_rewards(stage.rewards)]
         return external_prompts(
-            self._prompts,
+            own,
             source.shared,
             config=self._config,
             tokenizer=self._tokenizer,

@@ -23,7 +23,8 @@ from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
 from rlsys.controller import RewardsFailed, StallError
 from rlsys.data.external_log import check_issued
-from rlsys.data.prompts import PromptSource, load_tokenizer
+from rlsys.data.prompts import load_tokenizer
+from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage
 from rlsys.engines.generation.protocol import EngineError
@@ -285,7 +286,7 @@ def _prepare(
     return directory, Job(ready, flow, held_out, directory, history, prompts, tokenizer, console)
 
 
-def _history(files: RunFiles, config: RunConfig, flow: Dataflow, prompts: PromptSource) -> History:
+def _history(files: RunFiles, config: RunConfig, flow: Dataflow, prompts: RowSource) -> History:
     """Of a run that goes on. Raises ValueError where it cannot."""
     history = read_history(
         files, groups_per_step=config.prompts_per_step, num_steps=config.num_steps

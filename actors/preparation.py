@@ -1,10 +1,11 @@
 """What a run needs before Ray starts: its model, its prompts, and all that can be told about both.
 
-configuration, graph, recipe's own model ─► read and checked ─► PromptSource
+configuration, graph, recipe's own model ─► read and checked ─► RowSource
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from rlsys.checkpoint import Checkpoint
 from rlsys.config import ModelConfig, RunConfig, TrainedRoleConfig, require
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.hub import offline_where_unreachable
-from rlsys.data.prompts import PromptSource, load_tokenizer
+from rlsys.data.prompts import PromptSource, TaskSource, load_tokenizer
+from rlsys.data.row_source import RowSource
 from rlsys.data.rows import LOADERS
 from rlsys.data.vocabulary import check_vocabularies, check_vocabulary
 from rlsys.dataflow.graph import Dataflow
@@ -25,12 +27,15 @@ from rlsys.dataflow.stages import (
     Head,
     InferStage,
     JudgeStage,
+    PlayStage,
     ScoreStage,
     SourceStage,
 )
 from rlsys.engines.generation.interruption import interruption_of
 from rlsys.engines.routing import replayable_routing
 from rlsys.engines.scalar_lm import check_scalar_head
+from rlsys.environments.environment import Environment
+from rlsys.environments.tool_use import ToolUse
 from rlsys.errors import Mistakes
 from rlsys.estimate import ModelShape, model_shape
 from rlsys.held_out import evaluation_config, rewards_of
@@ -92,7 +97,7 @@ def load_prompts(
     tokenizer: Any,
     shape: ModelShape,
     lacking: list[str] | None = None,
-) -> PromptSource:
+) -> RowSource:
     """The data, after all that can be told about it and the graph has been checked. Raises
     ValueError with every mistake that was found; but that a judge has no weights, which a recipe
     may make before its run, goes to `lacking` where there is such a list."""
@@ -144,7 +149,7 @@ def load_prompts(
     with mistakes.noted():
         retire_at = flow.source.prompts.config.retire_at
         require(
-            retire_at is None or bool(flow.all(ScoreStage)),
+            retire_at is None or bool(flow.all(ScoreStage) or flow.all(PlayStage)),
             f"data.retire_at={retire_at} goes by rewards, and the dataflow has no flow.score; "
             "leave it out.",
         )
@@ -173,6 +178,14 @@ def load_prompts(
         for scored in flow.all(ScoreStage):
             with mistakes.noted():
                 prompts.check_rewards(scored.rewards)
+        for played in flow.all(PlayStage):
+            environment = played.environment
+            with mistakes.noted():
+                prompts.check_required(
+                    environment.required_columns, f"environment {environment.name!r}"
+                )
+            with mistakes.noted():
+                _check_environment(config, environment, tokenizer, shape)
     mistakes.tell()
     assert prompts is not None
     return prompts
@@ -180,7 +193,9 @@ def load_prompts(
 
 def _read_prompts(
     config: RunConfig, stage: SourceStage, tokenizer: Any, shape: ModelShape
-) -> PromptSource:
+) -> RowSource:
+    if isinstance(stage, PlayStage):
+        return TaskSource(stage.prompts.config, seed=config.seed, rows=stage.prompts.rows)
     return PromptSource(
         stage.prompts.config,
         tokenizer,
@@ -192,6 +207,22 @@ def _read_prompts(
         if isinstance(stage, DatasetStage)
         else None,
     )
+
+
+def _check_environment(
+    config: RunConfig, environment: Environment, tokenizer: Any, shape: ModelShape
+) -> None:
+    """Raise ValueError for an environment that cannot travel or has no use for this run's model."""
+    check_travels(f"environment {environment.name!r}", environment.function)
+    needed = config.data.max_prompt_tokens + config.sampling.max_tokens
+    require(
+        needed <= shape.max_context,
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} and sampling.max_tokens="
+        f"{config.sampling.max_tokens}, of a whole episode, are more than the model's context of "
+        f"{shape.max_context} tokens; lower one of them.",
+    )
+    template = None if environment.plain_text else tokenizer.chat_template or None
+    ToolUse(environment, template, asyncio.to_thread)
 
 
 def _usable_paths(

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import ray
 
-from rlsys.dataflow.blocks import BlockRef, Cell, Columns
-from rlsys.dataflow.signal import Signal
+from rlsys.dataflow.blocks import Cell, Columns
 from rlsys.dataflow.stages import EXPERTS_COLUMN
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
+from rlsys.environments.turn_desk import Ask, TurnDesk
 from rlsys.layout.transport.parcels import Inbox, Parcel
 from rlsys.layout.transport.staging import DamagedWeightsError
 from rlsys.layout.transport.weights import Weights
@@ -40,8 +40,9 @@ from rlsys.workers import (
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
 from .learner import RayLearner
-from .store import ShardLost, StoreAddress, StoreClient
+from .store import StoreAddress
 from .store_shards import StoreShards
+from .store_writer import StoreWriter
 
 # How long one `collect` waits for a rollout to end. Not a limit on rollouts: the next call goes on
 # waiting. It bounds how late the death of an actor is noticed.
@@ -50,9 +51,6 @@ COLLECT_WAIT_S = 5.0
 # How long rollouts that have ended wait for others to travel with, while the engine samples on: a
 # call costs every process about a millisecond.
 GATHER_S = 0.03
-
-# For the controller to notice a dead shard and to start another.
-NEW_SHARD_TIMEOUT_S = 60.0
 
 # How often new tokens of running requests go into the store, and how many at least: what is lost
 # when the process dies, against what telling costs.
@@ -76,8 +74,9 @@ class RolloutActor(Heartbeat):
         self._engine = make_engine()
         self._switch = WeightSwitch(self._engine)
         self._inbox = Inbox()
-        self._store = StoreClient(store)
-        self._store_changed = Signal()
+        self._store = StoreWriter(store)
+        self._desk = TurnDesk(self._switch)
+        self._handing_out: asyncio.Task[None] | None = None
         self._prompts: dict[str, Sequence[int]] = {}
         self._baselines: set[str] = set()  # requests whose tokens nothing trains on
         self._priors: dict[str, Generation] = {}  # what another replica had sampled
@@ -122,7 +121,7 @@ class RolloutActor(Heartbeat):
         has_experts = EXPERTS_COLUMN in cells[0][0].layout.columns
         names = (*PART_COLUMNS, EXPERTS_COLUMN) if has_experts else PART_COLUMNS
         try:
-            parts = await self._store.get_async(cells, names)
+            parts = await self._store.client.get_async(cells, names)
         except RowsLost:
             return None
         token_ids, logprobs, versions = (np.concatenate(parts[name]) for name in PART_COLUMNS)
@@ -158,7 +157,7 @@ class RolloutActor(Heartbeat):
             self._priors.pop(generation.request_id, None)
             self._num_told.pop(generation.request_id, None)
             self._baselines.discard(generation.request_id)
-        block = await self._put(
+        block = await self._store.put(
             {
                 "prompt_token_ids": [np.asarray(prompt, np.int32) for prompt in prompts],
                 "token_ids": [g.token_ids for g in generations],
@@ -192,7 +191,7 @@ class RolloutActor(Heartbeat):
             slice(len(self._prompts[g.request_id]) + start - 1 if start else 0, None)
             for g, start in new
         ]
-        block = await self._put(
+        block = await self._store.put(
             {
                 **{name: [getattr(g, name)[start:] for g, start in new] for name in PART_COLUMNS},
                 **_experts([g for g, _ in new], inputs),
@@ -211,22 +210,7 @@ class RolloutActor(Heartbeat):
 
     async def use_store(self, address: StoreAddress) -> None:
         """The shard that this actor wrote to has died; there are others."""
-        self._store = StoreClient(address)
-        self._store_changed.notify()
-
-    async def _put(self, columns: Columns) -> BlockRef:
-        """Raises ShardLost if the shard has died and the controller names no other in time."""
-        while True:
-            store = self._store
-            try:
-                return await store.put_async(columns)
-            except ShardLost as death:
-                try:
-                    async with asyncio.timeout(NEW_SHARD_TIMEOUT_S):
-                        while self._store is store:
-                            await self._store_changed.next()
-                except TimeoutError:
-                    raise death from None
+        self._store.use(address)
 
     def _whole(self, generation: Generation) -> Generation:
         """With what another replica had sampled of it."""
@@ -236,6 +220,30 @@ class RolloutActor(Heartbeat):
     def _as_written(self, generation: Generation) -> Generation:
         is_baseline = generation.request_id in self._baselines
         return generation.as_baseline if is_baseline else generation
+
+    # For environment workers, which ask in the controller's place, and are the only ones to.
+
+    async def ask(self, worker: str, asks: list[Ask], ended: list[str]) -> None:
+        """Turns of a worker's episodes; `ended` are those that it has done with."""
+        self._serve_turns()
+        await self._desk.forget(ended)
+        self._desk.ask(worker, asks)
+
+    async def answers(self, worker: str) -> list[Generation]:
+        """What has been sampled for the worker since the last call; a long poll."""
+        self._serve_turns()
+        return await self._desk.answers(worker, COLLECT_WAIT_S)
+
+    async def serve_turns(self) -> None:
+        """Raises EngineError when the engine dies; a long poll."""
+        await asyncio.wait([self._serve_turns()], timeout=COLLECT_WAIT_S)
+        if self._serve_turns().done():
+            self._serve_turns().result()
+
+    def _serve_turns(self) -> asyncio.Task[None]:
+        if self._handing_out is None:
+            self._handing_out = asyncio.create_task(self._desk.run())
+        return self._handing_out
 
     async def release(self) -> None:
         """Let the memory of the engine go, until weights come."""
@@ -367,6 +375,11 @@ class RayReplica:
         self._shards = shards
         self.node_id = self._actor_id = ""
         self._base: int | None = None  # the version that it has, for changes to it
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Its processes."""
+        return [self.worker]
 
     @property
     def name(self) -> str:

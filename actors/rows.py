@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlsys.dataflow.stages import EXPERTS_COLUMN, VERSIONS_COLUMN
-from rlsys.types import INJECTED, Float32Array, Int32Array, Rollout, TrainRow
+from rlsys.dataflow.stages import BRANCHES_COLUMN, EXPERTS_COLUMN, VERSIONS_COLUMN
+from rlsys.types import BRANCH_FIELDS, INJECTED, Float32Array, Int32Array, Rollout, TrainRow
 from rlsys.workers import Origin, RolloutText, Rows, Written
 
 from .store import StoreClient
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Columns that are fields of a TrainRow; all others are its `columns`.
 FIELDS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
-OPTIONAL_FIELDS = (EXPERTS_COLUMN,)
+OPTIONAL_FIELDS = (EXPERTS_COLUMN, BRANCHES_COLUMN)
 
 # What a function over texts is given, and what is recorded of it.
 TEXT_COLUMNS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
@@ -41,9 +41,12 @@ def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
     }
     for name, values in rows.scalars.items():
         columns[name] = np.full(num_tokens, values[i], np.float32)
+    optional = {name: arrays[name][i] for name in OPTIONAL_FIELDS if name in arrays}
+    if len(optional.get(BRANCHES_COLUMN, ())) <= BRANCH_FIELDS:
+        optional.pop(BRANCHES_COLUMN, None)  # a single branch is a line
     return TrainRow(
         **{name: arrays[name][i] for name in FIELDS},
-        **{name: arrays[name][i] for name in OPTIONAL_FIELDS if name in arrays},
+        **optional,
         loss_mask=arrays[VERSIONS_COLUMN][i] != INJECTED,
         columns=columns,
         group_id=rows.group_ids[i],

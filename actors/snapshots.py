@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlsys.dataflow.signal import Signal
 from rlsys.engines.training.snapshot_marks import steps_in
 from rlsys.layout.transport.shared_memory import SharedMemory
+from rlsys.signal import Signal
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied
 

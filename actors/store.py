@@ -38,8 +38,8 @@ from rlsys.dataflow.blocks import (
     read_column,
     unpack_cells,
 )
-from rlsys.dataflow.signal import Signal
 from rlsys.layout.transport.shared_memory import MemoryGone
+from rlsys.signal import Signal
 from rlsys.workers import RowsLost
 
 from .calls import Heartbeat

@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.dataflow.memory import FreedRows
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 
 from .calls import HEARTBEAT_GROUP, Worker, WorkerDied, end_all
 from .store import ShardAddress, StoreAddress, StoreShard

@@ -18,19 +18,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import cloudpickle
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.stages import (
     PER,
     GenerateStage,
     InferStage,
     JudgeStage,
     PerBatchStage,
+    PlayStage,
     RowStage,
     ScoreStage,
     TrainStage,
@@ -40,11 +41,14 @@ from rlsys.estimate import num_snapshots, store_bytes
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
 from rlsys.rewards import pack_rewards
+from rlsys.signal import Signal
 
 from .calls import Worker, WorkerError, end_all
+from .environment import EnvironmentActor, PlayingReplica
 from .evaluating import EvaluationActor, EvaluationFactory
 from .factories import (
     EVALUATION,
+    EnvironmentFactory,
     InferenceFactory,
     JudgeFactory,
     RewardFactory,
@@ -57,7 +61,7 @@ from .layouts import Layouts
 from .learner import RayLearner
 from .placement import Place, Places, standing
 from .reward import RayScorer, RewardActor
-from .rollout import RolloutActor
+from .rollout import RayReplica, RolloutActor
 from .snapshots import SnapshotKeepers
 from .store import ShardAddress, StoreAddress
 from .store_shards import StoreShards
@@ -98,7 +102,7 @@ async def hired(
         for node in ray.nodes():
             if node["Alive"]:
                 await shards.ensure(node["NodeID"])
-        actors = _Actors(config, flow, tokenizer, places, shards, checkpoints)
+        actors = _Actors(config, flow, tokenizer, places, shards, checkpoints, on_death)
         learners = {
             stage.model.name: actors.learner(stage, on_death) for stage in flow.all(TrainStage)
         }
@@ -111,6 +115,7 @@ async def hired(
             learners[flow.main.name],
             shards,
             start_timeout_s=config.cluster.start_timeout_s,
+            playing=actors.playing if flow.all(PlayStage) else None,
         )
         evaluators: list[Worker] = []
 
@@ -125,7 +130,7 @@ async def hired(
         def engines() -> list[Worker]:
             ranks = [rank for learner in learners.values() for rank in learner.ranks]
             workers = [worker for pool in pools.values() for worker in pool.workers]
-            replicas = [replica.worker for replica in fleet.replicas]
+            replicas = [worker for replica in fleet.replicas for worker in replica.workers]
             return [*ranks, *workers, *replicas, *evaluators]
 
         ending.push_async_callback(lambda: end_all(engines()))
@@ -214,7 +219,7 @@ class Team:
         return [
             *(rank for learner in self.learners.values() for rank in learner.ranks),
             *(worker for pool in self.pools.values() for worker in pool.workers),
-            *(replica.worker for replica in self.fleet.replicas),
+            *(worker for replica in self.fleet.replicas for worker in replica.workers),
             *self.scorer.workers,
             *self.evaluators[-1:],
         ]
@@ -239,8 +244,9 @@ class Team:
             return
         for replica in self.fleet.replicas:
             if replica.node_id in ("", lost.node_id):  # or it is not known yet
-                with contextlib.suppress(WorkerError):  # whoever collects from it notices
-                    await replica.worker.call("use_store", self.shards.address)
+                for worker in replica.workers:
+                    with contextlib.suppress(WorkerError):  # whoever collects from it notices
+                        await worker.call("use_store", self.shards.address)
         writers = [learner for learner in self.learners.values() if learner.writes]
         for worker in [rank for learner in writers for rank in learner.ranks] + [
             worker for pool in self.pools.values() for worker in pool.workers
@@ -260,7 +266,9 @@ class _Actors:
         places: Places,
         shards: StoreShards,
         checkpoints: Checkpoints,
+        on_death: Callable[[str], None],
     ) -> None:
+        self._on_death = on_death
         self._config = config
         self._flow = flow
         self._tokenizer = tokenizer
@@ -367,6 +375,32 @@ class _Actors:
         shares = self._flow.source.prompts.may_be_external
         make_engine = RolloutFactory(config=self._config, samples=samples, shares=shares)
         return self._start(name, RolloutActor, place.options, make_engine)
+
+    def playing(self, replica: RayReplica) -> PlayingReplica:
+        """With workers of its environment on its node."""
+        config, stage = self._config, self._flow.stage(PlayStage)
+        make_host = EnvironmentFactory(
+            config=config,
+            environment=cloudpickle.dumps(stage.environment),
+            tokenizer=self._tokenizer,
+            max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
+        )
+
+        def hire(name: str) -> Worker:
+            node = NodeAffinitySchedulingStrategy(replica.node_id, soft=False)
+            options = {"num_cpus": 0, "scheduling_strategy": node}
+            handle = replica.worker.handle
+            return self._start(name, EnvironmentActor, options, name, make_host, handle)
+
+        return PlayingReplica(
+            replica,
+            hire,
+            stage.environment,
+            self._shards,
+            num_workers=config.reward.num_workers,
+            start_timeout_s=config.cluster.start_timeout_s,
+            on_death=self._on_death,
+        )
 
     def reward(self, number: int) -> Worker:
         rewards = pack_rewards(self._flow.stage(ScoreStage).rewards)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from rlsys.dataflow.signal import Signal
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.trace_file import TraceFile
+from rlsys.signal import Signal
 
 from .calls import Worker, WorkerDied
 

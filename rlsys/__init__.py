@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import rlsys.interrupts  # noqa: F401  (before the modules whose imports take seconds)
-from rlsys import rewards
+from rlsys import rewards, sandbox
 from rlsys.cli import parse
 from rlsys.config import (
     AsyncConfig,
@@ -41,6 +41,7 @@ from rlsys.dataflow.stages import (
     Prompts,
     RewardFn,
 )
+from rlsys.environments.environment import agent, environment
 from rlsys.errors import RunFailed
 from rlsys.launching import HeldOut, RunResult, WarmStart, launch, main
 from rlsys.rewards import Reward, example_rollout, reward
@@ -49,6 +50,8 @@ from rlsys.types import Rollout
 
 if TYPE_CHECKING:
     from rlsys import algorithms
+    from rlsys.environments.mcp import mcp_tools
+    from rlsys.environments.tools import ToolError, tool
 
 __version__ = "0.1.0"
 
@@ -80,21 +83,37 @@ __all__ = [
     "RunResult",
     "SamplingConfig",
     "Shared",
+    "ToolError",
     "TrainedRoleConfig",
     "TrainerConfig",
     "WarmStart",
+    "agent",
     "algorithms",
+    "environment",
     "example_rollout",
     "launch",
     "main",
+    "mcp_tools",
     "parse",
     "require",
     "reward",
     "rewards",
+    "sandbox",
+    "tool",
 ]
 
 
+# Where each of these is, which takes pydantic to import.
+TOOLS = {
+    "ToolError": "rlsys.environments.tools",
+    "mcp_tools": "rlsys.environments.mcp",
+    "tool": "rlsys.environments.tools",
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name in TOOLS:
+        return getattr(importlib.import_module(TOOLS[name]), name)
     if name == "algorithms":  # with torch, whose import takes seconds
         return importlib.import_module("rlsys.algorithms")
     raise AttributeError(f"module 'rlsys' has no attribute {name!r}")

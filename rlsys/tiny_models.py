@@ -47,7 +47,8 @@ def build_tokenizer(characters: str | None = None) -> Any:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS
     )
-    fast.chat_template = CHAT_TEMPLATE
+    if not characters:  # few alphabets spell it
+        fast.chat_template = CHAT_TEMPLATE
     return fast
 
 

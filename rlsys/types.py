@@ -78,6 +78,12 @@ class SamplingParams:
 # sampled, one of a greedy baseline, or, in a chat of a dataset, one of no reply.
 INJECTED = -1
 
+# A rollout may be a tree: numbers that each branch has, in `branches` of a TrainRow (own tokens,
+# parent, tokens of the parent's path that it stands behind, seat), and the parent of one that has
+# none.
+BRANCH_FIELDS, NO_PARENT = 4, -1
+MAX_BRANCHES = 64  # of a rollout; the store keeps room for so many
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
@@ -100,6 +106,17 @@ class Sampled:
             newest=newest,
             num_injected=len(versions) - len(sampled),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What an environment plays: the dataset's row, and which rollout of which group it makes."""
+
+    row: Mapping[str, Any]
+    group_id: int
+    index: int  # 0 .. group_size - 1
+    group_size: int
+    record: bool = False  # tell its texts, for rollouts.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +145,8 @@ class GenerationRequest:
     # Whether a later request may begin with what this one comes to; otherwise the torch engine
     # keeps nothing of it.
     goes_on: bool = True
+    # It is played by an environment, which makes its own prompt; None: the prompt is completed.
+    task: Task | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +212,9 @@ class TrainRow:
     # [(P + T - 1) * L * K]: the experts that the sampler sent each input to (Generation), which the
     # policy follows; None: it chooses itself
     routed_experts: ExpertArray | None = None
+    # [4 B] of a tree, as rlsys.engines.branches reads them; None: every token stands behind the one
+    # before it
+    branches: Int32Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

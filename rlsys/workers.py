@@ -16,6 +16,17 @@ from rlsys.types import FinishReason, GenerationRequest, StepResult, WeightManif
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutText:
+    """What a recorded rollout said."""
+
+    prompt: str
+    completion: str
+    token_ids: Sequence[int]
+    policy_versions: Sequence[int]
+    turns: Sequence[Mapping[str, Any]] = ()  # of an episode: who said what
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedRollout:
     """A rollout whose tensors lie in the store."""
 
@@ -27,6 +38,9 @@ class FinishedRollout:
     max_version: int
     finish_reason: FinishReason
     num_injected: int = 0  # completion tokens that are not trained on
+    # Of an episode, whose environment says what it is worth: that, or why there is nothing.
+    outcome: RewardResult | RewardFailure | None = None
+    text: RolloutText | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +58,6 @@ class Origin:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreTask(Origin):
     cell: Cell
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutText:
-    """What a recorded rollout said."""
-
-    prompt: str
-    completion: str
-    token_ids: Sequence[int]
-    policy_versions: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

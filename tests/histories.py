@@ -14,7 +14,7 @@ from typing import Any
 from rlsys.audit import Evidence
 from rlsys.checkpoint import Checkpoints
 from rlsys.data.external_log import ExternalLog
-from rlsys.data.prompts import epoch_order
+from rlsys.data.row_source import epoch_order
 from rlsys.data.shared import SharedCompletion, SharedGroup
 from rlsys.dataflow.ledger import Event, Ledger, OpenGroup
 from rlsys.exported import seal_export

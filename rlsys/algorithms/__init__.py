@@ -75,6 +75,7 @@ from rlsys.algorithms.token_advantages import (
     reinforce_plus_plus_token_advantage,
     whitened,
 )
+from rlsys.algorithms.turns import turn_advantage, turn_batch_advantage, turn_mean_advantage
 from rlsys.algorithms.values import clipped_value_loss, value_loss
 
 __all__ = [
@@ -149,6 +150,9 @@ __all__ = [
     "token_mean",
     "token_sum",
     "top_k_distill",
+    "turn_advantage",
+    "turn_batch_advantage",
+    "turn_mean_advantage",
     "unbiased_k3",
     "uses_advantages",
     "value_loss",

@@ -29,6 +29,7 @@ from rlsys.algorithms import (
     masks,
     preferences,
     token_advantages,
+    turns,
     values,
 )
 from rlsys.user_functions import name_of
@@ -106,6 +107,9 @@ _BY_KIND: dict[Kind, tuple[Callable[..., Any], ...]] = {
         token_advantages.kl_rewards,
         token_advantages.whitened,
         token_advantages.batch_normalised_weights,
+        turns.turn_advantage,
+        turns.turn_mean_advantage,
+        turns.turn_batch_advantage,
     ),
     "aggregation": (
         aggregation.token_mean,

@@ -40,7 +40,7 @@ from rlsys.controller.turns import Turns
 from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.ledger import Ledger
-from rlsys.dataflow.stages import GenerateStage
+from rlsys.dataflow.stages import GenerateStage, PlayStage
 from rlsys.dataflow.store import StreamStore
 from rlsys.errors import first_error
 from rlsys.types import WeightManifest
@@ -131,6 +131,7 @@ class Controller:
             prompts,
             stage=source.name,
             greedy_baseline=isinstance(source, GenerateStage) and source.greedy_baseline,
+            play=source if isinstance(source, PlayStage) else None,
             fleet=fleet,
             replicas=replicas,
             newest=weights,

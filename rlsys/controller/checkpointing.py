@@ -16,7 +16,7 @@ from typing import Any
 from rlsys import metrics
 from rlsys.controller.between_steps import BetweenSteps
 from rlsys.controller.state import RunState
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.workers import LearnerDied, RowsLost
 
 Begin = Callable[[int], Awaitable[Coroutine[Any, Any, None]]]

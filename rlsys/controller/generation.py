@@ -15,15 +15,17 @@ from typing import Any, Protocol
 
 from rlsys.controller.partials import PartialRollouts
 from rlsys.controller.placing import Placing
+from rlsys.controller.played import PlayedOutcomes
 from rlsys.controller.replicas import Batch, ReplicaPool
 from rlsys.controller.state import Group, OpenWork, RolloutNote, RunState
 from rlsys.controller.turns import Turns
 from rlsys.dataflow.blocks import BlockRef
 from rlsys.dataflow.curriculum import RETIRED
 from rlsys.dataflow.router import Router
-from rlsys.dataflow.signal import first_of
+from rlsys.dataflow.stages import PlayStage
 from rlsys.engines.generation.sampling import request_seed
-from rlsys.types import INJECTED, GenerationRequest, Prompt, WeightManifest
+from rlsys.signal import first_of
+from rlsys.types import INJECTED, GenerationRequest, Prompt, Task, WeightManifest
 from rlsys.workers import Collected, FinishedRollout, Fleet, Part, Replica, RolloutText
 
 # A group that was being sampled at so many deaths of replicas may be what they died of.
@@ -40,6 +42,7 @@ class GenerationSide:
     """`stage`: the name of that which writes the rollouts.
     `carried`: what a resumed run's checkpoint has of groups that had not ended.
     `greedy_baseline`: the last rollout of each group is one.
+    `play`: that stage, where an environment makes the rollouts, and says what they are worth.
     `is_in_training`: the trainer has a group, and must not lose it."""
 
     def __init__(
@@ -50,6 +53,7 @@ class GenerationSide:
         *,
         stage: str,
         greedy_baseline: bool,
+        play: PlayStage | None,
         fleet: Fleet,
         replicas: Mapping[int, Replica],
         newest: WeightManifest | None,
@@ -60,6 +64,7 @@ class GenerationSide:
         self._prompts = prompts
         self._stage = stage
         self._greedy_baseline = greedy_baseline
+        self._outcomes = PlayedOutcomes(state, play) if play else None
         self._sampling = state.config.sampling.params()
         self._attempts: Counter[int] = Counter()  # issues of each group
         self._deaths: Counter[int] = Counter()  # of replicas, while they sampled this group
@@ -164,6 +169,7 @@ class GenerationSide:
     def _request(self, group: Group, index: int) -> GenerationRequest:
         completions = group.prompt.completions
         is_greedy = group.rollouts[index].is_greedy
+        task = self._task(group, index) if self._outcomes else None
         return GenerationRequest(
             request_id=_request_id(group, index),
             prompt_token_ids=group.prompt.token_ids,
@@ -171,7 +177,17 @@ class GenerationSide:
             seed=request_seed(self._state.config.seed, group.group_id, index),
             completion=completions[index] if completions else None,
             is_baseline=is_greedy,
-            goes_on=False,
+            task=task,
+            goes_on=task is not None,  # in turns
+        )
+
+    def _task(self, group: Group, index: int) -> Task:
+        return Task(
+            row=group.prompt.metadata,
+            group_id=group.group_id,
+            index=index,
+            group_size=len(group.rollouts),
+            record=self._state.records(group.group_id),
         )
 
     @property
@@ -288,6 +304,7 @@ class GenerationSide:
 
     def _write_block(self, block: BlockRef, rollouts: Sequence[FinishedRollout]) -> None:
         live: list[FinishedRollout] = []
+        live_groups: dict[int, Group] = {}
         rows: list[int] = []
         for rollout in rollouts:
             group = self._group_of(rollout.request_id)
@@ -295,10 +312,14 @@ class GenerationSide:
                 self._state.store.discard(block, [rollout.cell[1]])
                 continue
             index = _index_of(rollout.request_id)
+            if self._outcomes and not self._outcomes.take(group, index, rollout):
+                self._state.store.discard(block, [rollout.cell[1]])
+                continue
             group.rollouts[index].finished = rollout
             if group.prompt.completions and self._state.records(group.group_id):
                 group.rollouts[index].text = _held_text(group, index, rollout)
             live.append(rollout)
+            live_groups[group.group_id] = group
             rows.append(group.rows[index])
         if live:
             self._state.store.write(
@@ -308,7 +329,10 @@ class GenerationSide:
                 places=[rollout.cell[1] for rollout in live],
                 versions=[(rollout.min_version, rollout.max_version) for rollout in live],
                 num_tokens=[r.num_prompt_tokens + r.num_tokens for r in live],
+                scalars=self._outcomes.scalars(live) if self._outcomes else None,
             )
+            if self._outcomes:
+                self._outcomes.written(live_groups.values())
 
     def _lost_in_transit(self, rollouts: Sequence[FinishedRollout]) -> None:
         """Their shard died before the store knew of them."""

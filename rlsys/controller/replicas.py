@@ -23,7 +23,7 @@ from rlsys.controller.partials import PartialRollouts
 from rlsys.controller.state import RunState
 from rlsys.controller.turns import Turns
 from rlsys.dataflow.router import Router
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 from rlsys.types import GenerationRequest, WeightManifest
 from rlsys.workers import Collected, Fleet, Replica, ReplicaDied, WeightsGone
 

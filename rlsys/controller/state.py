@@ -15,10 +15,10 @@ from rlsys.dataflow.admission import AdmissionGate
 from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.ledger import Ledger, OpenGroup
 from rlsys.dataflow.passes import GroupLengths
-from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.stages import IS_GREEDY, NUM_TOKENS, PREFERENCE, TRUNCATED
 from rlsys.dataflow.store import StreamStore
 from rlsys.rewards import RewardFailure
+from rlsys.signal import Signal
 from rlsys.types import FinishReason, Prompt, StepResult, WeightManifest
 from rlsys.workers import FinishedRollout, Origin, Part, RolloutText
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 
 
 class Turns:

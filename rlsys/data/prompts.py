@@ -1,8 +1,8 @@
 """Prompts in a resumable order.
 
-In: dataset rows and a tokenizer. Out: `Prompt`s by their index over the whole run.
+In: dataset rows (row_source.py) and a tokenizer. Out: `Prompt`s by their index over the whole run.
 
-    index ──► epoch, position ──► row, by the epoch's own shuffle ──► text ──► token ids
+    index ──► row ──► text ──► token ids
 
 Everything that can be wrong with a row is looked for at the start, over all rows. Only then is a
 prompt tokenized, when it is asked for. The n-th prompt never depends on the ones before it.
@@ -10,10 +10,9 @@ prompt tokenized, when it is asked for. The n-th prompt never depends on the one
 
 from __future__ import annotations
 
-import functools
 import logging
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,7 @@ from rlsys.data.chats import ChatColumn
 from rlsys.data.completions import CompletionColumn
 from rlsys.data.hub import check_no_run, in_short, unreadable
 from rlsys.data.render import PromptRenderer
-from rlsys.data.rows import load_rows
-from rlsys.rewards.reward import Reward, check_columns, is_missing, is_of, not_of
+from rlsys.data.row_source import RowSource
 from rlsys.types import Int32Array, Prompt
 
 logger = logging.getLogger(__name__)
@@ -53,22 +51,13 @@ def load_tokenizer(path: str, *, setting: str = "model.path") -> Any:
     return tokenizer
 
 
-@functools.lru_cache(maxsize=2)  # where one epoch ends, two are in use
-def epoch_order(seed: int, epoch: int, num_rows: int) -> Int32Array:
-    """The order of one epoch [num_rows]. Each has its own; none needs the ones before it."""
-    return np.random.default_rng((seed, epoch)).permutation(num_rows).astype(np.int32)
+class PromptSource(RowSource):
+    """Endless prompts, epoch after epoch, of the rows of a RowSource.
 
-
-class PromptSource:
-    """Endless prompts, epoch after epoch.
-
-    `rows`, a list of dictionaries or a `datasets.Dataset`, stand in place of data.source;
     `completions` (a column's name and how many it has a row) are read with the prompts; where it is
-    the prompt column itself, they are the replies of its chats. `held_out`: what `config` says
-    comes from evaluation.source, and errors say so. Raises ValueError for rows that are
+    the prompt column itself, they are the replies of its chats. Raises ValueError for rows that are
     missing, no prompts, too long for data.max_prompt_tokens or for the model's context, or of
-    characters that the tokenizer leaves out; and for completions that are none. Whether there are
-    enough for a step, `check_size` says.
+    characters that the tokenizer leaves out; and for completions that are none.
     """
 
     def __init__(
@@ -83,15 +72,9 @@ class PromptSource:
         completions: tuple[str, int] | None = None,
         held_out: bool = False,
     ) -> None:
-        self._config = config
+        super().__init__(config, seed=seed, rows=rows, held_out=held_out)
         self._renderer = PromptRenderer(config, tokenizer)
-        self._seed = seed
-        setting = "evaluation.source" if held_out else "data.source"
-        self._rows: Any = load_rows(config, setting) if rows is None else rows
-        self.where = f"the recipe's {'held-out ' if held_out else ''}data"
-        if rows is None:
-            self.where = f"{setting}={config.source!r}"
-        self._columns = self._check_columns(config.prompt_column, "data.prompt_column")
+        self._check_column(config.prompt_column, "data.prompt_column")
         self._completions = self._completion_column(completions, max_tokens)
         room = max_context - max_tokens
         require(
@@ -106,52 +89,10 @@ class PromptSource:
         )
         self._admitted = self._admit()
 
-    def __len__(self) -> int:
-        """Prompts in one epoch."""
-        return len(self._admitted)
-
     @property
     def metadata_columns(self) -> tuple[str, ...]:
         """The columns that prompts carry as metadata."""
         return tuple(name for name in self._columns if name != self._config.prompt_column)
-
-    def check_size(self, prompts_per_step: int) -> None:
-        """Raise ValueError where there are too few for one step."""
-        require(
-            len(self) >= prompts_per_step,
-            f"prompts_per_step={prompts_per_step}, but {self.where} has only {len(self)} prompts "
-            f"that can be used; use {f'at most {len(self)} a step, or ' if len(self) else ''}more "
-            "data.",
-        )
-
-    def check_rewards(self, rewards: Sequence[Reward]) -> None:
-        """Raise ValueError for a column that a reward requires and the rows do not have; for a row
-        without a value in it; and for a value of a type that the reward cannot use."""
-        if rewards:
-            check_columns(rewards, self.metadata_columns, self.where)
-        for column in dict.fromkeys(name for one in rewards for name in one.required_columns):
-            missing = [n for n, value in enumerate(self._values(column)) if is_missing(value)]
-            require(
-                not missing,
-                f"column {column!r}, which a reward reads, has no value in {len(missing)} of "
-                f"{len(self._rows)} rows of {self.where}, first in row {(missing or [0])[0]} "
-                "(from 0); fill it, or leave the rows out.",
-            )
-        for one in (reward for reward in rewards if reward.column_types):
-            for column in one.required_columns:
-                for number, value in enumerate(self._values(column)):
-                    require(
-                        is_of(value, one.column_types),
-                        f"reward {one.name!r}, {self._name(number, column)}: "
-                        f"{reprlib.repr(value)} {not_of(value, one.column_types)}",
-                    )
-
-    def row(self, index: int) -> int:
-        """Which row of the data the prompt with this index is."""
-        epoch, position = divmod(index, len(self))
-        if self._config.shuffle:
-            position = int(epoch_order(self._seed, epoch, len(self))[position])
-        return int(self._admitted[position])
 
     def at(self, index: int) -> Prompt:
         """The prompt with this index over the run."""
@@ -185,20 +126,6 @@ class PromptSource:
         )
         return text, tuple(token_ids)
 
-    @property
-    def order(self) -> dict[str, int]:
-        """What decides which prompt has which index; a checkpoint keeps it for `check_order`."""
-        return {"seed": self._seed, "num_prompts": len(self)}
-
-    def check_order(self, order: Mapping[str, int]) -> None:
-        """Raises ValueError if the order was another: other data, or another seed."""
-        for key, value in self.order.items():
-            require(
-                order[key] == value,
-                f"the checkpoint's order of prompts has {key}={order[key]}, but {self.where} has "
-                f"{key}={value}; resume with the same data and seed.",
-            )
-
     def _asked(self, value: object, number: int) -> object:
         """What is the prompt of a row's value in the prompt column: of a chat with replies, what
         stands before them."""
@@ -212,7 +139,7 @@ class PromptSource:
         if completions is None:
             return None
         name, size = completions
-        self._check_columns(name, "flow.dataset's completions")
+        self._check_column(name, "flow.dataset's completions")
         column: CompletionColumn | ChatColumn
         if name == self._config.prompt_column:
             require(
@@ -231,27 +158,8 @@ class PromptSource:
             )
         return column
 
-    def _name(self, number: int, column: str | None = None) -> str:
-        column = column or self._config.prompt_column
-        return f"{column!r} in row {number} (from 0) of {self.where}"
-
-    def _check_columns(self, column: str, option: str) -> list[str]:
-        """All that the rows have; raises ValueError unless `column`, which `option` names, is one
-        of them."""
-        require(len(self._rows) > 0, f"{self.where} has no rows; give data with prompts.")
-        columns = list(getattr(self._rows, "column_names", None) or self._rows[0])
-        require(
-            column in columns,
-            f"{option}={column!r} is no column of {self.where}, which has {columns}; "
-            "name one of them.",
-        )
-        return columns
-
-    def _values(self, column: str) -> Iterable[Any]:
-        if hasattr(self._rows, "column_names"):
-            values: Iterable[Any] = self._rows[column]
-            return values
-        return (row.get(column) for row in self._rows)
+    def _name(self, number: int, column: str = "") -> str:
+        return super()._name(number, column or self._config.prompt_column)
 
     def _admit(self) -> Int32Array:
         """The numbers of the rows that are short enough [len(self)], after a look at every row."""
@@ -301,3 +209,23 @@ class PromptSource:
             )
             logger.warning("%s; they are left out.", message)
         return set(lengths)
+
+
+class TaskSource(RowSource):
+    """Endless tasks: rows of which an environment makes its own prompt."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        seed: int,
+        rows: Sequence[Mapping[str, Any]] | None = None,
+        held_out: bool = False,
+    ) -> None:
+        super().__init__(config, seed=seed, rows=rows, held_out=held_out)
+        self._admitted = np.arange(len(self._rows), dtype=np.int32)
+
+    def at(self, index: int) -> Prompt:
+        number = self.row(index)
+        row = dict(self._rows[number])
+        return Prompt(index=index, row=number, token_ids=(), text="", metadata=row)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 from rlsys.config import JudgeConfig, TrainedRoleConfig, require
 from rlsys.dataflow.given import (
@@ -40,6 +40,8 @@ from rlsys.dataflow.given import (
 from rlsys.dataflow.memory import FreedRows
 from rlsys.dataflow.schema import StageSpec
 from rlsys.dataflow.stages import (
+    BRANCHES,
+    BRANCHES_COLUMN,
     EXPERTS_COLUMN,
     FACTS,
     IS_GREEDY,
@@ -50,6 +52,9 @@ from rlsys.dataflow.stages import (
     PROXIMAL_COLUMN,
     ROLLOUT_COLUMNS,
     SAMPLER_COLUMN,
+    SEATS_COLUMN,
+    TURN_REWARDS_COLUMN,
+    TURNS_COLUMN,
     Ask,
     Column,
     Controller,
@@ -65,6 +70,7 @@ from rlsys.dataflow.stages import (
     Per,
     PerBatchStage,
     PerGroupStage,
+    PlayStage,
     Prompts,
     RewardFn,
     Role,
@@ -76,6 +82,7 @@ from rlsys.dataflow.stages import (
     TrainStage,
 )
 from rlsys.dataflow.store import StreamStore
+from rlsys.environments.environment import as_environment
 from rlsys.fields import checked
 from rlsys.metrics import (
     REWARD_MEAN,
@@ -86,12 +93,25 @@ from rlsys.metrics import (
     is_own_family,
 )
 from rlsys.rewards.reward import as_rewards
+from rlsys.types import MAX_BRANCHES
 from rlsys.user_functions import name_of
 
 if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
     from rlsys.algorithms.aggregation import Aggregation
 
 S = TypeVar("S", bound=Stage)
+
+
+class Episodes(NamedTuple):
+    """What flow.play writes; `turn_rewards`, `turns` and `seats` have a value per token."""
+
+    rollouts: tuple[Column, ...]
+    reward: Column
+    turn_rewards: Column
+    turns: Column
+    seats: Column
+    parts: tuple[Column, ...]
+
 
 A_SOURCE = "Prompts(config=cfg.data), with rows=... for rows of your own"
 
@@ -173,6 +193,58 @@ class Dataflow:
             )
         )
         return columns
+
+    def play(
+        self,
+        model: Model,
+        environment: Any,
+        tasks: Prompts,
+        *,
+        group_size: int,
+        writes: str = "reward",
+        parts: Sequence[str] = (),
+    ) -> Episodes:
+        """Let `environment` play `group_size` episodes of each task with `model`, where
+        flow.generate and flow.score would stand: it asks the model, turn by turn, and says what an
+        episode is worth. `tasks` are rows, and need no prompt.
+
+        Returns rollouts, as flow.generate does; their rewards, one each; and what functions over
+        turns read (rlsys.algorithms.turn_advantage): turn_rewards, which stand at the last token of
+        each turn, turns and seats. `parts`: named numbers of the reward that get columns of their
+        own. Where a rollout is a tree of branches, models read it as one by themselves."""
+        self._check_model("play", model)
+        check_is("play", "tasks", tasks, Prompts, A_SOURCE)
+        check_group_size("play", group_size)
+        require(
+            model.is_main and model.head == "logits",
+            f"flow.play samples with {model.name!r} (head {model.head!r}); replicas run the "
+            "model without a configuration of its own, and it must have logits.",
+        )
+        require(
+            tasks.shared is None,
+            "flow.play plays its own episodes, none that other runs share; leave Prompts.shared "
+            "out.",
+        )
+        check_names("play(parts=", parts, "calls")
+        self._check_first_source()
+        rollouts = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
+        turn_rewards, turns, seats = (
+            Column(name, "token") for name in (TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN)
+        )
+        reward = Column(writes)
+        beside = tuple(Column(part) for part in parts)
+        self._add_all(
+            PlayStage(
+                name="play",
+                writes=(*rollouts, turn_rewards, turns, seats, BRANCHES, reward, *beside),
+                model=model,
+                prompts=tasks,
+                group_size=group_size,
+                environment=as_environment(environment),
+                parts=tuple(parts),
+            )
+        )
+        return Episodes(rollouts, reward, turn_rewards, turns, seats, beside)
 
     def dataset(
         self, prompts: Prompts, *, group_size: int, completions: str = "completions"
@@ -510,7 +582,8 @@ class Dataflow:
         if getattr(stage.loss, "interpolates_proximal", False):
             return
         place = self.stages.index(stage)
-        reads = tuple(c for c in stage.reads if c.name in ROLLOUT_COLUMNS)
+        rollouts = (*ROLLOUT_COLUMNS, BRANCHES_COLUMN)
+        reads = tuple(c for c in stage.reads if c.name in rollouts)
         column = Column(PROXIMAL_COLUMN, "token")
         held = InferStage(
             name=f"infer {PROXIMAL_COLUMN}", reads=reads, writes=(column,), model=stage.model
@@ -565,8 +638,13 @@ class Dataflow:
         for stage in self.stages:
             for column in stage.reads:
                 require(
+                    column != BRANCHES or not isinstance(stage, PerBatchStage),
+                    f"stage {stage.name!r} reads {BRANCHES_COLUMN!r}, which has values for each "
+                    "branch of a rollout and none for its tokens; let it read 'turns' and 'seats'.",
+                )
+                require(
                     column.width == 1
-                    or column.name == EXPERTS_COLUMN
+                    or column.name in (EXPERTS_COLUMN, BRANCHES_COLUMN)
                     or isinstance(stage, TrainStage),
                     f"stage {stage.name!r} reads {column.name!r}, which has {column.width} values "
                     "a token; only the loss of flow.train reads such columns.",
@@ -673,6 +751,7 @@ class Dataflow:
         lengths = {
             PROMPT_COLUMN: max_prompt_tokens,
             EXPERTS_COLUMN: max_prompt_tokens + max_tokens,
+            BRANCHES_COLUMN: MAX_BRANCHES,
         }
         num_bytes = 0
         for stage in self.stages:
@@ -837,6 +916,10 @@ class Dataflow:
         return (*self._add_all(stage), Column(""))[0]
 
     def _add_all(self, stage: Stage) -> tuple[Column, ...]:
+        has_branches = any(BRANCHES in one.writes for one in self.stages)
+        if has_branches and isinstance(stage, InferStage | TrainStage):
+            # Without them a model would read a tree as one line, so no recipe has to name them.
+            stage = replace(stage, reads=_distinct((*stage.reads, BRANCHES)))
         writers = {column.name: s.name for s in self.stages for column in s.writes}
         names = [s.name for s in self.stages]
         require(

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from rlsys.dataflow.blocks import BlockRef
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 
 # Shard -> lease -> how many rows written under that lease nobody needs any more.
 FreedRows = Mapping[str, Mapping[int, int]]

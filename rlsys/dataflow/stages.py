@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig, require
 from rlsys.data.shared import Shared
+from rlsys.environments.environment import Environment
 from rlsys.rewards.reward import Reward
-from rlsys.types import Rollout
+from rlsys.types import BRANCH_FIELDS, Rollout
 
 if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
     import torch
@@ -44,6 +45,13 @@ ROLLOUT_COLUMNS = (PROMPT_COLUMN, "token_ids", SAMPLER_COLUMN, VERSIONS_COLUMN)
 EXPERTS_COLUMN = "routed_experts"
 BYTES_PER_VALUE = 4
 
+# Beside them, of rollouts that are trees: which tokens stand behind which (rlsys.engines.branches).
+BRANCHES_COLUMN = "branches"
+# And of rollouts of several turns, of each token, for functions over a step
+# (rlsys.algorithms.turns): what its turn earned, at the turn's last sampled token, 0 at others; the
+# number of the turn that sampled it, -1: none did; whose turn it is.
+TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN = "turn_rewards", "turns", "seats"
+
 # A row's columns of one writer are padded to the arena's alignment.
 PADDING_BYTES = 64
 
@@ -61,6 +69,9 @@ class Column:
     value_bytes: int = BYTES_PER_VALUE
     is_fact: bool = False  # no stage writes it
 
+
+# Its bytes lie in the store as those of tokens do; of a row it has so many for each branch.
+BRANCHES = Column(BRANCHES_COLUMN, "token", width=BRANCH_FIELDS)
 
 # Of every rollout, for functions over groups and batches, and for losses: what no stage writes, and
 # a recipe names as rlsys.NUM_TOKENS, rlsys.TRUNCATED, rlsys.IS_GREEDY, rlsys.PREFERENCE.
@@ -159,6 +170,19 @@ class SourceStage(Stage):
 class GenerateStage(SourceStage):
     model: Model
     greedy_baseline: bool = False  # the last rollout of each group is one
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayStage(GenerateStage):
+    """An environment has the model sample, turn by turn, and says what the episode is worth."""
+
+    environment: Environment
+    parts: tuple[str, ...] = ()  # of its reward, that have columns of their own
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The columns with a value per row: the reward, then its parts."""
+        return tuple(column.name for column in self.writes if column.per == "row")
 
 
 @dataclass(frozen=True, kw_only=True)

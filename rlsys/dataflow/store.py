@@ -32,8 +32,8 @@ from rlsys.dataflow.progress import check_progress
 from rlsys.dataflow.rows import GroupRows, RowTable
 from rlsys.dataflow.schema import Schema, StagePlan, StageSpec
 from rlsys.dataflow.selection import FIRST_COMPLETE, Selection
-from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.subscription import RowBatch, Subscription
+from rlsys.signal import Signal
 
 __all__ = ["FreedRows", "RowBatch", "StageSpec", "StoreError", "StreamStore", "Subscription"]
 

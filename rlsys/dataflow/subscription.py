@@ -14,7 +14,7 @@ from rlsys.dataflow.ready import ReadyQueue
 from rlsys.dataflow.rows import GroupRows, RowTable
 from rlsys.dataflow.schema import StagePlan
 from rlsys.dataflow.selection import Candidate, Selection
-from rlsys.dataflow.signal import Signal
+from rlsys.signal import Signal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ import torch
 
 from rlsys.algorithms.aggregation import Aggregation
 from rlsys.algorithms.inputs import whole_groups
+from rlsys.engines.branches import Paths, longest_path
 from rlsys.engines.context import context_length
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.device_turn import DeviceTurn
@@ -34,7 +35,8 @@ def infer(
 ) -> list[Float32Array]:
     """Of each row, whatever its loss mask and columns: log-probabilities or values [T], or a score
     [1]; with `top_k`, of a Policy, what it says of the likeliest tokens [T * (2 top_k + 1)];
-    without gradient. A collective: every rank brings its share of rows, which may be none."""
+    without gradient. Zeros for a token that nothing stands before (rlsys.engines.branches). A
+    collective: every rank brings its share of rows, which may be none."""
     found = [np.zeros(role.num_inferred(row), np.float32) for row in rows]
     indices = [index for index, array in enumerate(found) if len(array)]
     chosen_rows = [rows[index] for index in indices]
@@ -49,6 +51,9 @@ def infer(
         for chosen, numbers in zip(passes, said, strict=True):
             lengths = [len(found[indices[index]]) for index in chosen]
             for index, part in zip(chosen, numbers.cpu().split(lengths), strict=True):
+                row = chosen_rows[index]
+                if row.branches is not None and role.unit == "token":
+                    part[Paths.of(row).unpredicted] = 0.0
                 found[indices[index]] = part.flatten().numpy()
     return found
 
@@ -159,7 +164,7 @@ class InferenceEngine:
 
     def _check(self, rows: Sequence[TrainRow]) -> None:
         for row in rows:
-            length = len(row.prompt_token_ids) + len(row.token_ids)
+            length = longest_path(row)
             if length > self._context:
                 raise ValueError(
                     f"a row of group {row.group_id} has {length} tokens, but this model takes "

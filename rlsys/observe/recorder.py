@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from rlsys import metrics
 from rlsys.controller import Group, TrainedStep
 from rlsys.dataflow.ledger import Ledger
-from rlsys.dataflow.signal import Signal
 from rlsys.observe.console import RunConsole
 from rlsys.observe.metrics import MetricsWriter
 from rlsys.observe.records import RolloutRecord, RolloutWriter
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.observe.wandb_sink import WandbSink
 from rlsys.rewards import RewardFailure
+from rlsys.signal import Signal
 from rlsys.types import FinishReason, WeightManifest
 
 # A shorter wait is not drawn: a busy stage has thousands.
@@ -321,6 +321,7 @@ def _records(trained: TrainedStep) -> list[RolloutRecord]:
                     row=group.prompt.metadata,
                     asked=group.prompt.asked,
                     shared_by=group.prompt.shared_by,
+                    turns=note.text.turns,
                     is_greedy=note.is_greedy,
                 )
             )

@@ -20,8 +20,14 @@ import numpy as np
 
 from rlsys.controller import Group, TrainedStep
 from rlsys.dataflow.blocks import BlockRef, Cell, Layout, layout_of
-from rlsys.dataflow.signal import Signal
+from rlsys.dataflow.stages import (
+    BRANCHES_COLUMN,
+    SEATS_COLUMN,
+    TURN_REWARDS_COLUMN,
+    TURNS_COLUMN,
+)
 from rlsys.rewards import RewardFailure, RewardResult
+from rlsys.signal import Signal
 from rlsys.types import (
     FinishReason,
     GenerationRequest,
@@ -46,6 +52,8 @@ from rlsys.workers import (
 )
 
 T = TypeVar("T")
+
+PLAYED_COLUMNS = (TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN, BRANCHES_COLUMN)
 
 NUM_PROMPT_TOKENS = 4
 NONE_SAMPLED = Sampled.of(np.empty(0, np.int32))  # of rows that are not trained on
@@ -113,6 +121,7 @@ class SimulatedReplica:
     dead: bool = False
     continued: list[str] = field(default_factory=list)  # requests that came with prior tokens
     devices: SharedDevices | None = None  # with the learner
+    plays: Callable[[GenerationRequest], RewardResult | RewardFailure] | None = None  # an episode
     num_releases: int = 0
     _slots: asyncio.Semaphore = field(init=False)
     _finished: asyncio.Queue[FinishedRollout | None] = field(default_factory=asyncio.Queue)
@@ -161,12 +170,14 @@ class SimulatedReplica:
             finish_reason = FinishReason.ABORTED
         del self._running[request.request_id]
         is_baseline = request.is_baseline
+        is_aborted = finish_reason is FinishReason.ABORTED
         self._finished.put_nowait(
             FinishedRollout(
                 request_id=request.request_id,
-                cell=(BlockRef(self.shard, 0, 0, _layout(3)), 0),
+                cell=(BlockRef(self.shard, 0, 0, _layout(3, is_played=bool(self.plays))), 0),
                 num_prompt_tokens=NUM_PROMPT_TOKENS,
                 num_tokens=3,
+                outcome=self.plays(request) if self.plays and not is_aborted else None,
                 min_version=NONE_SAMPLED.oldest if is_baseline else first_version,
                 max_version=NONE_SAMPLED.newest if is_baseline else self.version,
                 finish_reason=finish_reason,
@@ -536,10 +547,12 @@ class Record:
             del self.steps[step:]
 
 
-def _layout(num_tokens: int) -> Layout:
+def _layout(num_tokens: int, *, is_played: bool = False) -> Layout:
     tokens = np.zeros(num_tokens, np.int32)
+    beside = {name: [tokens] for name in PLAYED_COLUMNS} if is_played else {}
     return layout_of(
         {
+            **beside,
             "prompt_token_ids": [np.zeros(NUM_PROMPT_TOKENS, np.int32)],
             "token_ids": [tokens],
             "sampler_logprobs": [tokens.astype(np.float32)],

@@ -36,8 +36,8 @@ from actors.store import ShardAddress, StoreAddress, StoreClient
 from actors.store_shards import StoreShards
 from rlsys.dataflow.blocks import BlockRef, Layout
 from rlsys.dataflow.selection import whole_groups
-from rlsys.dataflow.signal import Signal
 from rlsys.dataflow.store import RowBatch, StageSpec, StreamStore, Subscription
+from rlsys.signal import Signal
 
 NUM_ROWS, WIDTH, GROUP = 512, 1024, 8
 FIELDS = ("f0", "f1", "f2", "f3")

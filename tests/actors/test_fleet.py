@@ -233,7 +233,15 @@ async def hiring(num_replicas: int) -> AsyncIterator[Hiring]:
 
 
 async def hire(team: Hiring, number: int = 0) -> RayReplica:
-    return await asyncio.wait_for(team.fleet.hire(number), LIMIT_S)
+    replica = await asyncio.wait_for(team.fleet.hire(number), LIMIT_S)
+    assert isinstance(replica, RayReplica)
+    return replica
+
+
+def first(team: Hiring) -> RayReplica:
+    replica = team.fleet.replicas[0]
+    assert isinstance(replica, RayReplica)
+    return replica
 
 
 async def echo(replica: RayReplica) -> None:
@@ -463,7 +471,7 @@ def test_a_replica_joins_with_its_node_and_leaves_with_it(cluster: Any) -> None:
         async with hiring(2) as team:
             await echo(await hire(team, 0))
             joining = asyncio.create_task(hire(team, 1))
-            await echo(team.fleet.replicas[0])  # nobody waits for the one that has no place
+            await echo(first(team))  # nobody waits for the one that has no place
             assert not joining.done()
 
             node = cluster.add_node(num_cpus=1, **NODE_OPTIONS)
@@ -480,7 +488,7 @@ def test_a_replica_joins_with_its_node_and_leaves_with_it(cluster: Any) -> None:
             assert node.node_id not in {shard.node_id for shard in team.shards.address.shards}
 
             rejoining = asyncio.create_task(hire(team, 1))
-            await echo(team.fleet.replicas[0])
+            await echo(first(team))
             other = cluster.add_node(num_cpus=1, **NODE_OPTIONS)
             rejoined = await rejoining
             assert rejoined.name.startswith("rollout-1.")

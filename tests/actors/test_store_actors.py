@@ -201,7 +201,7 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             token_ids=np.full(num_tokens, group_id, np.int32),
             sampler_logprobs=np.zeros(num_tokens, np.float32),
             policy_versions=np.full(num_tokens, 4, np.int32),
-            routed_experts=np.full(2 * (num_tokens + 1), group_id, np.uint8),
+            beside={"routed_experts": np.full(2 * (num_tokens + 1), group_id, np.uint8)},
         )
 
     async def run() -> None:
@@ -226,7 +226,9 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             await carry_over.save(work, StoreClient(shards.address), again)
             for before, after in zip(rollouts, read_rollouts(again / ROLLOUTS_FILE), strict=True):
                 assert after.request_id == before.request_id
-                np.testing.assert_array_equal(after.routed_experts, before.routed_experts)
+                np.testing.assert_array_equal(
+                    after.beside["routed_experts"], before.beside["routed_experts"]
+                )
             with pytest.raises(ShardLost, match="could not be written on node 00"):
                 await put_on_node("00" * 28, [rows([1], 1)], shards.address)
 

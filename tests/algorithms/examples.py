@@ -78,6 +78,9 @@ OTHERS = {
         "kl_rewards(coefficient=0.01)",
         "whitened",
         "batch_normalised_weights(cap=5)",
+        "turn_advantage(discount=0.9)",
+        "turn_mean_advantage",
+        "turn_batch_advantage(epsilon=1e-6)",
     ),
     "aggregation": (
         "token_mean",

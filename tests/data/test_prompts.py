@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.config import DataConfig
-from rlsys.data.prompts import PromptSource, epoch_order, load_tokenizer
+from rlsys.data.prompts import PromptSource, load_tokenizer
+from rlsys.data.row_source import epoch_order
 from rlsys.rewards import exact_match, numeric_answer
 from rlsys.tiny_models import BOS, CHAT_TEMPLATE, build_tokenizer
 from rlsys.types import Prompt

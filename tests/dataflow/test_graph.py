@@ -37,6 +37,7 @@ from rlsys.algorithms import (
     tis,
     token_mean,
     top_k_distill,
+    turn_advantage,
     value_loss,
     whitened,
     with_kl,
@@ -44,8 +45,9 @@ from rlsys.algorithms import (
 from rlsys.algorithms.groups import needs_group
 from rlsys.config import DataConfig, JudgeConfig, RoleConfig, TrainedRoleConfig
 from rlsys.data.shared import Shared
-from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.graph import Dataflow, Episodes
 from rlsys.dataflow.stages import (
+    BRANCHES,
     IS_GREEDY,
     NUM_TOKENS,
     PREFERENCE,
@@ -56,6 +58,7 @@ from rlsys.dataflow.stages import (
     Prompts,
     TrainStage,
 )
+from rlsys.environments.environment import environment
 from rlsys.rewards.reward import reward as reward_function
 from rlsys.types import Rollout
 
@@ -425,6 +428,52 @@ def test_experts_travel_with_rollouts_to_the_main_model_alone() -> None:
     pairs.dataset(PROMPTS, group_size=2)
     with pytest.raises(ValueError, match="replay_routing=True needs rows that this run samples"):
         pairs.replay_routing(width=6, value_bytes=2)
+
+
+def played(flow: Dataflow, policy: Model) -> Episodes:
+
+    @environment
+    async def ask(chat: Any, task: Any) -> float:
+        return float(await chat("1"))
+
+    return flow.play(policy, ask, PROMPTS, group_size=2)
+
+
+def test_every_model_reads_the_branches_of_rollouts() -> None:
+    flow = Dataflow()
+    policy = flow.model("policy")
+    episodes = played(flow, policy)
+    rollouts = episodes.rollouts
+    reference = flow.model("reference", RoleConfig())
+    logprobs = flow.infer(reference, rollouts, writes="reference_logprobs")
+    (advantages,) = flow.per_batch(
+        turn_advantage, episodes.turn_rewards, episodes.turns, episodes.seats, per="token"
+    )
+    loss = with_kl(clipped_surrogate(), "k3", 0.1)
+    flow.train(policy, rollouts, advantages, logprobs, loss=loss, aggregation=token_mean)
+    flow.hold_proximal(updates_per_step=2)
+    flow.check()
+    readers = [stage.name for stage in flow.stages if BRANCHES in stage.reads]
+    assert readers == ["infer reference_logprobs", "infer proximal_logprobs", "train"]
+    assert BRANCHES in flow.step_reads
+    # 4 numbers of 4 bytes for each of 64 branches, beside prompt and six columns of tokens.
+    of_source = 10 * 4 + 6 * 100 * 4 + 64 * 4 * 4 + 64
+    of_reference = 100 * 4 + 64
+    assert flow.row_bytes(max_prompt_tokens=10, max_tokens=100) == of_source + of_reference
+
+
+def test_a_function_over_a_step_reads_no_branches() -> None:
+    flow = Dataflow()
+    policy = flow.model("policy")
+    episodes = played(flow, policy)
+
+    def of_branches(rewards: torch.Tensor, branches: torch.Tensor) -> torch.Tensor:
+        return rewards
+
+    (advantages,) = flow.per_batch(of_branches, episodes.turn_rewards, BRANCHES, per="token")
+    flow.train(policy, episodes.rollouts, advantages, loss=reinforce(), aggregation=token_mean)
+    with pytest.raises(ValueError, match=r"reads 'branches', which has values for each branch"):
+        flow.check()
 
 
 def test_completions_of_a_dataset_make_rows_without_a_sampler() -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.training.collate import collate, collate_whole, input_length, split_passes
+from rlsys.engines.training.collate import collate, collate_whole, input_lengths, split_passes
 from rlsys.types import TrainRow
 
 
@@ -111,14 +111,14 @@ def test_passes_hold_each_row_once_and_stay_within_the_limit(
     passes = split_passes(rows, max_tokens, packed=packed)
     assert sorted(index for chosen in passes for index in chosen) == list(range(len(rows)))
     for chosen in passes:
-        lengths = [input_length(rows[index]) for index in chosen]
+        lengths = [sum(input_lengths(rows[index])) for index in chosen]
         num_tokens = sum(lengths) if packed else len(chosen) * max(lengths)
         assert num_tokens <= max_tokens or len(chosen) == 1
 
 
 @given(rows=st.lists(rows, min_size=1, max_size=20))
 def test_rows_of_a_pass_are_neighbours_in_length(rows: list[TrainRow]) -> None:
-    lengths = [input_length(rows[i]) for chosen in split_passes(rows, 40) for i in chosen]
+    lengths = [sum(input_lengths(rows[i])) for chosen in split_passes(rows, 40) for i in chosen]
     assert lengths == sorted(lengths, reverse=True)
 
 
@@ -126,7 +126,7 @@ def test_rows_of_a_pass_are_neighbours_in_length(rows: list[TrainRow]) -> None:
 def test_each_target_is_the_input_after_its_position(rows: list[TrainRow], packed: bool) -> None:
     batch = collate(rows, packed=packed, shares=False)
     flat = batch.input_ids.flatten()
-    lengths = np.array([input_length(row) for row in rows])
+    lengths = np.array([sum(input_lengths(row)) for row in rows])
     starts = np.cumsum(lengths) - lengths if packed else np.arange(len(rows)) * lengths.max()
     last_of_row = set((starts + lengths - 1).tolist())
     for place, target in zip(batch.positions.tolist(), batch.targets.tolist(), strict=True):
@@ -142,7 +142,7 @@ def test_whole_groups_stay_together(rows: list[TrainRow], max_tokens: int, packe
     for number, chosen in enumerate(passes):
         for index in chosen:
             assert of_group.setdefault(rows[index].group_id, number) == number
-        lengths = [input_length(rows[index]) for index in chosen]
+        lengths = [sum(input_lengths(rows[index])) for index in chosen]
         num_tokens = sum(lengths) if packed else len(chosen) * max(lengths)
         assert num_tokens <= max_tokens or len({rows[index].group_id for index in chosen}) == 1
 

@@ -14,10 +14,10 @@ from rlsys import metrics
 from rlsys.controller import Group, TrainedStep
 from rlsys.controller.state import RolloutNote
 from rlsys.dataflow.ledger import Ledger
-from rlsys.dataflow.signal import Signal
 from rlsys.observe import recorder
 from rlsys.observe.trace import Tracer
 from rlsys.rewards import RewardFailure
+from rlsys.signal import Signal
 from rlsys.types import FinishReason, Prompt, StepResult
 from rlsys.workers import FinishedRollout, RolloutText
 

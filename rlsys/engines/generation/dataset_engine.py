@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from rlsys.dataflow.signal import Signal
 from rlsys.engines.generation.protocol import EngineStats
+from rlsys.signal import Signal
 from rlsys.types import INJECTED, Generation, GenerationRequest, WeightManifest
 
 

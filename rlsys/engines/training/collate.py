@@ -6,8 +6,12 @@ A model is read at places of its input: where each completion token is predicted
 the last token of each row (`collate_whole`). Only then is the last token an input. What packed rows
 begin with alike is one input, and what is read there for the same token is read once.
 
-Shape legend: B rows, L longest input of the pass, M inputs in all, N places: completion tokens with
-loss mask 1, or rows; U of them that differ; W experts of an input (rlsys.engines.routing).
+A rollout that is a tree (rlsys.engines.branches) is one row with several sequences, a path each, of
+which each token is read in one. It is in one pass with all of them.
+
+Shape legend: B rows, S sequences of inputs: of each row one, or one of each branch; L longest of
+the pass, M inputs in all, N places: completion tokens with loss mask 1, or rows; U of them that
+differ; W experts of an input (rlsys.engines.routing).
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ import numpy.typing as npt
 import torch
 
 from rlsys.dataflow.passes import Budget, GroupLengths, plan_passes
-from rlsys.engines.packing import Packing, ragged_places, tree_of
+from rlsys.engines.branches import Paths, last_path
+from rlsys.engines.packing import MIN_SHARED, Packing, ragged_places, tree_of
 from rlsys.engines.token_tree import IntArray
 from rlsys.types import ExpertArray, Float32Array, Int32Array, TrainRow
 
@@ -32,10 +37,10 @@ FIRST_KEY = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of one forward pass, one after another in a single row [1, M], or right-padded [B, L];
+    """Rows of one forward pass, one after another in a single row [1, M], or right-padded [S, L];
     what a causal model computes at padding is never looked at."""
 
-    input_ids: torch.Tensor  # [1, M] or [B, L] int64
+    input_ids: torch.Tensor  # [1, M] or [S, L] int64
     packing: Packing | None  # of a single row
     positions: torch.Tensor  # [U] int64, into the flattened input
     targets: torch.Tensor  # [U] int64: the token that is predicted there; of whole rows 0
@@ -44,7 +49,7 @@ class Batch:
     row_index: torch.Tensor  # [N] int64, into the pass
     group_ids: torch.Tensor  # [N] int64
     columns: Mapping[str, torch.Tensor]  # each [N] float32, or [N, K] where a place has K values
-    # [M or B·L, W] uint8 or int16: the experts that every input goes to, 0 for padding; None: the
+    # [M or S·L, W] uint8 or int16: the experts that every input goes to, 0 for padding; None: the
     # model chooses them
     routed_experts: torch.Tensor | None = None
 
@@ -61,8 +66,11 @@ class Batch:
         return read if self.read_at is None else read.index_select(0, self.read_at)
 
 
-def input_length(row: TrainRow) -> int:
-    return len(row.prompt_token_ids) + len(row.token_ids) - 1
+def input_lengths(row: TrainRow) -> list[int]:
+    """Of the row's sequences."""
+    if row.branches is not None:
+        return Paths.of(row).input_lengths
+    return [len(row.prompt_token_ids) + len(row.token_ids) - 1]
 
 
 def split_passes(
@@ -74,7 +82,8 @@ def split_passes(
     whole_groups: bool = False,
 ) -> list[list[int]]:
     """Indices of rows, grouped so that passes hold at most `max_tokens` input tokens; padding
-    counts where rows are not packed, and with `shares` the prompt of a group once.
+    counts where rows are not packed, and with `shares` the prompt of a group once, as what the
+    branches of a row share does.
 
     Rows lie next to others of their length, longest first, so that padding wastes little and memory
     runs out at the beginning or not at all. A single longer row gets a pass of its own; and so do,
@@ -85,17 +94,17 @@ def split_passes(
     units = [[index] for index in range(len(rows))]
     if whole_groups:
         units = list(_gathered(row.group_id for row in rows).values())
-    lengths = [input_length(row) for row in rows]
-    longest_of = [max(lengths[index] for index in unit) for unit in units]
+    lengths = [[n for index in unit for n in input_lengths(rows[index])] for unit in units]
+    longest_of = [max(of_unit, default=0) for of_unit in lengths]
     passes: list[list[int]] = []
     longest = num_tokens = 0
     for number in sorted(range(len(units)), key=lambda number: -longest_of[number]):
-        unit = units[number]
-        if not passes or num_tokens + _cost(unit, lengths, packed, longest) > max_tokens:
+        of_unit = lengths[number]
+        if not passes or num_tokens + _cost(of_unit, packed, longest) > max_tokens:
             passes.append([])
             longest, num_tokens = longest_of[number], 0
-        passes[-1].extend(unit)
-        num_tokens += _cost(unit, lengths, packed, longest)
+        passes[-1].extend(units[number])
+        num_tokens += _cost(of_unit, packed, longest)
     return passes
 
 
@@ -111,13 +120,20 @@ def _sharing_passes(
     groups = [
         GroupLengths(
             prompt=len(rows[unit[0]].prompt_token_ids),
-            completions=[len(rows[index].token_ids) for index in unit],
+            completions=[_num_behind_prompt(rows[index]) for index in unit],
         )
         for unit in units
     ]
     budget = Budget(num_ranks=1, max_tokens=max_tokens, attention_tokens=math.inf)
     passes = plan_passes(groups, budget, whole_groups=whole_groups) if rows else []
     return [[units[unit][place] for unit, place in of_rank] for [of_rank] in passes]
+
+
+def _num_behind_prompt(row: TrainRow) -> int:
+    """Inputs of a row beside its prompt, where what its branches share stands once."""
+    if row.branches is not None:
+        return Paths.of(row).num_inputs_shared(MIN_SHARED)
+    return len(row.token_ids)
 
 
 def _gathered(keys: Iterable[Any]) -> dict[Any, list[int]]:
@@ -128,9 +144,9 @@ def _gathered(keys: Iterable[Any]) -> dict[Any, list[int]]:
     return places
 
 
-def _cost(unit: Sequence[int], lengths: Sequence[int], packed: bool, longest: int) -> int:
-    """Input tokens that rows add to a pass whose longest row has `longest`."""
-    return sum(lengths[index] for index in unit) if packed else len(unit) * longest
+def _cost(lengths: Sequence[int], packed: bool, longest: int) -> int:
+    """Input tokens that sequences add to a pass whose longest one has `longest`."""
+    return sum(lengths) if packed else len(lengths) * longest
 
 
 def collate(
@@ -149,22 +165,24 @@ def collate(
     """
     if not rows:
         return _empty_batch(device, columns)
-    prompt_lengths = np.array([len(row.prompt_token_ids) for row in rows])
-    lengths = np.array([len(row.token_ids) for row in rows])
-    num_inputs = prompt_lengths + lengths - 1  # [B]
-    laid_out = _lay_out(rows, num_inputs, device, packed=packed, shares=shares)
-    row, column = ragged_places(lengths)
+    if all(row.branches is None for row in rows):
+        sequences = _Sequences.of_lines(rows)
+    else:
+        sequences = _Sequences.of_trees(rows)
+    laid_out = _lay_out(rows, sequences.tokens, device, packed=packed, shares=shares)
+    row, _ = ragged_places(np.array([len(row.token_ids) for row in rows]))
     trained = _concatenate([row.loss_mask for row in rows]).astype(np.bool_)
     group_ids = np.array([row.group_id for row in rows])
 
     def flat(parts: list[npt.NDArray[np.generic]], dtype: type[np.generic]) -> torch.Tensor:
         return torch.from_numpy(_concatenate(parts)[trained].astype(dtype)).to(device)
 
-    row, column = row[trained], column[trained]
+    row = row[trained]
+    positions = laid_out.positions(sequences.reader[trained], sequences.inputs[trained])
     targets = _concatenate([row.token_ids for row in rows])[trained].astype(np.int64)
     return Batch(
         **laid_out.inputs,
-        **_reads(laid_out.positions(row, prompt_lengths[row] - 1 + column), targets, device),
+        **_reads(positions, targets, device),
         policy_versions=flat([row.policy_versions for row in rows], np.int64),
         row_index=torch.from_numpy(row).to(device),
         group_ids=torch.from_numpy(group_ids[row]).to(device),
@@ -184,14 +202,15 @@ def collate_whole(
 ) -> Batch:
     """One pass over whole rows, each read at the last token that is not `unread`; what stands
     behind is no input. Padding is of token `fill`. Of a column, which repeats a number of the row,
-    the last value counts.
+    the last value counts. Of a tree the path of its last branch is read.
 
     Raises ValueError for a row without a prompt, or, where columns are asked for, a completion.
     """
     if not rows:
         return _empty_batch(device, columns)
-    num_inputs = np.array([_scored_length(row, unread) for row in rows])  # [B]
-    laid_out = _lay_out(rows, num_inputs, device, packed=packed, shares=shares, fill=fill)
+    tokens = [_scored(row, unread) for row in rows]
+    num_inputs = np.array([len(of_row) for of_row in tokens])  # [B]
+    laid_out = _lay_out(rows, tokens, device, packed=packed, shares=shares, fill=fill)
     every = np.arange(len(rows))
     return Batch(
         **laid_out.inputs,
@@ -207,50 +226,87 @@ def collate_whole(
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Sequences:
+    """What a model is given of rows, and where in it each completion token is predicted."""
+
+    tokens: list[Int32Array]  # [S] of the inputs
+    reader: IntArray  # [Σ T] sequence
+    inputs: IntArray  # [Σ T] place within it
+
+    @classmethod
+    def of_lines(cls, rows: Sequence[TrainRow]) -> _Sequences:
+        """One of each row."""
+        row, column = ragged_places(np.array([len(row.token_ids) for row in rows]))
+        prompt_lengths = np.array([len(row.prompt_token_ids) for row in rows])
+        return cls(
+            tokens=[np.concatenate((row.prompt_token_ids, row.token_ids))[:-1] for row in rows],
+            reader=row,
+            inputs=prompt_lengths[row] - 1 + column,
+        )
+
+    @classmethod
+    def of_trees(cls, rows: Sequence[TrainRow]) -> _Sequences:
+        """One of each branch of those that have any."""
+        tokens: list[Int32Array] = []
+        readers, inputs = [], []
+        for row in rows:
+            if row.branches is None:
+                one = cls.of_lines([row])
+                of_row, reader, of_inputs = one.tokens, one.reader, one.inputs
+            else:
+                paths = Paths.of(row)
+                whole = np.concatenate((row.prompt_token_ids, row.token_ids))
+                reading = zip(paths.readers, paths.input_lengths, strict=True)
+                of_row = [whole[paths.places[branch][:length]] for branch, length in reading]
+                reader, of_inputs = paths.predicted_at
+            readers.append(len(tokens) + reader)
+            inputs.append(of_inputs)
+            tokens += of_row
+        return cls(tokens=tokens, reader=np.concatenate(readers), inputs=np.concatenate(inputs))
+
+
+@dataclass(frozen=True, kw_only=True)
 class _LaidOut:
-    """Inputs of a pass, and where each row's lie among them."""
+    """Inputs of a pass, and where those of each sequence lie among them."""
 
     inputs: Mapping[str, Any]  # fields of a Batch
-    places: IntArray  # into the flattened input, of all rows' inputs one after another
-    row_starts: IntArray  # [B] into `places`
+    places: IntArray  # into the flattened input, of all sequences' inputs one after another
+    starts: IntArray  # [S] into `places`
 
-    def positions(self, row: IntArray, column: IntArray) -> IntArray:
-        """In the flattened input, of these inputs of these rows."""
-        positions: IntArray = self.places[self.row_starts[row] + column]
+    def positions(self, sequence: IntArray, column: IntArray) -> IntArray:
+        """In the flattened input, of these inputs of these sequences."""
+        positions: IntArray = self.places[self.starts[sequence] + column]
         return positions
 
 
 def _lay_out(
     rows: Sequence[TrainRow],
-    num_inputs: IntArray,
+    tokens: Sequence[Int32Array],
     device: torch.device | str,
     *,
     packed: bool,
     shares: bool,
     fill: int = 0,
 ) -> _LaidOut:
-    """The first `num_inputs` [B] tokens of each row."""
+    """`tokens` [S]: the inputs of each sequence of the rows."""
     for row in rows:
         if not len(row.prompt_token_ids):
             raise ValueError(
                 f"rollout of group {row.group_id} has an empty prompt, so nothing predicts its "
                 "first token; begin prompts with at least one token, such as <bos>."
             )
-    tokens = [
-        np.concatenate((row.prompt_token_ids, row.token_ids))[:length]
-        for row, length in zip(rows, num_inputs, strict=True)
-    ]
+    num_inputs = np.array([len(of_sequence) for of_sequence in tokens])  # [S]
     experts = _routed_experts(rows, num_inputs)  # [Σ num_inputs, W]
     packing = None
     if packed:
         tree = tree_of(tokens if experts is None else _keys(rows, tokens, experts), shares=shares)
         packing = Packing(tree, device)
-        places, row_starts, shape = tree.places, tree.row_starts, (1, tree.num_tokens)
+        places, starts, shape = tree.places, tree.row_starts, (1, tree.num_tokens)
     else:
-        of_row, column = ragged_places(num_inputs)
+        of_sequence, column = ragged_places(num_inputs)
         longest = int(num_inputs.max())
-        places, shape = of_row * longest + column, (len(rows), longest)
-        row_starts = np.cumsum(num_inputs) - num_inputs
+        places, shape = of_sequence * longest + column, (len(tokens), longest)
+        starts = np.cumsum(num_inputs) - num_inputs
     input_ids = np.full(shape, fill, np.int64)
     input_ids.flat[places] = np.concatenate(tokens)
     inputs = {"input_ids": torch.from_numpy(input_ids).to(device), "packing": packing}
@@ -258,7 +314,7 @@ def _lay_out(
         routed = np.zeros((input_ids.size, experts.shape[1]), experts.dtype)
         routed[places[::-1]] = experts[::-1]  # where rows share a prompt, those of the first one
         inputs["routed_experts"] = torch.from_numpy(routed).to(device)
-    return _LaidOut(inputs=inputs, places=places, row_starts=row_starts)
+    return _LaidOut(inputs=inputs, places=places, starts=starts)
 
 
 def _routed_experts(rows: Sequence[TrainRow], num_inputs: IntArray) -> ExpertArray | None:
@@ -267,6 +323,11 @@ def _routed_experts(rows: Sequence[TrainRow], num_inputs: IntArray) -> ExpertArr
     told = [experts for experts in recorded if experts is not None]
     if not told:
         return None
+    if any(row.branches is not None for row in rows):
+        raise ValueError(
+            "routed_experts stand along one line of tokens, and a rollout here has branches; leave "
+            "rollout.replay_routing out."
+        )
     widths = {
         -1 if experts is None or experts.size % length else experts.size // length
         for experts, length in zip(recorded, num_inputs.tolist(), strict=True)
@@ -310,13 +371,13 @@ def _reads(positions: IntArray, targets: IntArray, device: torch.device | str) -
     }
 
 
-def _scored_length(row: TrainRow, unread: int | None) -> int:
+def _scored(row: TrainRow, unread: int | None) -> Int32Array:
     """Tokens of a row up to the one at which it is scored."""
-    tokens = np.concatenate([row.prompt_token_ids, row.token_ids])
+    tokens = last_path(row)
     if unread is None:
-        return len(tokens)
+        return tokens
     places = np.flatnonzero(tokens != unread)
-    return int(places[-1]) + 1 if len(places) else 1
+    return tokens[: int(places[-1]) + 1 if len(places) else 1]
 
 
 def _last(row: TrainRow, name: str) -> float:

@@ -26,6 +26,7 @@ from rlsys.algorithms.losses import cross_entropy
 from rlsys.algorithms.metrics import derived_metrics
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.data.hub import in_short
+from rlsys.engines.branches import check_trained
 from rlsys.engines.costs import attention_tokens
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.inference import infer
@@ -474,6 +475,8 @@ class FSDPEngine:
         """The rows of a micro-batch that are trained on, with the weight of each of their places,
         in passes that fit. Adds them to the sums."""
         role.check_groups(loss, rows)
+        for row in rows:
+            check_trained(row)
         weighted = [(row, self._count(role, row, aggregation)) for row in rows]
         trained = [(row, weight) for row, weight in weighted if role.num_trained(row)]
         for chosen in split_passes(

@@ -1,0 +1,58 @@
+"""What episodes are worth, as their environments say it: rewards for the store, failures for the
+ledger. A failed episode drops its group; it never counts as a reward of 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rlsys.controller.failures import FailedRewards
+from rlsys.controller.state import Group, RunState
+from rlsys.dataflow.stages import PlayStage
+from rlsys.rewards import RewardResult
+from rlsys.types import FinishReason
+from rlsys.workers import FinishedRollout
+
+
+class PlayedOutcomes:
+    """Of a run whose rollouts an environment makes."""
+
+    def __init__(self, state: RunState, stage: PlayStage) -> None:
+        self._state = state
+        self._stage = stage
+        self._failures = FailedRewards(state)
+
+    def take(self, group: Group, index: int, rollout: FinishedRollout) -> bool:
+        """Note what an episode is worth. False: it is worth nothing that could be told, and its
+        group has ended."""
+        outcome = rollout.outcome
+        if isinstance(outcome, RewardResult):
+            note = group.rollouts[index]
+            note.components = outcome.components
+            note.text = rollout.text
+            return True
+        if outcome is not None:
+            self._failures.failed(group.rows[index], group.group_id, outcome)
+        else:
+            assert rollout.finish_reason is FinishReason.ABORTED, "played, and worth nothing"
+        return False
+
+    def scalars(self, rollouts: Sequence[FinishedRollout]) -> Mapping[str, Sequence[float]]:
+        """The columns of these rollouts."""
+        total, *parts = self._stage.scalars
+        results = [rollout.outcome for rollout in rollouts]
+        columns: dict[str, list[float]] = {name: [] for name in (total, *parts)}
+        for result in results:
+            assert isinstance(result, RewardResult)
+            columns[total].append(result.total)
+            for part in parts:
+                columns[part].append(result.components.get(part, 0.0))
+        return columns
+
+    def written(self, groups: Iterable[Group]) -> None:
+        """A group of which all rewards are known tells how well its task is learnt."""
+        store = self._state.store
+        for group in groups:
+            if store.has_written(self._stage.name, group.rows):
+                self._failures.whole()
+                rewards = store.scalars(group.rows)[self._stage.scalars[0]]
+                self._state.curriculum.scored(group.prompt.row, group.of_trained(rewards))

@@ -1,0 +1,1 @@
+"""Environments: what a rollout does besides sampling."""

@@ -1,0 +1,330 @@
+"""Runs episodes: thousands at once, each a coroutine of its own.
+
+    submit ──► episode ──► function(chat, task) ──► ended ──► collect
+                  ▲              │ raised, or took too long
+                  └── again, fresh ── a few times, then the failure is told
+
+What the policy replies is its fault, what the environment does is ours: a reply that `parse`
+refuses ends an episode with the environment's format_reward; an exception or a time-out never
+becomes a reward. It is tried again in a fresh environment, to which the sampler gives the replies
+that it gave before, as long as it asks the same.
+
+A group whose environment has a group_reward is told as a whole, when the last of its episodes has
+ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlsys.environments.chat import Chat
+from rlsys.environments.codec import Codec
+from rlsys.environments.endpoint import EndpointServer
+from rlsys.environments.environment import Environment
+from rlsys.environments.episode import (
+    Episode,
+    EpisodeFailed,
+    EpisodeLimits,
+    EpisodeOver,
+    Played,
+    Sampler,
+)
+from rlsys.environments.plain import PlainFailed
+from rlsys.environments.tool_use import ToolUse
+from rlsys.rewards import RewardFailure
+from rlsys.rewards.outcome import failure_from
+from rlsys.signal import Signal
+from rlsys.types import MAX_BRANCHES, Rollout, SamplingParams
+
+# A function that goes on after it was cancelled is left to itself after this.
+CANCEL_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRequest:
+    """One episode to play. `task`: the dataset's row."""
+
+    request_id: str
+    task: Mapping[str, Any]
+    sampling: SamplingParams
+    seed: int
+    group_id: int
+    index: int
+    group_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """An episode that has: what it was, or why there is nothing; neither where it was aborted."""
+
+    request: EpisodeRequest
+    played: Played | None = None
+    failure: RewardFailure | None = None
+
+
+class Plain(Protocol):
+    """Where plain functions run, which may block."""
+
+    async def start(self) -> None:
+        """Raises ValueError for functions that cannot be loaded there."""
+
+    async def play(self, chat: Chat, task: Mapping[str, Any]) -> Any:
+        """The environment's function, whose chat works without await; what it returns or raises."""
+
+    async def execute(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        """Another function, such as a tool's."""
+
+    async def close(self) -> None: ...
+
+
+class EpisodeHost:
+    """All episodes of one worker. `template`: the chat template's text, where there is one."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        codec: Codec,
+        sampler: Sampler,
+        *,
+        limits: EpisodeLimits,
+        plain: Plain,
+        template: str | None = None,
+    ) -> None:
+        self._environment = environment
+        self._codec = codec
+        self._sampler = sampler
+        self._limits = limits
+        self._plain = plain
+        self._endpoints = EndpointServer(template) if environment.is_agent else None
+        self._tools = ToolUse(environment, template, plain.execute)
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._left: set[asyncio.Task[Any]] = set()  # functions that would not end
+        self._ended: list[Ended] = []
+        self._groups: dict[int, list[Ended]] = {}  # that wait for the rest of their group
+        self._something_ended = Signal()
+
+    async def start(self) -> None:
+        """What episodes need beside the sampler. Raises ValueError if it cannot be had."""
+        await self._plain.start()
+        await self._tools.open()
+        if self._endpoints is not None:
+            await self._endpoints.start()
+
+    def decode(self, token_ids: Any) -> str:
+        return self._codec.text.decode(list(token_ids))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def submit(self, requests: Sequence[EpisodeRequest]) -> None:
+        for request in requests:
+            task = asyncio.create_task(self._play(request), name=request.request_id)
+            self._running[request.request_id] = task
+
+    def give_up(self, request: EpisodeRequest, failure: RewardFailure) -> None:
+        """An episode that is not to be played: it has failed."""
+        self._ended.append(Ended(request=request, failure=failure))
+        self._something_ended.notify()
+
+    async def collect(self) -> list[Ended]:
+        """Waits until at least one episode has ended; all that have."""
+        await self._something_ended.until(lambda: bool(self._ended))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """They come out of `collect` with nothing. Unknown ids are ignored."""
+        for name in request_ids:
+            if (task := self._running.get(name)) is not None:
+                task.cancel()
+
+    async def close(self) -> None:
+        """Ends all episodes."""
+        tasks = [*self._running.values(), *self._left]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
+        await self._tools.close()
+        if self._endpoints is not None:
+            await self._endpoints.close()
+        await self._plain.close()
+
+    async def _play(self, request: EpisodeRequest) -> None:
+        failure: RewardFailure | None = None
+        played: Played | None = None
+        try:
+            for _ in range(1 + self._environment.num_retries):
+                try:
+                    played = await self._attempt(request)
+                    break
+                except EpisodeFailed as error:
+                    failure = RewardFailure(
+                        kind="type", reward=self._environment.name, message=str(error)
+                    )
+                    break
+                except PlainFailed as error:
+                    failure = RewardFailure(
+                        kind=error.kind, reward=self._environment.name, message=str(error)
+                    )
+                # Whatever a user's function raises is the outcome of its episode.
+                except Exception as error:  # noqa: BLE001
+                    failure = failure_from(self._environment.name, error)
+        except asyncio.CancelledError:
+            failure = None
+            if not self._is_aborted():
+                raise
+        finally:
+            del self._running[request.request_id]
+        self._tell(Ended(request=request, played=played, failure=None if played else failure))
+
+    def _is_aborted(self) -> bool:
+        """Cancelled by `abort`: what is left is to tell so."""
+        task = asyncio.current_task()
+        assert task is not None
+        return task.uncancel() == 0
+
+    async def _attempt(self, request: EpisodeRequest) -> Played:
+        """Raises whatever the function raised, TimeoutError, or EpisodeFailed."""
+        environment = self._environment
+        episode = Episode(
+            key=request.request_id,
+            environment=environment,
+            codec=self._codec,
+            sampler=self._sampler,
+            limits=self._limits,
+            base=request.sampling,
+            seed=request.seed,
+        )
+        task = asyncio.create_task(self._call(episode, request))
+        try:
+            while (left_s := episode.own_time_left_s()) > 0:
+                done, _ = await asyncio.wait({task}, timeout=left_s)
+                if done:
+                    break
+            else:
+                raise TimeoutError(
+                    f"{environment.name} took longer than {environment.timeout_s:g} s of its own "
+                    "time; find out why, or raise its timeout_s."
+                )
+        finally:
+            if not task.done():
+                await self._end(task)
+        try:
+            returned = task.result()
+        except EpisodeOver:
+            played = episode.played(None, is_model_fault=True)
+        else:
+            played = episode.played(returned)
+        if (num_branches := played.trajectory.num_branches) > MAX_BRANCHES:
+            raise EpisodeFailed(
+                f"an episode of {environment.name} has {num_branches} branches, and at most "
+                f"{MAX_BRANCHES} are kept; fork less often, or let conversations only grow."
+            )
+        return played
+
+    async def _call(self, episode: Episode, request: EpisodeRequest) -> Any:
+        environment, task = self._environment, request.task
+        if self._endpoints is not None:
+            endpoint = self._endpoints.open(episode)
+            try:
+                if environment.is_async:
+                    return await environment.function(endpoint, task)
+                return await self._plain.execute(environment.function, endpoint, task)
+            except Exception:
+                if not episode.is_over:
+                    raise
+                raise EpisodeOver from None  # it was told so, and could not go on
+            finally:
+                self._endpoints.shut(endpoint)
+        chat = Chat(episode, self._tools)
+        if environment.is_async:
+            return await environment.function(chat, task)
+        return await self._plain.play(chat, task)
+
+    async def _end(self, task: asyncio.Task[Any]) -> None:
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
+        if not task.done():  # it swallows its cancellation
+            self._left.add(task)
+            task.add_done_callback(self._left.discard)
+
+    def _tell(self, ended: Ended) -> None:
+        if self._environment.group_reward is None:
+            self._ended.append(ended)
+        else:
+            self._gather(ended)
+        self._something_ended.notify()
+
+    def _gather(self, ended: Ended) -> None:
+        """Hold it until its group is whole; one that has failed or was aborted holds nobody up,
+        since its group is not going to be trained."""
+        request = ended.request
+        together = self._groups.setdefault(request.group_id, [])
+        if ended.played is None:
+            self._ended += [*together, ended]
+            together.clear()
+            return
+        together.append(ended)
+        if len(together) == request.group_size:
+            del self._groups[request.group_id]
+            together.sort(key=lambda one: one.request.index)
+            self._ended += self._with_group_reward(together)
+
+    def _with_group_reward(self, together: Sequence[Ended]) -> list[Ended]:
+        environment = self._environment
+        assert environment.group_reward is not None
+        name = f"{environment.name}'s group_reward"
+        try:
+            values = list(environment.group_reward([self._rollout(one) for one in together]))
+            if len(values) != len(together):
+                raise ValueError(
+                    f"{name} returned {len(values)} numbers for {len(together)} rollouts."
+                )
+            return [_raised(one, float(x)) for one, x in zip(together, values, strict=True)]
+        except Exception as error:  # noqa: BLE001 - a user's function, as above
+            failure = failure_from(name, error)
+            return [replace(one, played=None, failure=failure) for one in together]
+
+    def _rollout(self, ended: Ended) -> Rollout:
+        """As a function over texts sees it."""
+        played, request = ended.played, ended.request
+        assert played is not None
+        trajectory = played.trajectory
+        return Rollout(
+            group_id=request.group_id,
+            index=request.index,
+            prompt_text=self.decode(trajectory.prompt_token_ids),
+            completion_text=self.decode(trajectory.token_ids),
+            prompt_token_ids=trajectory.prompt_token_ids,
+            token_ids=trajectory.token_ids,
+            finish_reason=played.finish_reason,
+            metadata=request.task,
+        )
+
+
+def _raised(ended: Ended, value: float) -> Ended:
+    """With so much more reward, at its last sampled token."""
+    played = ended.played
+    assert played is not None
+    if not np.isfinite(value):
+        raise ValueError(f"group_reward returned {value} for a rollout; return finite numbers.")
+    trajectory = played.trajectory
+    rewards = trajectory.turn_rewards.copy()
+    rewards[int(np.flatnonzero(trajectory.policy_versions >= 0)[-1])] += np.float32(value)
+    components = {**played.components, "group": value}
+    return replace(
+        ended,
+        played=replace(
+            played,
+            trajectory=replace(trajectory, turn_rewards=rewards),
+            total=played.total + value,
+            components=components,
+        ),
+    )

@@ -1,0 +1,143 @@
+"""The messages of one episode, as a tree: those that came behind the same ones, side by side.
+
+In: the messages of a prompt. Out: the node of the last, down a way on which those that are known
+are found again, with what was sampled as them; what a client sends back of it is recognised.
+"""
+
+from __future__ import annotations
+
+import copy
+import reprlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlsys.environments.template import Message, Said, canonical_calls
+from rlsys.environments.token_tree import Place
+from rlsys.types import Generation
+
+Shape = tuple[Hashable, ...]  # what a template may look at of a message, beside its texts
+
+
+@dataclass(eq=False, slots=True)
+class Reply:
+    """What was sampled as a message."""
+
+    generation: Generation
+    message: dict[str, Any]  # as it was given out; its owner may have split tool calls off since
+    place: Place  # behind its last token
+    tools: list[Message]
+
+    @property
+    def said(self) -> Said:
+        calls = self.message.get("tool_calls") or ()
+        ids = tuple(str(call.get("id", "")) for call in calls)
+        return Said("reasoning_content" in self.message, ids)
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A message, behind others."""
+
+    parent: Node | None
+    message: dict[str, Any]
+    depth: int  # its number among the messages
+    reply: Reply | None = None
+    children: list[Node] = field(default_factory=list)
+    prepared: dict[str, Any] | None = None
+    shapes: frozenset[Shape] = frozenset()  # of it and those before it
+    num_replies: int = 0
+    has_reasoning: bool = False  # any reply of it and those before it
+    has_system: bool = False  # the first message
+
+    def child(self, message: dict[str, Any], reply: Reply | None = None) -> Node:
+        """A new one behind it."""
+        made = Node(self, message, self.depth + 1, reply)
+        self.children.append(made)
+        made.shapes = self.shapes if made.shape in self.shapes else self.shapes | {made.shape}
+        made.num_replies = self.num_replies + (reply is not None)
+        made.has_reasoning = self.has_reasoning or (reply is not None and reply.said.has_reasoning)
+        made.has_system = self.has_system or (made.depth == 0 and message["role"] == "system")
+        return made
+
+    @property
+    def shape(self) -> Shape:
+        message = self.message
+        return (
+            message["role"],
+            self.reply is not None,
+            bool(message.get("reasoning_content")),
+            bool(message.get("tool_calls")),
+            bool(message.get("content")),
+        )
+
+    def chain(self) -> list[Node]:
+        """From the first message."""
+        nodes = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+def find(root: Node, messages: Sequence[Message]) -> Node:
+    """Where the last of them stands; those that are new are put there. Raises ValueError for what
+    is no message."""
+    node = root
+    for message in messages:
+        known = _known_child(node, message)
+        node = known or node.child(_checked(message, node.depth + 1))
+    return node
+
+
+def _known_child(node: Node, message: Message) -> Node | None:
+    """The latest that was sampled comes first, where several say the same."""
+    for child in node.children:
+        if child.reply is not None and child.reply.message is message:
+            return child
+    as_text = message
+    if isinstance(message, Mapping) and not isinstance(message.get("content"), str):
+        as_text = {**message, "content": _text(message.get("content"))}
+    for child in reversed(node.children):
+        if child.reply is None:
+            if child.message == message or child.message == as_text:
+                return child
+        elif _says(child.reply.message, message):
+            return child
+    return None
+
+
+def _says(sampled: Message, message: Message) -> bool:
+    """Whether a message is one that was sampled, sent back by a client."""
+    content = _text(message.get("content"))
+    if message.get("role") != "assistant" or not isinstance(content, str):
+        return False
+    if (sampled.get("content") or "").strip() != content.strip():
+        return False
+    calls, others = sampled.get("tool_calls"), message.get("tool_calls")
+    return calls == others or canonical_calls(calls) == canonical_calls(others)
+
+
+def _text(content: Any) -> Any:
+    """Of a content in parts, their texts joined; another content as it is."""
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return "" if content is None else content
+
+
+def _checked(message: Message, number: int) -> dict[str, Any]:
+    """A copy."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(
+            f"messages[{number}]={message!r} is no message; give a dict with role and content."
+        )
+    content = _text(message.get("content"))
+    if not isinstance(content, str):
+        raise ValueError(
+            f"messages[{number}]: content={reprlib.repr(content)} is no text; give a string, or "
+            "parts of type text."
+        )
+    return copy.deepcopy({**message, "content": content})

@@ -1,0 +1,140 @@
+"""In the process of plain functions: a thread for each episode and each call of a tool.
+
+socket ──► this thread ──► begin: a thread ──► asks of its chat, outcome ──► socket
+                      └──► answers to the thread that waits for one
+
+A thread cannot be killed. One that is given up gets an exception, which ends what runs in Python,
+and is ignored from then on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rlsys.environments.chat import Refused
+from rlsys.environments.environment import Environment
+from rlsys.environments.episode import EpisodeOver
+from rlsys.environments.plain_chat import PlainChat
+from rlsys.environments.tools import ToolError
+from rlsys.rewards.outcome import failure_from
+from rlsys.rewards.wire import LENGTH, frame
+
+
+class GivenUp(BaseException):
+    """Raised in the thread of a call that nobody waits for."""
+
+
+class _Calls:
+    def __init__(self, channel: socket.socket, environment: Environment) -> None:
+        self._channel = channel
+        self._environment = environment
+        self._sending = threading.Lock()
+        self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self._threads: dict[int, int] = {}
+
+    def send(self, message: dict[str, Any]) -> None:
+        with self._sending:
+            try:
+                self._channel.sendall(frame(json.dumps(message).encode()))
+            except ConnectionError:  # the worker is gone
+                os._exit(0)
+
+    def begin(self, number: int, run: Callable[[], Any]) -> None:
+        self._answers[number] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._work, args=(number, run), daemon=True)
+        thread.start()
+
+    def play(self, number: int, task: Any) -> None:
+        chat = PlainChat(lambda chat, method, given: self._ask(number, chat, method, given))
+        self.begin(number, lambda: self._environment.function(chat, task))
+
+    def answer(self, number: int, answer: dict[str, Any]) -> None:
+        if (waiting := self._answers.get(number)) is not None:
+            waiting.put(answer)
+
+    def give_up(self, number: int) -> None:
+        if (thread := self._threads.get(number)) is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread), ctypes.py_object(GivenUp)
+            )
+        self.answer(number, {"over": True})
+
+    # In a thread:
+
+    def _work(self, number: int, run: Callable[[], Any]) -> None:
+        self._threads[number] = threading.get_ident()
+        try:
+            self._tell(number, run)
+        except GivenUp:
+            self.send({"number": number, "left": True})
+        finally:
+            self._threads.pop(number, None)
+            self._answers.pop(number, None)
+
+    def _tell(self, number: int, run: Callable[[], Any]) -> None:
+        try:
+            outcome: dict[str, Any] = {"returned": run()}
+            json.dumps(outcome)
+        except GivenUp:
+            raise
+        except (EpisodeOver, Refused):
+            outcome = {"over": True}
+        except ToolError as error:
+            outcome = {"told": str(error)}
+        # Whatever a user's function raises, SystemExit included, is the outcome of its episode.
+        except BaseException as error:  # noqa: BLE001
+            failure = failure_from(self._environment.name, error)
+            outcome = {"failed": [failure.kind, failure.message]}
+        self.send({"number": number, **outcome})
+
+    def _ask(self, number: int, chat: int, method: str, given: dict[str, Any]) -> dict[str, Any]:
+        self.send({"number": number, "chat": chat, "method": method, "given": given})
+        answer = self._answers[number].get()
+        if answer is None or "over" in answer:
+            raise EpisodeOver
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer
+
+
+def serve(channel: socket.socket, environment: Environment) -> None:
+    """Until the worker closes the socket; then ends the process."""
+    calls = _Calls(channel, environment)
+    calls.send({"ready": True})
+    while True:
+        message = _receive(channel)
+        if message is None:
+            os._exit(0)
+        name, number, given = message
+        if name == "play":
+            calls.play(number, given)
+        elif name == "call":
+            function, args, named = pickle.loads(given)
+            calls.begin(number, _bound(function, args, named))
+        elif name == "answer":
+            calls.answer(number, given)
+        elif name == "give_up":
+            calls.give_up(number)
+
+
+def _bound(function: Any, args: Any, named: Any) -> Callable[[], Any]:
+    return lambda: function(*args, **named)
+
+
+def _receive(channel: socket.socket) -> Any:
+    try:
+        head = channel.recv(LENGTH.size, socket.MSG_WAITALL)
+        if len(head) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack(head)
+        return pickle.loads(channel.recv(length, socket.MSG_WAITALL))
+    except (ConnectionError, EOFError):
+        return None

@@ -1,0 +1,60 @@
+"""The tools of an environment, as its episodes use them: calls out of replies, answers to calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlsys.environments.environment import Environment
+from rlsys.environments.tool_formats import ToolFormat, detect, tool_format
+from rlsys.environments.tools import Execute, ToolSet
+
+
+class ToolUse:
+    """`template`: the chat template's text, which renders the tools and tells how the model writes
+    calls; None where texts stand as they are: then nothing renders them, and the environment says
+    how calls are written. `execute` runs plain tools. Raises ValueError for tools without a format
+    to call them in."""
+
+    def __init__(self, environment: Environment, template: str | None, execute: Execute) -> None:
+        self._tools = ToolSet(environment.tools, execute=execute)
+        self._template = template
+        self._given = environment.tool_format
+        self._schemas: Sequence[Mapping[str, Any]] = []
+        self._format = self._chosen() if self._tools else None
+        self._render()
+
+    async def open(self) -> None:
+        """Start the servers whose tools are among them. Raises ValueError where one does not."""
+        await self._tools.open()
+        self._render()
+
+    async def close(self) -> None:
+        await self._tools.close()
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """What the chat template renders; the same object each time."""
+        return self._schemas
+
+    def split_calls(self, message: dict[str, Any], *, num_before: int = 0) -> None:
+        """Take the calls out of a sampled message's content. `num_before`: calls of the episode so
+        far, so that ids differ."""
+        if self._format is None:
+            return
+        reply = self._format.parse(message["content"], self._schemas, num_before=num_before)
+        if reply.calls:
+            message["content"] = reply.content
+            message["tool_calls"] = reply.tool_calls
+
+    async def call_all(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """A tool message for each call, in their order."""
+        return await self._tools.call_all(calls)
+
+    def _render(self) -> None:
+        self._schemas = self._tools.schemas if self._template is not None else []
+
+    def _chosen(self) -> ToolFormat:
+        if isinstance(self._given, ToolFormat):
+            return self._given
+        return tool_format(self._given) if self._given else detect(self._template)

@@ -1,0 +1,345 @@
+"""Environment workers on Ray, with an engine that computes nothing: what a worker holds and does,
+and what its death costs.
+
+    python scripts/bench/environment_actors.py             # all parts
+    python scripts/bench/environment_actors.py --only kill
+
+steps      steps/s of one worker: episodes of a null environment, an engine that answers at once
+blocking   256 episodes of 3 turns whose environment blocks for 3 s before each: seconds
+kill       a worker with 1,000 episodes is killed: seconds until each is played again; how many are
+           lost
+hung       64 episodes with one that hangs, against 64 without: time of the others
+
+Prints one line of JSON last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import ray
+
+import rlsys
+from actors.calls import Worker, end_all
+from actors.environment import EnvironmentActor, PlayingReplica
+from actors.factories import EnvironmentFactory
+from actors.rollout import RayReplica, RolloutActor
+from actors.store_shards import StoreShards
+from rlsys.engines.generation.protocol import EngineStats
+from rlsys.environments.environment import Environment
+from rlsys.observe.trace import Tracer
+from rlsys.signal import Signal
+from rlsys.tiny_models import build_tokenizer
+from rlsys.types import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    SamplingParams,
+    Task,
+    WeightManifest,
+)
+from rlsys.workers import FinishedRollout
+
+LIMIT_S = 120.0
+CHARACTERS = "0123456789?<>"
+
+
+class NullEngine:
+    """Answers each request with `5<eos>`, `delay_s` after it came."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
+        self._ended: list[Generation] = []
+        self._has_ended = Signal()
+        self._num_tokens = 0
+
+    async def start(self) -> None: ...
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        if self._delay_s:
+            asyncio.get_running_loop().call_later(self._delay_s, self._answer, list(requests))
+        else:
+            self._answer(requests)
+
+    def _answer(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            self._num_tokens += 2
+            self._ended.append(
+                Generation(
+                    request_id=request.request_id,
+                    token_ids=np.array([8, 2], np.int32),
+                    sampler_logprobs=np.zeros(2, np.float32),
+                    policy_versions=np.zeros(2, np.int32),
+                    finish_reason=FinishReason.STOP,
+                )
+            )
+        self._has_ended.notify()
+
+    async def collect(self) -> list[Generation]:
+        await self._has_ended.until(lambda: bool(self._ended))
+        ended, self._ended = self._ended, []
+        return ended
+
+    async def progress(self) -> list[Generation]:
+        return []
+
+    async def abort(self, request_ids: Collection[str]) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def prepare(self, manifest: WeightManifest) -> None: ...
+
+    async def load(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def release(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_waiting=0,
+            num_running=0,
+            num_generated_tokens=self._num_tokens,
+            policy_version=0,
+        )
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class MakeEngine:
+    delay_s: float
+
+    def __call__(self) -> NullEngine:
+        return NullEngine(self.delay_s)
+
+
+@contextlib.asynccontextmanager
+async def playing(
+    environment: Environment, *, delay_s: float = 0.0, num_workers: int = 1
+) -> AsyncIterator[PlayingReplica]:
+    """A replica whose engine computes nothing, with workers of this environment. Ray is running."""
+    config = rlsys.RunConfig(
+        name="bench",
+        model=rlsys.ModelConfig(path="none"),
+        data=rlsys.DataConfig(max_prompt_tokens=64),
+        sampling=rlsys.SamplingConfig(max_tokens=4096),
+    )
+    shards = StoreShards(
+        capacity_bytes=256 << 20,
+        timeout_s=LIMIT_S,
+        heartbeat_timeout_s=LIMIT_S,
+        on_lost=lambda shard: None,
+    )
+    await shards.ensure(ray.get_runtime_context().get_node_id())
+    running = asyncio.create_task(shards.run())
+
+    def start(name: str, actor: Any, *args: Any) -> Worker:
+        handle = actor.options(num_cpus=0).remote(*args, shards.address, Tracer(name))
+        return Worker(name, handle, timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S)
+
+    sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s)), None, shards)  # type: ignore[arg-type]
+    make_host = EnvironmentFactory(
+        config=config,
+        environment=cloudpickle.dumps(environment),
+        tokenizer=build_tokenizer(CHARACTERS),
+        max_context=4160,
+    )
+    replica = PlayingReplica(
+        sampling,
+        lambda name: start(name, EnvironmentActor, name, make_host, sampling.worker.handle),
+        environment,
+        shards,
+        num_workers=num_workers,
+        start_timeout_s=LIMIT_S,
+        on_death=print,
+    )
+    try:
+        await replica.start(LIMIT_S)
+        yield replica
+    finally:
+        await end_all(replica.workers)
+        await shards.close()
+        running.cancel()
+
+
+def requests(num: int, row: Callable[[int], dict[str, Any]]) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            request_id=f"{n}.0.0",
+            prompt_token_ids=(),
+            sampling=SamplingParams(max_tokens=4096),
+            seed=n,
+            task=Task(row=row(n), group_id=n, index=0, group_size=1),
+        )
+        for n in range(num)
+    ]
+
+
+async def all_of(replica: PlayingReplica, num: int) -> list[FinishedRollout]:
+    finished: list[FinishedRollout] = []
+    while len(finished) < num:
+        finished += (await replica.collect()).finished
+    return finished
+
+
+@rlsys.environment(plain_text=True, max_turns=100_000)
+async def null(chat: Any, task: Any) -> float:
+    for _ in range(task["turns"]):
+        await chat("5")
+    return 1.0
+
+
+@rlsys.environment(plain_text=True)
+def blocks(chat: Any, task: Any) -> float:
+    for _ in range(3):
+        time.sleep(task["seconds"])
+        chat("5")
+    return 1.0
+
+
+@rlsys.environment(plain_text=True, timeout_s=3600)
+async def open_ended(chat: Any, task: Any) -> float:
+    """Turns until a file is there; each is told in a file of its own, by a byte."""
+    told, stop = Path(task["told"]), Path(task["stop"])
+    while not stop.exists():
+        await chat("5")
+        with told.open("ab") as file:
+            file.write(b".")
+        await asyncio.sleep(0.2)
+    return 1.0
+
+
+@rlsys.environment(plain_text=True, timeout_s=3600, num_retries=0)
+async def hangs(chat: Any, task: Any) -> float:
+    for _ in range(8):
+        await chat("5")
+        await asyncio.sleep(3600 if task["hangs"] else 0.05)
+    return 1.0
+
+
+async def steps(num: int = 2000, turns: int = 20) -> dict[str, float]:
+    async with playing(null) as replica:
+        await replica.submit(requests(64, lambda n: {"turns": 4}), {})
+        await all_of(replica, 64)  # warm
+        start = time.perf_counter()
+        await replica.submit(requests(num, lambda n: {"turns": turns}), {})
+        finished = await all_of(replica, num)
+        seconds = time.perf_counter() - start
+    assert all(one.outcome is not None for one in finished)
+    return {"live_episodes": num, "steps_per_s": num * turns / seconds}
+
+
+async def blocking(num: int = 256) -> dict[str, float]:
+    async with playing(blocks) as replica:
+        start = time.perf_counter()
+        await replica.submit(requests(num, lambda n: {"seconds": 3.0}), {})
+        finished = await all_of(replica, num)
+        seconds = time.perf_counter() - start
+    assert all(one.num_tokens for one in finished), [one.outcome for one in finished][:1]
+    return {"blocking_s": seconds}
+
+
+async def kill(directory: Path, num: int = 1000) -> dict[str, float]:
+    stop, told = directory / "stop", [directory / str(n) for n in range(num)]
+
+    def sizes() -> list[int]:
+        return [path.stat().st_size if path.exists() else 0 for path in told]
+
+    async def all_reach(wanted: Sequence[int], collecting: asyncio.Task[Any]) -> float:
+        start = time.perf_counter()
+        while not all(size >= least for size, least in zip(sizes(), wanted, strict=True)):
+            # Nothing announces what another process writes.
+            await asyncio.wait([collecting], timeout=0.02)
+            assert not collecting.done(), collecting.result()
+        return time.perf_counter() - start
+
+    async with playing(open_ended, delay_s=0.05) as replica:
+        row = {"stop": str(stop)}
+        await replica.submit(requests(num, lambda n: {**row, "told": str(told[n])}), {})
+        collecting = asyncio.create_task(all_of(replica, num))
+        await all_reach([3] * num, collecting)
+        (player,) = replica.players
+        spare = replica.spare
+        assert spare is not None
+        await spare.started()
+        before = sizes()
+        os.kill(player.pid, signal.SIGKILL)
+        # What is there already is played again, out of the engine's memory, and adds as many.
+        seconds = await all_reach([size + 1 for size in before], collecting)
+        beyond = await all_reach([2 * size + 1 for size in before], collecting)
+        stop.touch()
+        finished = await collecting
+    lost = num - sum(one.num_tokens > 0 for one in finished)
+    return {"kill_back_s": seconds, "kill_beyond_s": seconds + beyond, "kill_lost": lost}
+
+
+async def hung(num: int = 64, repeats: int = 5) -> dict[str, float]:
+    """The others' time, with one episode that hangs and without, in turn."""
+    ratios = []
+    async with playing(hangs, delay_s=0.02) as replica:
+        number = 0
+        for _ in range(repeats):
+            times = []
+            for ill in (0, 1):
+                batch = requests(num + ill, lambda n: {"hangs": n == num})
+                number += 1
+                batch = [replace(one, request_id=f"{one.request_id}{number}") for one in batch]
+                start = time.perf_counter()
+                await replica.submit(batch, {})
+                await all_of(replica, num)
+                times.append(time.perf_counter() - start)
+            ratios.append(times[1] / times[0])
+    return {"hung_ratio": statistics.median(ratios)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=["steps", "blocking", "kill", "hung"])
+    chosen = parser.parse_args().only
+    print(json.dumps(measure(chosen)))
+
+
+def measure(parts: Sequence[str]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        ray.init(
+            num_cpus=4,
+            object_store_memory=100 << 20,
+            include_dashboard=False,
+            logging_level="ERROR",
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(["."])}},
+        )
+        try:
+            found: dict[str, float] = {}
+            if "steps" in parts:
+                found |= asyncio.run(steps())
+            if "blocking" in parts:
+                found |= asyncio.run(blocking())
+            if "kill" in parts:
+                found |= asyncio.run(kill(directory))
+            if "hung" in parts:
+                found |= asyncio.run(hung())
+            return found
+        finally:
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Rows as a model's worker reads them from the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from actors.rows import read_rows
+from rlsys.dataflow.blocks import layout_of
+from rlsys.types import INJECTED
+from rlsys.workers import Rows
+
+COLUMNS: dict[str, list[Any]] = {
+    "prompt_token_ids": [np.array([1, 2], np.int32), np.array([1, 2], np.int32)],
+    "token_ids": [np.array([3, 4, 5], np.int32), np.array([6], np.int32)],
+    "policy_versions": [np.array([0, INJECTED, 1], np.int32), np.array([2], np.int32)],
+    "sampler_logprobs": [np.array([-1, 0, -2], np.float32), np.array([-3], np.float32)],
+    "branches": [np.array([2, -1, 2, 0, 1, 0, 3, 1], np.int32), np.array([1, -1, 2, 0], np.int32)],
+}
+ROWS = Rows(
+    cells={},
+    scalars={"advantages": [0.5, -0.5]},
+    group_ids=[0, 0],
+    group_sizes=[2, 2],
+    group_num_tokens=[3, 3],
+)
+
+
+class Store:
+    """Of these columns alone."""
+
+    def get_batch(self, cells: Any) -> dict[str, list[Any]]:
+        return COLUMNS
+
+
+def test_branches_are_of_a_rollout_and_one_alone_is_none() -> None:
+    tree, line = read_rows(ROWS, Store())  # type: ignore[arg-type]
+    assert tree.branches is not None
+    assert tree.branches.tolist() == [2, -1, 2, 0, 1, 0, 3, 1]
+    assert line.branches is None
+    assert set(tree.columns) == {"sampler_logprobs", "advantages"}
+    assert tree.columns["advantages"].tolist() == [0.5] * 3
+    assert tree.loss_mask.tolist() == [True, False, True]
+
+
+def test_rollouts_of_different_numbers_of_branches_are_one_write() -> None:
+    lengths = layout_of(COLUMNS).lengths
+    assert lengths[list(COLUMNS).index("branches")].tolist() == [8, 4]

@@ -1,0 +1,91 @@
+"""Playing episodes without an engine: a sampler with a script, a host around it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlsys.environments.chat import Chat
+from rlsys.environments.codec import Codec
+from rlsys.environments.environment import Environment
+from rlsys.environments.episode import EpisodeLimits
+from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest
+from rlsys.tiny_models import build_tokenizer
+from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
+
+CHARACTERS = "0123456789?<>+- "
+LIMITS = EpisodeLimits(max_prompt_tokens=16, max_tokens=64, max_context=80)
+
+Says = Callable[[str], str]  # what the policy replies to the text so far
+
+
+class Scripted:
+    """Replies as `says` has it, each with `<eos>`, as long as it fits; version 7 throughout."""
+
+    def __init__(self, codec: Codec, says: Says, delay_s: float = 0.0) -> None:
+        self._codec = codec
+        self._says = says
+        self._delay_s = delay_s
+        self.asked: list[GenerationRequest] = []
+
+    async def sample(self, request: GenerationRequest) -> Generation:
+        self.asked.append(request)
+        await asyncio.sleep(self._delay_s)
+        text = self._says(self._codec.text.decode(list(request.prompt_token_ids)))
+        token_ids = [*self._codec.text.encode(text, at_start=False, cache={}, where=""), 2]
+        is_cut = len(token_ids) > request.sampling.max_tokens
+        token_ids = token_ids[: request.sampling.max_tokens]
+        return Generation(
+            request_id=request.request_id,
+            token_ids=np.array(token_ids, np.int32),
+            sampler_logprobs=np.full(len(token_ids), -0.5, np.float32),
+            policy_versions=np.full(len(token_ids), 7, np.int32),
+            finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
+        )
+
+
+class InThreads:
+    """Plain functions on the event loop itself: for environments that have none."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def play(self, chat: Chat, task: Any) -> Any:
+        raise AssertionError("the environment is async")
+
+    async def execute(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        return await asyncio.to_thread(function, *args, **named)
+
+
+def hosted(
+    environment: Environment, says: Says, *, limits: EpisodeLimits = LIMITS, delay_s: float = 0.0
+) -> tuple[EpisodeHost, Scripted]:
+    codec = Codec(build_tokenizer(CHARACTERS), chat_template="")
+    sampler = Scripted(codec, says, delay_s)
+    return EpisodeHost(environment, codec, sampler, limits=limits, plain=InThreads()), sampler
+
+
+def request(index: int = 0, *, group_size: int = 1, task: Any = None) -> EpisodeRequest:
+    return EpisodeRequest(
+        request_id=f"0.{index}.0",
+        task=task or {},
+        sampling=SamplingParams(max_tokens=64),
+        seed=index,
+        group_id=0,
+        index=index,
+        group_size=group_size,
+    )
+
+
+async def played(host: EpisodeHost, requests: Sequence[EpisodeRequest]) -> list[Ended]:
+    """All of them, in the order of the requests."""
+    host.submit(requests)
+    ended: list[Ended] = []
+    while len(ended) < len(requests):
+        ended += await host.collect()
+    order = [one.request_id for one in requests]
+    return sorted(ended, key=lambda one: order.index(one.request.request_id))

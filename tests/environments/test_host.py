@@ -1,0 +1,334 @@
+"""Episodes: what they are worth, when they end, and whose fault it is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import rlsys
+from rlsys.environments.episode import EpisodeLimits
+from rlsys.environments.host import Ended
+from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.types import MAX_BRANCHES
+from tests.environments.playing import LIMITS, hosted, played, request
+
+
+def play(environment: Any, says: Any, task: Any = None, **named: Any) -> Ended:
+    async def run() -> Ended:
+        host, _ = hosted(environment, says, **named)
+        (ended,) = await played(host, [request(task=task)])
+        await host.close()
+        return ended
+
+    return run_in_virtual_time(run())
+
+
+@rlsys.environment(max_turns=4)
+async def guess(chat: Any, task: Any) -> float:
+    number = await chat("?", parse=int)
+    while number != task["number"] and not chat.done:
+        chat.reward(-0.25)
+        number = await chat("<" if number > task["number"] else ">", parse=int)
+    return float(number == task["number"])
+
+
+def test_an_episode_is_its_turns_and_their_rewards() -> None:
+    replies = iter(["32", "16", "8"])
+    ended = play(guess, lambda text: next(replies), {"number": 8})
+    assert ended.played is not None
+    assert ended.failure is None
+    assert ended.played.total == 0.5
+    assert ended.played.components == {"turns": -0.5, "final": 1.0}
+    trajectory = ended.played.trajectory
+    digit = 3  # tokens 0 to 2 are <pad>, <bos>, <eos>
+    question, less = 13, 14
+    assert trajectory.prompt_token_ids.tolist() == [question]
+    assert trajectory.token_ids.tolist() == [
+        *(digit + 3, digit + 2, 2),
+        *(less, digit + 1, digit + 6, 2),
+        *(less, digit + 8, 2),
+    ]
+    assert trajectory.policy_versions.tolist() == [7, 7, 7, -1, 7, 7, 7, -1, 7, 7]
+    assert trajectory.turn_rewards.tolist() == [0, 0, -0.25, 0, 0, 0, -0.25, 0, 0, 1]
+    assert trajectory.branches.tolist() == [10, -1, 1, 0]
+
+
+def test_what_parse_refuses_is_the_policys_fault() -> None:
+    graded = rlsys.environment(max_turns=4, format_reward=-2.0)(guess.function)
+    ended = play(graded, lambda text: "<>", {"number": 8})
+    assert ended.played is not None
+    assert ended.played.components == {"final": -2.0}
+
+
+def test_turns_are_bounded() -> None:
+    asked: list[str] = []
+
+    def one_more(text: str) -> str:
+        asked.append(text)
+        return "9"
+
+    ended = play(guess, one_more, {"number": 8})
+    assert len(asked) == 4
+    assert ended.played is not None
+    assert ended.played.components == {"turns": -0.75, "final": 0.0}
+
+
+def test_an_environment_that_goes_on_after_the_context_is_full_is_truncated() -> None:
+    told: list[bool] = []
+
+    @rlsys.environment(format_reward=-1.0)
+    async def endless(chat: Any, task: Any) -> float:
+        try:
+            while True:
+                await chat("1")
+        finally:
+            told.append(chat.truncated)
+
+    limits = EpisodeLimits(max_prompt_tokens=16, max_tokens=11, max_context=80)
+    ended = play(endless, lambda text: "55", limits=limits)
+    assert told == [True]
+    assert ended.played is not None
+    assert ended.played.finish_reason == "length"
+    # 55<eos> 1 55<eos> 1 55<eos> is all that fits; nothing stands behind the last reply.
+    assert len(ended.played.trajectory.token_ids) == 11
+    assert ended.played.components == {"final": -1.0}
+
+
+def test_a_reply_that_fills_the_context_is_truncated() -> None:
+    @rlsys.environment
+    async def once(chat: Any, task: Any) -> float:
+        await chat("1")
+        assert chat.done
+        return 1.0
+
+    limits = EpisodeLimits(max_prompt_tokens=16, max_tokens=3, max_context=80)
+    ended = play(once, lambda text: "55555", limits=limits)
+    assert ended.played is not None
+    assert ended.played.finish_reason == "length"
+    assert ended.played.total == 1.0  # the environment says what that is worth
+
+
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        (None, "returned None, which is no finite number"),
+        (float("nan"), "no finite number"),
+        ("1", "no finite number"),
+        ({"a": "b"}, "no finite number"),
+        ({}, "empty dict"),
+    ],
+)
+def test_what_is_no_reward_fails(returned: Any, why: str) -> None:
+    @rlsys.environment
+    async def odd(chat: Any, task: Any) -> Any:
+        await chat("1")
+        return returned
+
+    ended = play(odd, lambda text: "5")
+    assert ended.played is None
+    assert ended.failure is not None
+    assert why in ended.failure.message
+
+
+def test_an_environment_that_never_calls_chat_fails() -> None:
+    @rlsys.environment
+    async def silent(chat: Any, task: Any) -> float:
+        return 1.0
+
+    ended = play(silent, lambda text: "5")
+    assert ended.failure is not None
+    assert "nothing to train on" in ended.failure.message
+
+
+def test_a_first_text_that_is_too_long_fails() -> None:
+    @rlsys.environment
+    async def long(chat: Any, task: Any) -> float:
+        await chat("1" * 17)
+        return 1.0
+
+    ended = play(long, lambda text: "5")
+    assert ended.failure is not None
+    assert "begins with 17 tokens; it may have 16 (data.max_prompt_tokens)" in ended.failure.message
+
+
+def test_what_raises_is_tried_again_and_then_fails() -> None:
+    attempts: list[int] = []
+
+    @rlsys.environment(num_retries=2)
+    async def broken(chat: Any, task: Any) -> float:
+        await chat("1")
+        attempts.append(1)
+        raise OSError("no server")
+
+    ended = play(broken, lambda text: "5")
+    assert len(attempts) == 3
+    assert ended.played is None
+    assert ended.failure is not None
+    assert ended.failure.kind == "exception"
+    assert "no server" in ended.failure.message
+
+
+def test_what_fails_once_goes_on() -> None:
+    attempts: list[int] = []
+
+    @rlsys.environment
+    async def shaky(chat: Any, task: Any) -> float:
+        attempts.append(1)
+        await chat("1")
+        if len(attempts) == 1:
+            raise OSError("no server")
+        return 1.0
+
+    ended = play(shaky, lambda text: "5")
+    assert ended.played is not None
+    assert ended.played.total == 1.0
+    assert len(ended.played.trajectory.token_ids) == 2  # of the second attempt alone
+
+
+def test_its_own_time_is_bounded_and_sampling_does_not_count() -> None:
+    @rlsys.environment(timeout_s=10, num_retries=0)
+    async def slow(chat: Any, task: Any) -> float:
+        for seconds in task["seconds"]:
+            await asyncio.sleep(seconds)
+            await chat("1")
+        return 1.0
+
+    ended = play(slow, lambda text: "5", {"seconds": [4, 5]}, delay_s=100.0)
+    assert ended.played is not None
+    ended = play(slow, lambda text: "5", {"seconds": [4, 7]}, delay_s=100.0)
+    assert ended.failure is not None
+    assert ended.failure.kind == "timeout"
+    assert "longer than 10 s of its own time" in ended.failure.message
+
+
+def test_one_that_swallows_its_cancellation_is_left_to_itself() -> None:
+    swallowed: list[int] = []
+
+    @rlsys.environment(timeout_s=10, num_retries=0)
+    async def stubborn(chat: Any, task: Any) -> float:
+        await chat("1")
+        while len(swallowed) < 2:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                swallowed.append(1)
+        return 1.0
+
+    ended = play(stubborn, lambda text: "5")
+    assert ended.failure is not None
+    assert ended.failure.kind == "timeout"
+    assert swallowed  # it went on, and nobody waited for it
+
+
+def test_forks_are_branches_that_share_what_stands_before() -> None:
+    @rlsys.environment
+    async def forked(chat: Any, task: Any) -> float:
+        await chat("1")
+        other = chat.fork()
+        first = await chat("2")
+        chat.reward(0.5)
+        second = await other("3")
+        other.reward(0.25)
+        return float(first) + float(second)
+
+    ended = play(forked, lambda text: "4" if text.endswith("2") else "5")
+    assert ended.played is not None
+    trajectory = ended.played.trajectory
+    paths = [path.tolist() for path in trajectory.paths()]
+    assert paths == [[4, 8, 2, 5, 7, 2], [4, 8, 2, 6, 8, 2]]
+    assert trajectory.branches.tolist() == [5, -1, 1, 0, 3, 0, 3, 0]
+    assert trajectory.turn_rewards.tolist() == [0, 0, 0, 0, 0.5, 0, 0, 9.25]
+
+
+def test_seats_have_conversations_of_their_own() -> None:
+    @rlsys.environment(seats=("first", "second"))
+    async def game(chat: Any, task: Any) -> dict[str, float]:
+        one, two = chat.seat("first"), chat.seat("second")
+        await one("1")
+        one.reward(1.0, "first")
+        await two("2")
+        two.reward(-1.0, "second")
+        return {}
+
+    ended = play(game, lambda text: "5")
+    assert ended.played is not None
+    assert ended.played.components == {"first": 1.0, "second": -1.0}
+    trajectory = ended.played.trajectory
+    assert trajectory.branches.tolist() == [2, -1, 1, 0, 3, -1, 0, 1]
+    assert [path.tolist() for path in trajectory.paths()] == [[4, 8, 2], [5, 8, 2]]
+    assert trajectory.policy_versions.tolist() == [7, 7, -1, 7, 7]
+    assert trajectory.turn_rewards.tolist() == [0, 1, 0, 0, -1]
+
+
+def test_a_group_reward_sees_the_whole_group() -> None:
+    def spread(rollouts: Any) -> list[float]:
+        numbers = [float(one.completion_text.removesuffix("<eos>")) for one in rollouts]
+        return [number - min(numbers) for number in numbers]
+
+    @rlsys.environment(group_reward=spread)
+    async def number(chat: Any, task: Any) -> float:
+        await chat(str(task["n"]))
+        return 1.0
+
+    async def run() -> list[Ended]:
+        host, _ = hosted(number, lambda text: text[-1])
+        requests = [request(n, group_size=3, task={"n": n + 3}) for n in range(3)]
+        return await played(host, requests)
+
+    ended = run_in_virtual_time(run())
+    assert [one.played.total for one in ended if one.played] == [1.0, 2.0, 3.0]
+    assert ended[2].played is not None
+    assert ended[2].played.components == {"final": 1.0, "group": 2.0}
+    assert ended[2].played.trajectory.turn_rewards.tolist() == [0.0, 3.0]
+
+
+def test_aborted_episodes_come_out_with_nothing() -> None:
+    @rlsys.environment
+    async def waits(chat: Any, task: Any) -> float:
+        await chat("1")
+        await asyncio.sleep(100)
+        return 1.0
+
+    async def run() -> Ended:
+        host, _ = hosted(waits, lambda text: "5")
+        host.submit([request(0)])
+        await asyncio.sleep(1)
+        host.abort(["0.0.0", "unknown"])
+        (ended,) = await host.collect()
+        assert host.num_running == 0
+        return ended
+
+    ended = run_in_virtual_time(run())
+    assert ended.played is None
+    assert ended.failure is None
+
+
+def test_limits_hold_over_branches() -> None:
+    """Whatever an environment does, a rollout has no more tokens than the store reserves for it."""
+
+    @rlsys.environment
+    async def many(chat: Any, task: Any) -> float:
+        await chat("1")
+        await asyncio.gather(*(chat.fork()(str(n)) for n in range(9)), return_exceptions=True)
+        return 1.0
+
+    limits = EpisodeLimits(max_prompt_tokens=16, max_tokens=20, max_context=80)
+    ended = play(many, lambda text: "77777", limits=limits)
+    assert ended.played is not None
+    assert len(ended.played.trajectory.token_ids) <= 20
+    assert LIMITS.max_tokens == 64
+
+
+def test_an_episode_of_too_many_branches_is_the_environments_fault() -> None:
+    @rlsys.environment(max_turns=80)
+    async def forks(chat: Any, task: Any) -> float:
+        for _ in range(MAX_BRANCHES + 1):
+            await chat.fork()("1")
+        return 1.0
+
+    limits = EpisodeLimits(max_prompt_tokens=16, max_tokens=999, max_context=80)
+    ended = play(forks, lambda text: "5", limits=limits)
+    assert ended.failure is not None
+    assert "at most 64 are kept; fork less often" in ended.failure.message

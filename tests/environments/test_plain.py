@@ -1,0 +1,149 @@
+"""Plain functions, which block, in a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+import rlsys
+from rlsys.environments.codec import Codec
+from rlsys.environments.environment import Environment
+from rlsys.environments.host import EpisodeHost
+from rlsys.environments.plain import PlainFunctions
+from rlsys.tiny_models import build_tokenizer
+from tests.environments.playing import CHARACTERS, LIMITS, Scripted, played, request
+
+
+@rlsys.environment(max_turns=4)
+def guess(chat: Any, task: Any) -> dict[str, float]:
+    number = chat("?", parse=int)
+    while number != task["number"] and not chat.done:
+        chat.reward(-0.25)
+        number = chat("<" if number > task["number"] else ">", parse=int)
+    return {"right": float(number == task["number"]), "pid": float(os.getpid())}
+
+
+@rlsys.environment(num_retries=0, timeout_s=2.0)
+def odd(chat: Any, task: Any) -> float:
+    chat("1")
+    if task["does"] == "raise":
+        raise OSError("no server")
+    if task["does"] == "hang in C":
+        ctypes.CDLL(None).sleep(3600)
+    if task["does"] == "hang":
+        while True:
+            time.sleep(0.01)
+    if task["does"] == "exit":
+        os._exit(3)
+    if task["does"] == "nonsense":
+        return object()  # type: ignore[return-value]
+    return 1.0
+
+
+@rlsys.environment
+def forks(chat: Any, task: Any) -> float:
+    chat.system("2")
+    chat("1")
+    other = chat.fork()
+    return float(chat("3")) + float(other("4")) + len(other.messages)
+
+
+@asynccontextmanager
+async def hosting(environment: Environment, says: Any) -> AsyncIterator[EpisodeHost]:
+    codec = Codec(build_tokenizer(CHARACTERS), chat_template="")
+    plain = PlainFunctions(environment, memory_gib=4.0, start_timeout_s=120.0)
+    host = EpisodeHost(environment, codec, Scripted(codec, says), limits=LIMITS, plain=plain)
+    await host.start()
+    try:
+        yield host
+    finally:
+        await host.close()
+
+
+def test_a_plain_environment_plays_as_an_async_one_does() -> None:
+    async def run() -> None:
+        replies = iter(["9", "7", "8"])
+        async with hosting(guess, lambda text: next(replies)) as host:
+            (ended,) = await played(host, [request(task={"number": 8})])
+        assert ended.played is not None, ended.failure
+        components = dict(ended.played.components)
+        assert components.pop("pid") != os.getpid()
+        assert components == {"turns": -0.5, "right": 1.0}
+
+    asyncio.run(run())
+
+
+def test_refusals_and_forks_travel() -> None:
+    async def run() -> None:
+        async with hosting(guess, lambda text: "<") as host:
+            (ended,) = await played(host, [request(task={"number": 8})])
+            assert ended.played is not None, ended.failure
+            assert ended.played.components == {"final": 0.0}
+        async with hosting(forks, lambda text: "5" if text.endswith("3") else "6") as host:
+            (ended,) = await played(host, [request()])
+            assert ended.played is not None, ended.failure
+            assert ended.played.total == 5 + 6 + 5
+            assert ended.played.trajectory.num_branches == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("does", "kind", "message"),
+    [
+        ("raise", "exception", "no server"),
+        ("hang", "timeout", "longer than 2 s"),
+        ("hang in C", "timeout", "longer than 2 s"),
+        ("exit", "crash", "the process of plain functions ended"),
+        ("nonsense", "exception", "object"),
+    ],
+)
+def test_an_ill_function_costs_its_own_episode(does: str, kind: str, message: str) -> None:
+    async def run() -> None:
+        async with hosting(odd, lambda text: "5") as host:
+            ill, *_ = await played(host, [request(0, task={"does": does})])
+            well = await played(host, [request(n, task={"does": ""}) for n in range(1, 4)])
+        assert ill.failure is not None
+        assert (ill.failure.kind, message in ill.failure.message) == (kind, True)
+        assert [one.played is not None for one in well] == [True] * 3
+
+    asyncio.run(run())
+
+
+def test_many_that_block_do_so_side_by_side() -> None:
+    @rlsys.environment
+    def slow(chat: Any, task: Any) -> float:
+        for _ in range(2):
+            time.sleep(0.5)
+            chat("1")
+        return 1.0
+
+    async def run() -> float:
+        async with hosting(slow, lambda text: "5") as host:
+            start = time.monotonic()
+            ended = await played(host, [request(n) for n in range(64)])
+            assert all(one.played is not None for one in ended)
+            return time.monotonic() - start
+
+    assert asyncio.run(run()) < 32  # one after another they take 64 s
+
+
+def test_nothing_is_left_of_it() -> None:
+    async def run() -> int:
+        async with hosting(guess, lambda text: "8") as host:
+            (ended,) = await played(host, [request(task={"number": 8})])
+            assert ended.played is not None
+            return int(ended.played.components["pid"])
+
+    pid = asyncio.run(run())
+    deadline = time.monotonic() + 30
+    while os.path.exists(f"/proc/{pid}"):  # nothing announces the end of another's child
+        assert time.monotonic() < deadline, "it is still there"
+        time.sleep(0.05)

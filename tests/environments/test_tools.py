@@ -1,0 +1,330 @@
+"""Calls of tools: side by side, in order, told to the model or raised."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Literal
+
+import cloudpickle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rlsys
+from rlsys.environments import tools as module
+from rlsys.environments.tool_call import Call
+from rlsys.environments.tools import MAX_CALLS, MIN_OUTPUT_CHARS, ToolSet, cut, tool
+
+
+@tool
+def add(a: int, b: int = 1) -> int:
+    """Adds.
+
+    Args:
+        a: one
+        b: the other
+    """
+    return a + b
+
+
+@tool(timeout_s=0.05)
+async def wait(seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return "waited"
+
+
+def call(name: str, place: int = 0, **arguments: Any) -> Call:
+    return Call(f"call{place:05d}", name, arguments)
+
+
+def contents(tools: ToolSet, *calls: Call | dict[str, Any]) -> list[str]:
+    return [one["content"] for one in asyncio.run(tools.call_all(calls))]
+
+
+def test_a_tool_is_still_the_function() -> None:
+    assert add(2) == 3
+    assert add.name == "add"
+    assert add.__doc__ is not None
+    assert asyncio.run(wait(0)) == "waited"
+
+
+def test_a_call_is_answered_by_a_tool_message() -> None:
+    tools = ToolSet([add])
+    assert asyncio.run(tools.call_all([call("add", 7, a="2", b=3)])) == [
+        {"role": "tool", "tool_call_id": "call00007", "name": "add", "content": "5"}
+    ]
+    assert tools.schemas[0]["function"]["parameters"]["required"] == ["a"]
+    openai = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    assert contents(tools, openai) == ["2"]
+
+
+def test_it_is_found_at_the_top() -> None:
+    assert rlsys.tool is tool
+    assert rlsys.ToolError is module.ToolError
+
+
+@pytest.mark.parametrize(
+    ("one", "told"),
+    [
+        (call("subtract", a=1), "Error: there is no tool 'subtract'; there are: add."),
+        (call("add", b=1), "Error: a: it is missing. The parameters of add are: a, b."),
+        (Call("i", "add", {}, "the call cannot be read: no JSON"), "Error: the call cannot be"),
+        ({"id": "i", "function": {"name": "add", "arguments": "{"}}, "the arguments are no JSON"),
+        ({"id": "i", "function": {"name": "add", "arguments": "[1]"}}, "are no JSON object"),
+        ({"id": "i", "function": {"name": "add", "arguments": "[" * 9999}}, "too deeply"),
+    ],
+)
+def test_the_model_is_told_what_it_did_wrong(one: Call | dict[str, Any], told: str) -> None:
+    assert told in contents(ToolSet([add]), one)[0]
+
+
+def test_a_tool_error_is_told_and_any_other_is_raised() -> None:
+    @tool
+    def fail(how: Literal["tell", "raise"]) -> None:
+        raise rlsys.ToolError("no such file") if how == "tell" else KeyError("bug")
+
+    assert contents(ToolSet([fail]), call("fail", how="tell")) == ["Error: no such file"]
+    with pytest.raises(KeyError, match="bug"):  # no group of exceptions
+        contents(ToolSet([fail]), call("fail", how="raise"))
+
+
+def test_an_exception_ends_the_other_calls() -> None:
+    ended: list[str] = []
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("long")
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        contents(ToolSet([long, fail]), call("long"), call("fail"))
+    assert ended == ["long"]
+
+
+def test_calls_run_side_by_side_and_are_answered_in_order() -> None:
+    both = asyncio.Barrier(3)
+
+    async def meet(n: int) -> int:
+        await both.wait()  # would wait for ever alone
+        await asyncio.sleep((3 - n) / 1000)
+        return n
+
+    got = contents(ToolSet([meet]), *(call("meet", n=n) for n in range(3)))
+    assert got == ["0", "1", "2"]
+
+
+def test_a_plain_function_is_not_run_on_the_loop() -> None:
+    @tool
+    def where() -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    assert contents(ToolSet([where]), call("where")) == ["false"]
+
+
+def test_plain_functions_are_given_to_execute() -> None:
+    given: list[tuple[str, dict[str, Any]]] = []
+
+    async def execute(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        given.append((function.__name__, named))
+        return function(*args, **named)
+
+    assert contents(ToolSet([add, wait], execute=execute), call("add", a=1)) == ["2"]
+    assert given == [("add", {"a": 1})]
+
+
+def test_a_call_that_takes_too_long_is_ended_and_told() -> None:
+    ended = asyncio.Event()
+
+    @tool(timeout_s=0.05)
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    begin = time.monotonic()
+    told = contents(ToolSet([long]), call("long"))
+    assert told == ["Error: long did not end within 0.05 s and was stopped."]
+    assert ended.is_set()
+    assert time.monotonic() - begin < 5
+
+
+def test_a_time_out_fails_where_this_was_asked_for() -> None:
+    @tool(timeout_s=0.05, on_timeout="fail")
+    async def long() -> None:
+        await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
+        contents(ToolSet([long]), call("long"))
+
+
+def test_a_time_out_of_the_tools_own_is_a_failure_of_ours() -> None:
+    @tool(timeout_s=60)
+    async def ask() -> None:
+        raise TimeoutError("the server")
+
+    with pytest.raises(TimeoutError, match="the server"):
+        contents(ToolSet([ask]), call("ask"))
+
+
+def test_a_tool_that_does_not_let_go_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CANCEL_S", 0.05)
+    release = asyncio.Event()
+
+    @tool(timeout_s=0.05)
+    async def stubborn() -> None:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+
+    async def check() -> None:
+        with pytest.raises(RuntimeError, match="let CancelledError through"):
+            await ToolSet([stubborn]).call_all([call("stubborn")])
+        release.set()
+
+    asyncio.run(check())
+
+
+def test_an_episode_that_is_cancelled_ends_its_calls() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def long() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def check() -> None:
+        task = asyncio.create_task(ToolSet([long]).call_all([call("long")]))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set()
+
+    asyncio.run(check())
+
+
+def returning(value: Any) -> ToolSet:
+    def give() -> Any:
+        return value
+
+    return ToolSet([give])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("as it is\n", "as it is\n"),
+        ({"ä": [1, None, True]}, '{"ä":[1,null,true]}'),
+        (None, "null"),
+        (float("nan"), "NaN"),
+        ("lone \ud800 half", "lone ? half"),
+    ],
+)
+def test_an_output_becomes_text(value: Any, text: str) -> None:
+    assert contents(returning(value), call("give")) == [text]
+
+
+def test_an_output_that_is_no_json_is_a_mistake_of_ours() -> None:
+    with pytest.raises(TypeError, match="tool give returned a object"):
+        contents(returning(object()), call("give"))
+    with pytest.raises(TypeError, match="no JSON"):
+        contents(returning(["\ud800"]), call("give"))
+
+
+def test_ten_megabytes_become_a_bounded_text() -> None:
+    begin = time.monotonic()
+    [text] = contents(returning("a" * 5_000_000 + "b" * 5_000_000), call("give"))
+    assert len(text) == module.MAX_OUTPUT_CHARS
+    assert text.startswith("aaa")
+    assert text.endswith("bbb")
+    assert "[... 10000000 characters, of which the middle is left out ...]" in text
+    assert time.monotonic() - begin < 5
+
+
+@given(st.text(max_size=400), st.integers(MIN_OUTPUT_CHARS, 300))
+def test_what_is_cut_keeps_its_ends(text: str, max_chars: int) -> None:
+    found = cut(text, max_chars)
+    assert len(found) == min(len(text), max_chars)
+    if len(text) <= max_chars:
+        assert found == text
+    else:
+        assert found[:10] == text[:10]
+        assert found[-10:] == text[-10:]
+
+
+def test_an_answer_to_endless_names_is_bounded() -> None:
+    assert len(contents(ToolSet([add]), call("x" * 100_000))[0]) <= 1000
+
+
+def test_a_reply_of_nothing_but_calls_is_bounded() -> None:
+    got = contents(ToolSet([add]), *(call("add", a=n) for n in range(MAX_CALLS + 2)))
+    assert got[MAX_CALLS - 1] == str(MAX_CALLS)
+    assert all("this one was not made" in text for text in got[MAX_CALLS:])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"timeout_s": float("inf")}, "timeout_s=inf"),
+        ({"on_timeout": "ignore"}, "on_timeout='ignore'"),
+        ({"max_output_chars": 10}, "max_output_chars=10"),
+        ({"name": "a b"}, "a tool named 'a b'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        tool(**options)(lambda: 1)
+
+
+def test_a_generator_and_two_of_a_name_are_refused() -> None:
+    def several() -> Any:
+        yield 1
+
+    with pytest.raises(ValueError, match="is a generator"):
+        tool(several)
+    with pytest.raises(ValueError, match="two tools are named 'add'"):
+        ToolSet([add, add])
+
+
+def test_a_tool_travels_to_a_worker() -> None:
+    factor = 3
+
+    @tool(name="times", timeout_s=2)
+    def times_factor(n: int) -> int:
+        return n * factor
+
+    there = pickle.loads(cloudpickle.dumps(times_factor))
+    assert (there.name, there.timeout_s, there(2)) == ("times", 2, 6)
+    assert there.schema == times_factor.schema
+
+
+def test_partials_and_methods_are_tools() -> None:
+    class Account:
+        def __init__(self) -> None:
+            self.balance = 0
+
+        async def pay(self, amount: int) -> int:
+            """Pays."""
+            self.balance += amount
+            return self.balance
+
+    account = Account()
+    both: list[Callable[..., Awaitable[int]]] = [account.pay]
+    tools = ToolSet([*both, tool(name="pay_two")(partial(account.pay, amount=2))])
+    assert contents(tools, call("pay", amount=5), call("pay_two")) == ["5", "7"]

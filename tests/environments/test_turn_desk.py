@@ -1,0 +1,191 @@
+"""What an engine remembers of running episodes: nothing is sampled twice, whoever asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.engines.generation.protocol import EngineError
+from rlsys.environments.turn_desk import Ask, TurnDesk
+from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
+
+
+class Engine:
+    """Replies with one token, the number of requests so far, a second after each request."""
+
+    def __init__(self) -> None:
+        self.submitted: list[GenerationRequest] = []
+        self.aborted: list[str] = []
+        self.failure: EngineError | None = None
+        self._ended: asyncio.Queue[Generation] = asyncio.Queue()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            self.submitted.append(request)
+            number = len(self.submitted)
+            asyncio.get_running_loop().call_later(1.0, self._end, request.request_id, number)
+
+    def _end(self, name: str, number: int) -> None:
+        if name not in self.aborted:
+            self._ended.put_nowait(reply(name, number))
+
+    async def collect(self) -> list[Generation]:
+        if self.failure is not None:
+            raise self.failure
+        return [await self._ended.get()]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        for name in request_ids:
+            self.aborted.append(name)
+            aborted = replace(reply(name, 0), finish_reason=FinishReason.ABORTED)
+            self._ended.put_nowait(aborted)
+
+
+def reply(name: str, number: int) -> Generation:
+    return Generation(
+        request_id=name,
+        token_ids=np.array([number], np.int32),
+        sampler_logprobs=np.zeros(1, np.float32),
+        policy_versions=np.zeros(1, np.int32),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def ask(episode: str, turn: int, prompt: Sequence[int] = (1, 2), name: str = "") -> Ask:
+    request = GenerationRequest(
+        request_id=name or f"{episode}.{turn}",
+        prompt_token_ids=list(prompt),
+        sampling=SamplingParams(),
+        seed=0,
+    )
+    return Ask(episode=episode, turn=turn, request=request)
+
+
+async def all_answers(desk: TurnDesk, worker: str, num: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    while len(found) < num:
+        answers = await desk.answers(worker, 10.0)
+        assert answers, "nothing came"
+        found.update((one.request_id, int(one.token_ids[0])) for one in answers)
+    return found
+
+
+def test_answers_go_to_whoever_asked() -> None:
+    async def run() -> None:
+        desk = TurnDesk(Engine())
+        running = asyncio.create_task(desk.run())
+        desk.ask("one", [ask("a", 1), ask("b", 1)])
+        desk.ask("two", [ask("c", 1)])
+        assert await all_answers(desk, "two", 1) == {"c.1": 3}
+        assert await all_answers(desk, "one", 2) == {"a.1": 1, "b.1": 2}
+        assert await desk.answers("one", 5.0) == []  # a long poll ends
+        running.cancel()
+
+    run_in_virtual_time(run())
+
+
+def test_a_successor_is_told_what_was_sampled_and_waits_for_what_is() -> None:
+    async def run() -> None:
+        engine = Engine()
+        desk = TurnDesk(engine)
+        running = asyncio.create_task(desk.run())
+        desk.ask("dead", [ask("a", 1)])
+        assert await all_answers(desk, "dead", 1) == {"a.1": 1}
+        desk.ask("dead", [ask("a", 2, [1, 2, 3])])
+        await asyncio.sleep(0.5)  # it dies; turn 2 is being sampled
+        desk.ask("heir", [ask("a", 1)])
+        assert await all_answers(desk, "heir", 1) == {"a.1": 1}
+        desk.ask("heir", [ask("a", 2, [1, 2, 3])])
+        assert await all_answers(desk, "heir", 1) == {"a.2": 2}
+        assert len(engine.submitted) == 2
+        assert desk.num_replayed == 2
+        running.cancel()
+
+    run_in_virtual_time(run())
+
+
+def test_another_prompt_at_the_same_turn_is_sampled_anew() -> None:
+    async def run() -> None:
+        engine = Engine()
+        desk = TurnDesk(engine)
+        running = asyncio.create_task(desk.run())
+        desk.ask("one", [ask("a", 1, [1, 2])])
+        assert await all_answers(desk, "one", 1) == {"a.1": 1}
+        desk.ask("two", [ask("a", 1, [1, 3])])
+        assert await all_answers(desk, "two", 1) == {"a.1": 2}
+        running.cancel()
+
+    run_in_virtual_time(run())
+
+
+def test_what_is_forgotten_is_aborted_and_sampled_anew() -> None:
+    async def run() -> None:
+        engine = Engine()
+        desk = TurnDesk(engine)
+        running = asyncio.create_task(desk.run())
+        desk.ask("one", [ask("a", 1)])
+        await desk.forget(["a", "unknown"])
+        assert engine.aborted == [engine.submitted[0].request_id]
+        desk.ask("one", [ask("a", 1)])
+        assert await all_answers(desk, "one", 1) == {"a.1": 2}
+        running.cancel()
+
+    run_in_virtual_time(run())
+
+
+def test_an_engine_that_dies_is_told_to_all() -> None:
+    async def run() -> None:
+        engine = Engine()
+        engine.failure = EngineError("out of memory")
+        desk = TurnDesk(engine)
+        with pytest.raises(EngineError, match="out of memory"):
+            await desk.run()
+        with pytest.raises(EngineError, match="out of memory"):
+            await desk.answers("one", 10.0)
+
+    run_in_virtual_time(run())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(["turn", "die", "wait"]), max_size=30), st.integers(1, 4))
+def test_over_any_deaths_each_turn_is_sampled_once(
+    schedule: Sequence[str], num_episodes: int
+) -> None:
+    """Workers that play anew from the first turn, as after a death, get the same replies."""
+
+    async def run() -> None:
+        engine = Engine()
+        desk = TurnDesk(engine)
+        running = asyncio.create_task(desk.run())
+        said: dict[tuple[int, int], int] = {}
+        depth, life = 0, 0
+
+        async def turn(number: int) -> None:
+            asks = [ask(f"e{n}", number, [n, number]) for n in range(num_episodes)]
+            desk.ask(f"life {life}", asks)
+            answers = await all_answers(desk, f"life {life}", num_episodes)
+            for n in range(num_episodes):
+                token = answers[f"e{n}.{number}"]
+                assert said.setdefault((n, number), token) == token
+
+        for event in schedule:
+            if event == "turn":
+                depth += 1
+                await turn(depth)
+            elif event == "wait":
+                await asyncio.sleep(3.0)
+            else:
+                life += 1
+                for number in range(1, depth + 1):
+                    await turn(number)
+        assert len(engine.submitted) == depth * num_episodes
+        running.cancel()
+
+    run_in_virtual_time(run())
