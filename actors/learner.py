@@ -298,7 +298,7 @@ class RayLearner:
             if isinstance(part, OSError):
                 raise part
             parts.append(part)
-        await asyncio.to_thread(_finish, directory, parts)
+        await asyncio.to_thread(finish, directory, parts)
 
     async def save(self, directory: Path) -> None:
         """Both, one after the other."""
@@ -492,7 +492,7 @@ def _absolute(directory: Path) -> Path:
     return directory.absolute()
 
 
-def _finish(directory: Path, parts: Sequence[bytes]) -> None:
+def finish(directory: Path, parts: Sequence[bytes]) -> None:
     from rlsys.engines.training.trainer_state import finish_state  # a second of imports
 
     finish_state(directory, parts)

@@ -60,7 +60,7 @@ ROOMS = (
     "data",
     "dataflow",
     "engines",
-    "workers",
+    "workers primitives",
     "controller",
     "observe",
     "simulation audit estimate tiny_models scoreboard",

@@ -1,0 +1,110 @@
+"""Which weights a sampler replica has, and when it takes others.
+
+add(key, request) ──► waiting, by weights ──► admit() ──► running, all of the same weights ──► ended()
+                                    due() ──► the weights to take next, when nothing runs
+
+A replica holds one version of one model's weights at a time, and every completion is sampled by one
+version from its first token to its last. Requests for the weights that it holds are admitted at
+once, until one for others has waited for `patience_s`; then what runs comes to its end, and the
+replica takes the weights of the request that has waited longest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Turns(Generic[T]):
+    """No I/O; `clock`: monotonic seconds. Keys name weights."""
+
+    def __init__(self, clock: Callable[[], float], *, patience_s: float) -> None:
+        self.current: str | None = None
+        self.num_running = 0
+        self._clock = clock
+        self._patience_s = patience_s
+        # By key, in the order of their oldest requests: (since when, request).
+        self._waiting: OrderedDict[str, deque[tuple[float, T]]] = OrderedDict()
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def add(self, key: str, request: T) -> None:
+        self._waiting.setdefault(key, deque()).append((self._clock(), request))
+
+    def remove(self, request: T) -> bool:
+        """Whether it has waited; it does no more."""
+        for key, queue in self._waiting.items():
+            for place, (_, one) in enumerate(queue):
+                if one is request:
+                    del queue[place]
+                    if not queue:
+                        del self._waiting[key]
+                    return True
+        return False
+
+    def admit(self) -> list[T]:
+        """Requests that may run now; they count as running."""
+        if self.current is None or self._is_over:
+            return []
+        admitted = [request for _, request in self._waiting.pop(self.current, ())]
+        self.num_running += len(admitted)
+        return admitted
+
+    def running_more(self, count: int) -> None:
+        """What was admitted is so many completions more than it was requests."""
+        self.num_running += count
+
+    def waiting_for(self, key: str) -> list[T]:
+        return [request for _, request in self._waiting.get(key, ())]
+
+    def take_waiting_for(self, key: str) -> list[T]:
+        """Those that wait for these weights, which wait no more."""
+        return [request for _, request in self._waiting.pop(key, ())]
+
+    def due(self) -> str | None:
+        """Weights to take now: nothing runs, and others are wanted."""
+        if self.num_running or not self._waiting:
+            return None
+        first = self._oldest
+        if first == self.current or (self.current in self._waiting and not self._is_over):
+            return None
+        return first
+
+    @property
+    def until_over_s(self) -> float | None:
+        """Seconds until a request for other weights has waited long enough; None where none does,
+        or one has already."""
+        since = self._other_since
+        if since is None:
+            return None
+        left_s = since + self._patience_s - self._clock()
+        return left_s if left_s > 0 else None
+
+    def switched(self, key: str | None) -> None:
+        """The replica has these weights; None: nobody knows which."""
+        assert not self.num_running, "every completion has one version"
+        self.current = key
+
+    def ended(self, count: int) -> None:
+        self.num_running -= count
+        assert self.num_running >= 0
+
+    @property
+    def _oldest(self) -> str:
+        return min(self._waiting, key=lambda key: self._waiting[key][0][0])
+
+    @property
+    def _other_since(self) -> float | None:
+        others = [queue[0][0] for key, queue in self._waiting.items() if key != self.current]
+        return min(others, default=None)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether others have had enough patience with the current weights."""
+        since = self._other_since
+        return since is not None and self._clock() - since >= self._patience_s
