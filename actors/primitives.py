@@ -31,7 +31,7 @@ from rlsys.workers import LearnerDied
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError, end_all
 from .crew import Crew
 from .factories import compute_threads
-from .learner import finish
+from .learner import absolute, finish
 from .sampler import RaySampler, SamplerActor, SamplerFactory
 from .trainer import free_port
 
@@ -235,15 +235,15 @@ class RayTrainer:
         return metrics
 
     async def save(self, directory: Path) -> None:
-        parts = _carried_out(await self._all("save", directory.absolute()))
+        parts = _carried_out(await self._all("save", absolute(directory)))
         await asyncio.to_thread(finish, directory, parts)
 
     async def load(self, directory: Path, *, optimizer: bool) -> None:
-        self.version = (await self._all("load", directory.absolute(), optimizer))[0]
+        self.version = (await self._all("load", absolute(directory), optimizer))[0]
 
     async def save_for_sampler(self, directory: Path, number: int) -> None:
         self.published = None  # it makes room for what comes
-        found = _carried_out(await self._all("save_for_sampler", directory.absolute(), number))
+        found = _carried_out(await self._all("save_for_sampler", absolute(directory), number))
         self.published = found[0]
 
     async def close(self) -> None:

@@ -6,6 +6,7 @@ uvicorn ─► rlsys.primitives.app ─► service ─► RayBackend
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import socket
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from rlsys.primitives.errors import PartDied
 from rlsys.primitives.rows import ModelLimits
 
 from .cluster import connected
+from .learner import absolute
 from .primitives import RayBackend, ServedModel
 
 
@@ -33,6 +35,7 @@ def connected_to_ray(config: ServerConfig) -> Iterator[None]:
 async def serve(config: ServerConfig, key: str) -> None:
     """Until a signal ends it. Raises ValueError for a model that is none, a port that is taken or a
     key that the client would not take; RunFailed where no sampler starts."""
+    _check_packages()
     import uvicorn
 
     from rlsys.errors import RunFailed
@@ -50,7 +53,7 @@ async def serve(config: ServerConfig, key: str) -> None:
         raise RunFailed(str(death)) from death
     service = Service(
         backend,
-        Checkpoints(Path(config.checkpoints_dir).absolute()),
+        Checkpoints(absolute(Path(config.checkpoints_dir))),
         clock=time.monotonic,
         limits=Limits(
             session_timeout_s=config.session_timeout_s,
@@ -72,6 +75,15 @@ async def serve(config: ServerConfig, key: str) -> None:
     print(f"serving {_name(config)}; for the client:")
     print(f"  export TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={key}", flush=True)
     await server.serve(sockets=[listening])
+
+
+def _check_packages() -> None:
+    for package in ("uvicorn", "starlette", "google.protobuf"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"the server needs the package {package}, which is not installed; pip install "
+                "'rlsys[serve]'."
+            )
 
 
 def _backend(config: ServerConfig) -> RayBackend:
@@ -114,6 +126,6 @@ def _listening(config: ServerConfig) -> socket.socket:
         return socket.create_server((config.host, config.port), backlog=4096)
     except OSError as error:
         raise ValueError(
-            f"host={config.host!r}, port={config.port}: {error.strerror}; choose another, or --port "
-            "0 for any that is free."
+            f"host={config.host!r}, port={config.port}: {error.strerror}; choose another, or "
+            "--port 0 for any that is free."
         ) from error

@@ -126,8 +126,8 @@ class Api:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._key.encode()):
             raise Refused(
-                "the key of this request is not the server's; set TINKER_API_KEY to the one that it "
-                "was started with.",
+                "the key of this request is not the server's; set TINKER_API_KEY to the one that "
+                "it was started with.",
                 401,
             )
 

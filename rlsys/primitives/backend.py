@@ -2,7 +2,8 @@
 
 The service knows no Ray; `actors/primitives.py` is the one that does, and tests have one of their
 own. Each call has a time limit of the backend's, and fails with PartDied where an actor has died;
-ValueError, FloatingPointError and OSError are a command's own failure, after which the model goes on.
+ValueError, FloatingPointError and OSError are a command's own failure, after which the model goes
+on.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     tinker://MODEL/sampler_weights/NAME   what a sampler needs: adapters, or a whole model
 
 lie in DIRECTORY/MODEL/weights/NAME and so on, each with a `saved.json` that says what it is of. A
-directory appears whole or not at all. NAME is the client's, or one that says the number of optimizer
-steps; MODEL is the model's id with "." in the place of ":".
+directory appears whole or not at all. NAME is the client's, or one that says the number of
+optimizer steps; MODEL is the model's id with "." in the place of ":".
 """
 
 from __future__ import annotations

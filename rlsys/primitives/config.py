@@ -98,6 +98,6 @@ class ServerConfig:
         )
         require(
             self.session_timeout_s >= 30,
-            f"session_timeout_s={self.session_timeout_s:g}: the client sends a heartbeat every 10 s; "
-            "use at least 30.",
+            f"session_timeout_s={self.session_timeout_s:g}: the client sends a heartbeat every 10 "
+            "s; use at least 30.",
         )

@@ -43,8 +43,8 @@ class AdamStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """What a pass says of the rows that one rank had: log-probabilities of each row's targets, flat,
-    by the number of its datum; and the sum of the loss."""
+    """What a pass says of the rows that one rank had: log-probabilities of each row's targets,
+    flat, by the number of its datum; and the sum of the loss."""
 
     logprobs: dict[int, Float32Array]  # [N] or [N * K]
     loss: float
@@ -177,8 +177,8 @@ class PrimitiveEngine(FSDPEngine):
             self._begin_update()
             raise FloatingPointError(
                 f"the gradient's norm is {norm}: not a number that can be trained on; look for "
-                "huge weights or advantages, or lower the learning rate. The gradient is forgotten, "
-                "the weights stay."
+                "huge weights or advantages, or lower the learning rate. The gradient is "
+                "forgotten, the weights stay."
             )
         scale = 1.0
         if 0 < step.grad_clip_norm < norm:

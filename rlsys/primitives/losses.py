@@ -1,11 +1,12 @@
 """The losses that a client may name, as the API defines them: summed over tokens, never normalised.
 
-    cross_entropy         −w · log p                                          target_tokens, weights
-    importance_sampling   −r · A                                     target_tokens, logprobs, advantages
-    ppo                   −min(r A, clip(r, low, high) A)                             the same
-    cispo                 −sg(clip(r, low, high)) · A · log p                         the same
-    dro                   −(A log p − β/2 (log r)²)                                   the same
-    gspo                  as ppo, r = s · p/sg(p), s = exp(mean of log r)     and sequence_ratio_mask
+    cross_entropy         −w · log p                          target_tokens, weights
+    importance_sampling   −r · A                              target_tokens, logprobs, advantages
+    ppo                   −min(r A, clip(r, low, high) A)     the same
+    cispo                 −sg(clip(r, low, high)) · A · log p the same
+    dro                   −(A log p − β/2 (log r)²)           the same
+    gspo                  as ppo, r = s · p/sg(p),            and sequence_ratio_mask
+                          s = exp(mean of log r)
 
 with r = p/q, p the trainer's and q the sampler's probability of a target. Source: the API's public
 documentation, tinker-docs.thinkingmachines.ai/tinker/losses, and the papers that it names: PPO

@@ -159,9 +159,7 @@ class SampleRequest:
 def sample(body: Body, limits: ModelLimits) -> SampleRequest:
     for name, what in _NOT_OFFERED.items():
         if body.get(name):
-            raise Refused(
-                f"{name} asks for {what}, which this server does not offer; leave it out."
-            )
+            raise Refused(f"{name} asks for {what}, which is not offered here; leave it out.")
     prompt = _prompt(body.get("prompt"), limits)
     params = body.get("sampling_params")
     if not isinstance(params, dict):
@@ -191,8 +189,8 @@ def _prompt(prompt: Any, limits: ModelLimits) -> Int32Array:
         if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
             kind = chunk.get("type") if isinstance(chunk, dict) else chunk
             raise Refused(
-                f"prompt has a chunk of type {kind!r}; this server's models read tokens alone: send "
-                "encoded_text."
+                f"prompt has a chunk of type {kind!r}; this server's models read tokens alone: "
+                "send encoded_text."
             )
         tokens += _tokens(chunk.get("tokens"), "tokens of the prompt", limits.vocab_size)
     if not 1 <= len(tokens) < limits.max_context:

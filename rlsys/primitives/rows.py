@@ -1,9 +1,9 @@
 """From the data of a request to rows that the training engine takes.
 
-A datum's tensors stand at its input tokens: position i reads token i and is asked for target i. Where
-the targets are the input moved on by one, which is the rule, the row is an ordinary one of the engine:
-its prompt is the first token, its completion are the targets. Where they are others, or several at a
-position, they travel as tokens whose log-probabilities are asked for beside.
+A datum's tensors stand at its input tokens: position i reads token i and is asked for target i.
+Where the targets are the input moved on by one, which is the rule, the row is an ordinary one of
+the engine: its prompt is the first token, its completion are the targets. Where they are others, or
+several at a position, they travel as tokens whose log-probabilities are asked for beside.
 
 Shape legend: N input tokens, K targets of each.
 """
@@ -59,8 +59,8 @@ def rows_of(data: Sequence[WireDatum], name: str, kind: Kind, limits: ModelLimit
     for number, (one, target) in enumerate(zip(data, targets, strict=True)):
         if target.ndim == 2 and name != "cross_entropy":
             raise Refused(
-                f"target_tokens of datum {number} has shape {target.shape}; {name} takes one target "
-                "at a position, of shape (N,)."
+                f"target_tokens of datum {number} has shape {target.shape}; {name} takes one "
+                "target at a position, of shape (N,)."
             )
         columns = _columns(number, one, target, kind)
         head = one.token_ids[: _num_untrained(columns, len(one.token_ids))].tobytes()
@@ -88,8 +88,8 @@ def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[
         )
     if found.ndim not in (1, 2) or found.shape[0] != size or not found.size:
         raise Refused(
-            f"target_tokens of datum {number} has shape {found.shape} for {size} input tokens; give "
-            "it (N,), or (N, K) for several targets."
+            f"target_tokens of datum {number} has shape {found.shape} for {size} input tokens; "
+            "give it (N,), or (N, K) for several targets."
         )
     targets = found.astype(np.int64)
     for what, tokens in (("a token", datum.token_ids), ("a target", targets)):
@@ -124,8 +124,8 @@ def _columns(
         values = found.astype(np.float32)
         if not np.isfinite(values).all():
             raise Refused(
-                f"{tensor} of datum {number} has a number that is not finite; nothing can be learnt "
-                "from it."
+                f"{tensor} of datum {number} has a number that is not finite; nothing can be "
+                "learnt from it."
             )
         columns[column] = values
     return columns

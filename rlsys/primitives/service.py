@@ -294,9 +294,9 @@ class Service:
             said = self._checkpoints.said(directory)
             if (said.base_model, said.lora) != (model.base.name, model.lora):
                 raise Refused(
-                    f"{path} is of {said.base_model} with adapters {said.lora or 'none'}, the model "
-                    f"of {model.base.name} with {model.lora or 'none'}; make a training client from "
-                    "the state instead."
+                    f"{path} is of {said.base_model} with adapters {said.lora or 'none'}, the "
+                    f"model of {model.base.name} with {model.lora or 'none'}; make a training "
+                    "client from the state instead."
                 )
             assert model.trainer is not None
             await model.trainer.load(directory, optimizer=requests.yes(body, "optimizer"))

@@ -1,7 +1,7 @@
 """Which weights a sampler replica has, and when it takes others.
 
-add(key, request) ──► waiting, by weights ──► admit() ──► running, all of the same weights ──► ended()
-                                    due() ──► the weights to take next, when nothing runs
+add(key, request) ──► waiting, by weights ─┬► admit() ──► running, all of one key ──► ended()
+                                           └► due() ──► the weights to take, when nothing runs
 
 A replica holds one version of one model's weights at a time, and every completion is sampled by one
 version from its first token to its last. Requests for the weights that it holds are admitted at
@@ -49,9 +49,12 @@ class Turns(Generic[T]):
 
     def admit(self) -> list[T]:
         """Requests that may run now; they count as running."""
-        if self.current is None or self._is_over:
+        if self.current not in self._waiting:
             return []
-        admitted = [request for _, request in self._waiting.pop(self.current, ())]
+        if self._is_over and self._oldest != self.current:
+            return []
+        assert self.current is not None
+        admitted = [request for _, request in self._waiting.pop(self.current)]
         self.num_running += len(admitted)
         return admitted
 
@@ -72,7 +75,7 @@ class Turns(Generic[T]):
             return None
         first = self._oldest
         if first == self.current or (self.current in self._waiting and not self._is_over):
-            return None
+            return None  # they are admitted
         return first
 
     @property
