@@ -101,10 +101,12 @@ class Service:
         try:
             yield
         finally:
-            keeping.cancel()
-            for task in (*self._samples.values(), *(m.task for m in self._models.values())):
-                if task is not None:
-                    task.cancel()
+            tasks = [keeping, *self._samples.values()]
+            tasks += [one.task for one in self._models.values() if one.task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._ending)
             await self._backend.close()
 
     # Sessions.
@@ -196,7 +198,7 @@ class Service:
             raise Refused(
                 f"{len(self._models)} models are being trained, the most that this server holds "
                 "(--max-models); unload one, or wait for its session to end.",
-                429,
+                403,  # the client tries 429 again for a minute
             )
         model = Model(name=name, session=session.name, base=base, lora=lora, rank=rank)
         self._models[name] = model
@@ -438,13 +440,14 @@ class Service:
             self.futures.finish(command.future, Failure(message=model.death, category="server"))
 
     def _ended(self, model: Model, task: asyncio.Task[None]) -> None:
-        """Its task has: the model is dead, or there is a mistake in this program."""
+        """Its task has: the model was ended, is dead, or there is a mistake in this program."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("model %s ended by a fault of the server", model.name, exc_info=error)
             model.death = f"model {model.name} ended by a fault of the server: {error!r}"
-            name = f"{model.name}:{model.log.next_seq}"
-            self.futures.finish(name, Failure(message=model.death, category="server"))
-            self._fail_waiting(model)
+        running = f"{model.name}:{model.log.next_seq}"
+        why = model.death or "the server ends."
+        self.futures.finish(running, Failure(message=why, category="server"))
+        self._fail_waiting(model)
         if model.trainer is not None:
             self._later(model.trainer.close())
 

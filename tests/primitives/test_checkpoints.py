@@ -42,12 +42,14 @@ def test_a_name_is_taken_once_unless_it_is_overwritten(tmp_path: Path) -> None:
 def test_what_was_not_written_to_its_end_leaves_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.path("m", "weights", "a")
-    with (
-        pytest.raises(OSError, match="disk"),
-        checkpoints.writing(path, SAID, overwrite=False) as place,
-    ):
-        (place / "state").write_text("1")
-        raise OSError("the disk is full")
+
+    def write() -> None:
+        with checkpoints.writing(path, SAID, overwrite=False) as place:
+            (place / "state").write_text("1")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        write()
     assert not list(tmp_path.rglob("state"))
 
 
