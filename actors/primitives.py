@@ -288,6 +288,7 @@ class RayBackend:
                 self._start_sampler,
                 f"sampler-{number}",
                 base_key=served.name,
+                max_running=2 * served.rollout.max_running,
                 start_timeout_s=served.cluster.start_timeout_s,
                 published=self._published,
             )

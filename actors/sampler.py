@@ -155,7 +155,8 @@ class _Asked:
 
 class RaySampler:
     """One replica for all models of a base model; started anew when it has died. `base_key`: of the
-    weights that it begins with. `published` gives
+    weights that it begins with; `max_running`: completions that it is given at a time, so that the
+    rest can still be cancelled, and calls stay short. `published` gives
     the manifest of weights that a trainer on this node still holds, by number; None: of none."""
 
     def __init__(
@@ -164,6 +165,7 @@ class RaySampler:
         name: str,
         *,
         base_key: str,
+        max_running: int,
         start_timeout_s: float,
         published: Callable[[int, str], WeightManifest | None],
         clock: Callable[[], float] = time.monotonic,
@@ -173,7 +175,7 @@ class RaySampler:
         self._base_key = base_key
         self._start_timeout_s = start_timeout_s
         self._published = published
-        self._turns: Turns[_Asked] = Turns(clock, patience_s=PATIENCE_S)
+        self._turns: Turns[_Asked] = Turns(clock, patience_s=PATIENCE_S, max_running=max_running)
         self._answers: dict[str, tuple[_Asked, asyncio.Future[Generation]]] = {}
         self._changed = asyncio.Event()
         self._worker: Worker | None = None
@@ -198,7 +200,7 @@ class RaySampler:
         answers = {one.request_id: loop.create_future() for one in requests}
         asked = _Asked(weights=weights, requests=requests, answers=answers)
         self._answers.update((name, (asked, answer)) for name, answer in answers.items())
-        self._turns.add(weights.key, asked)
+        self._turns.add(weights.key, asked, len(requests))
         self._wake()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve(), name=f"{self._name} turns")
@@ -279,7 +281,6 @@ class RaySampler:
         admitted = self._turns.admit()
         if not admitted:
             return
-        self._turns.running_more(sum(len(one.requests) - 1 for one in admitted))
         for one in admitted:
             one.is_submitted = True
         await worker.call("submit", [one for asked in admitted for one in asked.requests])

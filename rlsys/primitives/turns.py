@@ -11,7 +11,7 @@ replica takes the weights of the request that has waited longest.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -19,27 +19,30 @@ T = TypeVar("T")
 
 
 class Turns(Generic[T]):
-    """No I/O; `clock`: monotonic seconds. Keys name weights."""
+    """No I/O; `clock`: monotonic seconds. Keys name weights. A request counts as `size`
+    completions; at most `max_running` are admitted at a time, or a single larger request."""
 
-    def __init__(self, clock: Callable[[], float], *, patience_s: float) -> None:
+    def __init__(self, clock: Callable[[], float], *, patience_s: float, max_running: int) -> None:
         self.current: str | None = None
-        self.num_running = 0
+        self.num_running = 0  # completions
         self._clock = clock
         self._patience_s = patience_s
-        # By key, in the order of their oldest requests: (since when, request).
-        self._waiting: OrderedDict[str, deque[tuple[float, T]]] = OrderedDict()
+        self._max_running = max_running
+        # By key: (since when, completions, request), the oldest first.
+        self._waiting: dict[str, deque[tuple[float, int, T]]] = {}
 
     @property
     def num_waiting(self) -> int:
+        """Requests."""
         return sum(map(len, self._waiting.values()))
 
-    def add(self, key: str, request: T) -> None:
-        self._waiting.setdefault(key, deque()).append((self._clock(), request))
+    def add(self, key: str, request: T, size: int = 1) -> None:
+        self._waiting.setdefault(key, deque()).append((self._clock(), size, request))
 
     def remove(self, request: T) -> bool:
         """Whether it has waited; it does no more."""
         for key, queue in self._waiting.items():
-            for place, (_, one) in enumerate(queue):
+            for place, (_, _, one) in enumerate(queue):
                 if one is request:
                     del queue[place]
                     if not queue:
@@ -49,34 +52,39 @@ class Turns(Generic[T]):
 
     def admit(self) -> list[T]:
         """Requests that may run now; they count as running."""
-        if self.current not in self._waiting:
-            return []
-        if self._is_over and self._oldest != self.current:
-            return []
-        assert self.current is not None
-        admitted = [request for _, request in self._waiting.pop(self.current)]
-        self.num_running += len(admitted)
+        admitted: list[T] = []
+        while self._may_admit:
+            assert self.current is not None
+            queue = self._waiting[self.current]
+            _, size, request = queue.popleft()
+            if not queue:
+                del self._waiting[self.current]
+            self.num_running += size
+            admitted.append(request)
         return admitted
 
-    def running_more(self, count: int) -> None:
-        """What was admitted is so many completions more than it was requests."""
-        self.num_running += count
+    @property
+    def _may_admit(self) -> bool:
+        if self.current not in self._waiting:
+            return False
+        since, size, _ = self._waiting[self.current][0]
+        if self.num_running and self.num_running + size > self._max_running:
+            return False
+        return not self._is_over or since < (self._other_since or 0.0)
 
     def waiting_for(self, key: str) -> list[T]:
-        return [request for _, request in self._waiting.get(key, ())]
+        return [request for _, _, request in self._waiting.get(key, ())]
 
     def take_waiting_for(self, key: str) -> list[T]:
         """Those that wait for these weights, which wait no more."""
-        return [request for _, request in self._waiting.pop(key, ())]
+        return [request for _, _, request in self._waiting.pop(key, ())]
 
     def due(self) -> str | None:
-        """Weights to take now: nothing runs, and others are wanted."""
-        if self.num_running or not self._waiting:
+        """Weights to take now: nothing runs, and none of the current ones may."""
+        if self.num_running or not self._waiting or self._may_admit:
             return None
-        first = self._oldest
-        if first == self.current or (self.current in self._waiting and not self._is_over):
-            return None  # they are admitted
-        return first
+        others = [key for key in self._waiting if key != self.current]
+        return min(others, key=lambda key: self._waiting[key][0][0], default=None)
 
     @property
     def until_over_s(self) -> float | None:
@@ -94,12 +102,9 @@ class Turns(Generic[T]):
         self.current = key
 
     def ended(self, count: int) -> None:
+        """So many completions have."""
         self.num_running -= count
         assert self.num_running >= 0
-
-    @property
-    def _oldest(self) -> str:
-        return min(self._waiting, key=lambda key: self._waiting[key][0][0])
 
     @property
     def _other_since(self) -> float | None:

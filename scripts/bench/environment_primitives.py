@@ -3,14 +3,17 @@
     python scripts/bench/environment_primitives.py [--steps 25] [--futures 2048]
 
 A server process (scripts/serve_primitives.py) with a model of two layers and random weights; the
-client trains it by GRPO to say one digit, and then leaves `--futures` samples waiting, once behind
-the one poll that the client makes for all of them, once with a connection and a long poll for each.
+client trains it by GRPO to say one digit, and then waits for `--futures` samples while the sampler
+works on them, all of them behind the one poll that the client makes. Then it stops, and so many
+commands wait for one that does not come, each with a connection and a long poll of its own.
 Heartbeats are sent meanwhile, 20 a second.
 
-Prints one line of JSON last. `tinker_reward_before`, `tinker_reward_after`: mean reward of the first
-and of the last step, from 0 to 1; `tinker_step_s`: median seconds of a step; `tinker_logprob_error`:
-the largest difference of the sampler's and the trainer's log-probabilities of on-policy tokens;
-`heartbeat_p95_ms`, the larger one of `heartbeat_one_poll_p95_ms` and `heartbeat_each_poll_p95_ms`.
+Prints one line of JSON last. `tinker_reward_before`, `tinker_reward_after`: mean reward of the
+first and of the last step, from 0 to 1; `tinker_step_s`: median seconds of a step;
+`tinker_logprob_error`: the largest difference of the sampler's and the trainer's log-probabilities
+of on-policy tokens; `heartbeat_p95_ms`, the larger one of `heartbeat_samples_p95_ms` and
+`heartbeat_polls_p95_ms`; `waiting_samples`: so many of them had not ended when the last heartbeat
+was answered.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -44,6 +47,11 @@ START_S = 180.0
 BEATS, EVERY_S = 200, 0.05
 
 GROUP, NUM_TOKENS, TARGET = 8, 8, "7"
+
+# Of each request that is waited for: the sampler then needs a minute for all of them.
+SAMPLES = 32
+
+FAR = 1_000_000  # number of a command that others are not before
 
 
 def build_model(directory: Path) -> Path:
@@ -67,7 +75,7 @@ def build_model(directory: Path) -> Path:
     )
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
-        model.get_input_embeddings().weight *= 12
+        model.get_input_embeddings().weight *= 4
     save_model(model, path)
     return path
 
@@ -212,59 +220,47 @@ async def heartbeats(url: str, session: str) -> list[float]:
     return found
 
 
-async def heartbeats_beside_polls(url: str, session: str, futures: Sequence[str]) -> list[float]:
-    """With a long poll, and a connection, for each of the futures."""
-    connections = [Connection(url) for _ in futures]
+def beside_samples(service: Any, url: str, count: int) -> tuple[list[float], int]:
+    """Heartbeats while the client waits for so many samples; and how many of them it still waits
+    for at the end."""
+    from tinker import types
+
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    prompt, params = types.ModelInput.from_ints([3, 4]), types.SamplingParams(max_tokens=2000)
+    # Some will have ended by the time that the last one is on its way.
+    asked = [sampler.sample(prompt, SAMPLES, params) for _ in range(count + count // 4)]
+    first = asked[0].future()
+    first.result(START_S)  # it works on them
+    beats = asyncio.run(heartbeats(url, service.holder.get_session_id()))
+    left = [one for one in asked if not one.future().done()]
+    for one in left:
+        one.future().cancel()
+    return beats, len(left)
+
+
+async def beside_polls(url: str, session: str, model: str, count: int) -> list[float]:
+    """Heartbeats while so many commands, of which the first has not come, are polled one by one."""
+    connections = [Connection(url) for _ in range(count)]
     for one in connections:
         await one.open()
+    for number, one in enumerate(connections):
+        body = {"model_id": model, "seq_id": FAR + number, "adam_params": {}}
+        assert await one.post("optim_step", body) == 200
     polls = [
-        asyncio.create_task(one.post("retrieve_future", {"request_id": name}))
-        for one, name in zip(connections, futures, strict=True)
+        asyncio.create_task(one.post("retrieve_future", {"request_id": f"{model}:{FAR + number}"}))
+        for number, one in enumerate(connections)
     ]
     await asyncio.sleep(1.0)  # until the server has read them all
-    assert not any(poll.done() for poll in polls), "a future was not waiting"
     try:
-        return await heartbeats(url, session)
+        beats = await heartbeats(url, session)
+        assert not any(poll.done() for poll in polls), "a future was not waiting"
+        return beats
     finally:
         for poll in polls:
             poll.cancel()
         await asyncio.gather(*polls, return_exceptions=True)
         for one in connections:
             one.close()
-
-
-def waiting(service: Any, url: str, count: int) -> dict[str, float]:
-    """Heartbeats while so many samples are waited for."""
-    from tinker import types
-
-    sampler = service.create_sampling_client(base_model=NAME).result()
-    prompt = types.ModelInput.from_ints([3, 4])
-    params = types.SamplingParams(max_tokens=2000)
-    asked = [sampler.sample(prompt, 1, params) for _ in range(count)]
-    session = service.holder.get_session_id()
-    name = sampler._sampling_session_id
-    deadline = time.monotonic() + 60
-    while sampler._request_id_counter < count and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(2.0)  # the newest requests are on their way
-    num_waiting = sum(not one.future().done() for one in asked)
-    assert num_waiting == count, f"{count - num_waiting} samples have ended: take longer ones"
-    one_poll = asyncio.run(heartbeats(url, session))
-    futures = [f"{name}:{number}" for number in range(count)]
-    each_poll = asyncio.run(heartbeats_beside_polls(url, session, futures))
-    assert not any(one.future().done() for one in asked[-count // 2 :])
-    for one in asked:
-        one.future().cancel()
-    p95 = {
-        "one_poll": float(np.percentile(one_poll, 95)) * 1e3,
-        "each_poll": float(np.percentile(each_poll, 95)) * 1e3,
-    }
-    return {
-        "heartbeat_p95_ms": max(p95.values()),
-        **{f"heartbeat_{name}_p95_ms": value for name, value in p95.items()},
-        "heartbeat_median_ms": median([*one_poll, *each_poll]) * 1e3,
-        "waiting_futures": float(count),
-    }
 
 
 def measure(*, num_steps: int = 25, num_futures: int = 2048) -> dict[str, float]:
@@ -280,13 +276,23 @@ def measure(*, num_steps: int = 25, num_futures: int = 2048) -> dict[str, float]
                 assert len(step.labels) == 1, step.labels
                 print(f"step {number}: reward {step.reward:.3f}, {step.seconds:.2f} s", flush=True)
                 steps.append(step)
-            found = waiting(service, url, num_futures)
+            session = service.holder.get_session_id()
+            polled = asyncio.run(beside_polls(url, session, client.model_id, num_futures))
+            sampled, num_left = beside_samples(service, url, num_futures)
+    p95 = {
+        "heartbeat_samples_p95_ms": float(np.percentile(sampled, 95)) * 1e3,
+        "heartbeat_polls_p95_ms": float(np.percentile(polled, 95)) * 1e3,
+    }
     return {
         "tinker_reward_before": steps[0].reward,
         "tinker_reward_after": steps[-1].reward,
         "tinker_step_s": median(step.seconds for step in steps),
         "tinker_logprob_error": max(step.error for step in steps),
-        **found,
+        "heartbeat_p95_ms": max(p95.values()),
+        **p95,
+        "heartbeat_median_ms": median([*sampled, *polled]) * 1e3,
+        "waiting_polls": float(num_futures),
+        "waiting_samples": float(num_left),
     }
 
 

@@ -14,7 +14,7 @@ from rlsys.types import SamplingParams
 LIMITS = ModelLimits(vocab_size=10, max_context=8)
 
 
-def body(prompt: list[Any] | None = None, **fields: Any) -> dict[str, Any]:
+def body(prompt: Any = None, **fields: Any) -> dict[str, Any]:
     chunks = [{"type": "encoded_text", "tokens": [1, 2, 3] if prompt is None else prompt}]
     return {"prompt": {"chunks": chunks}, "sampling_params": {}, **fields}
 

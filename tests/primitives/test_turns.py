@@ -13,7 +13,7 @@ PATIENCE_S = 1.0
 
 def make() -> tuple[Turns[str], Clock]:
     clock = Clock()
-    turns: Turns[str] = Turns(clock, patience_s=PATIENCE_S)
+    turns: Turns[str] = Turns(clock, patience_s=PATIENCE_S, max_running=4)
     turns.switched("base")
     return turns, clock
 
@@ -73,9 +73,25 @@ def test_where_weights_are_gone_those_that_wait_for_them_can_be_taken_out() -> N
     assert turns.due() == "v2"
 
 
+def test_so_many_run_at_a_time_or_one_that_is_larger() -> None:
+    turns, _ = make()
+    for name, size in (("a", 3), ("b", 2), ("c", 1)):
+        turns.add("base", name, size)
+    assert turns.admit() == ["a"]
+    turns.ended(1)
+    assert turns.admit() == ["b"]
+    turns.add("base", "d", 9)
+    turns.ended(4)
+    assert turns.admit() == ["c"]
+    turns.ended(1)
+    assert turns.due() is None
+    assert turns.admit() == ["d"]
+
+
 def test_an_old_request_for_the_weights_that_are_there_is_not_held_up_by_one_that_waits() -> None:
     turns, clock = make()
     turns.add("base", "a")
+    clock.now += 0.1
     turns.add("v1", "b")
     clock.now += 5.0
     assert turns.due() is None
@@ -87,7 +103,7 @@ def test_an_old_request_for_the_weights_that_are_there_is_not_held_up_by_one_tha
 @given(st.lists(st.tuples(st.sampled_from("ABC"), st.floats(0, 2)), max_size=40), st.randoms())
 def test_every_request_runs_under_its_own_weights_and_none_is_lost(arrivals, random) -> None:  # type: ignore[no-untyped-def]
     turns, clock = make()
-    wanted = {}
+    wanted: dict[str, str] = {}
     ran: list[str] = []
     running: list[str] = []
 
