@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlsys.primitives import requests
+from rlsys.primitives.checkpoints import SCHEME
 from rlsys.primitives.errors import Refused
 from rlsys.primitives.futures import Failure
 from rlsys.primitives.requests import Body, parse_json
@@ -81,6 +82,7 @@ class Api:
             "retrieve_futures": self._retrieve_futures,
             "cancel_future": self._cancel_future,
             "telemetry": self._telemetry,
+            "sessions/{session}/finish": self._finish,
         }
         get: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "healthz": self._health,
@@ -88,11 +90,11 @@ class Api:
             "samplers/{sampler}": self._sampler,
             "training_runs/{model}/checkpoints": self._checkpoints,
         }
+        delete = {"training_runs/{model}/checkpoints/{kind}/{name}": self._delete}
         routes = [
-            Route(f"/api/v1/{path}", self._kept(do), methods=["POST"]) for path, do in post.items()
-        ]
-        routes += [
-            Route(f"/api/v1/{path}", self._kept(do), methods=["GET"]) for path, do in get.items()
+            Route(f"/api/v1/{path}", self._kept(do), methods=[method])
+            for method, ways in (("POST", post), ("GET", get), ("DELETE", delete))
+            for path, do in ways.items()
         ]
 
         @contextlib.asynccontextmanager
@@ -284,6 +286,16 @@ class Api:
         for one in found:
             one["time"] = datetime.fromtimestamp(one["time"], UTC).isoformat()
         return JSONResponse({"checkpoints": found})
+
+    async def _finish(self, request: Request) -> Response:
+        await self._body(request)
+        self._service.finish_session(request.path_params["session"])
+        return Response(status_code=204)
+
+    async def _delete(self, request: Request) -> Response:
+        named = request.path_params
+        self._service.delete_checkpoint(f"{SCHEME}{named['model']}/{named['kind']}/{named['name']}")
+        return Response(status_code=204)
 
 
 def _refusal(message: str, status: int) -> Response:

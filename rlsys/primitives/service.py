@@ -30,7 +30,7 @@ from rlsys.primitives.losses import kind_of, loss_of
 from rlsys.primitives.requests import Body
 from rlsys.primitives.rows import rows_of
 from rlsys.primitives.sampling import sampled
-from rlsys.primitives.sessions import Sessions
+from rlsys.primitives.sessions import Session, Sessions
 from rlsys.primitives.wire import PROTOBUF, WirePass, encode_pass
 
 logger = logging.getLogger(__name__)
@@ -194,9 +194,10 @@ class Service:
         name = f"{session.name}:train:{number}"
         if name in self._models:
             return self._models[name]
-        if len(self._models) >= self._limits.max_models:
+        num_living = sum(not one.death for one in self._models.values())
+        if num_living >= self._limits.max_models:
             raise Refused(
-                f"{len(self._models)} models are being trained, the most that this server holds "
+                f"{num_living} models are being trained, the most that this server holds "
                 "(--max-models); unload one, or wait for its session to end.",
                 403,  # the client tries 429 again for a minute
             )
@@ -581,6 +582,11 @@ class Service:
     def checkpoints(self, model: str) -> list[dict[str, Any]]:
         return self._checkpoints.of_model(model)
 
+    def delete_checkpoint(self, path: str) -> None:
+        kind = "weights" if "/weights/" in path else "sampler_weights"
+        _, directory = self._checkpoints.parse(path, kind)  # type: ignore[arg-type]
+        self._checkpoints.remove(directory)
+
     # Time.
 
     async def _keep_house(self) -> None:
@@ -593,16 +599,25 @@ class Service:
         self.futures.expire()
         for session in self.sessions.expired():
             logger.info("session %s is over: no heartbeat", session.name)
-            for name in session.models:
-                if name in self._models:
-                    self._end_model(self._models[name], f"session {session.name} is over.")
-            for future, task in list(self._samples.items()):
-                if future.startswith(f"{session.name}:"):
-                    task.cancel()
-            for sampling in session.sampling.values():
-                for key in [key for key in self._completions if key[0] == sampling]:
-                    del self._completions[key]
-            self.futures.drop_all_of(session.name)
+            self._clear(session)
+
+    def finish_session(self, name: str) -> None:
+        """Its client says that it is done; nothing happens where it is over."""
+        session = self.sessions.end(name)
+        if session is not None:
+            self._clear(session)
+
+    def _clear(self, session: Session) -> None:
+        for name in session.models:
+            if name in self._models:
+                self._end_model(self._models[name], f"session {session.name} is over.")
+        for future, task in list(self._samples.items()):
+            if future.startswith(f"{session.name}:"):
+                task.cancel()
+        for sampling in session.sampling.values():
+            for key in [key for key in self._completions if key[0] == sampling]:
+                del self._completions[key]
+        self.futures.drop_all_of(session.name)
 
     def _later(self, work: Awaitable[None]) -> None:
         async def do() -> None:

@@ -66,10 +66,16 @@ class Sessions:
         limit_s = self._clock() - self._timeout_s
         over = [one for one in self._sessions.values() if one.last_seen_s < limit_s]
         for session in over:
-            del self._sessions[session.name]
-            for name in session.sampling.values():
-                self._sampling.pop(name, None)
+            self.end(session.name)
         return over
+
+    def end(self, name: str) -> Session | None:
+        """Forget it, and what it sampled with; None where it is over."""
+        session = self._sessions.pop(name, None)
+        if session is not None:
+            for sampling in session.sampling.values():
+                self._sampling.pop(sampling, None)
+        return session
 
     def sample_with(
         self, session: Session, number: int, weights: SamplerWeights, *, inflight: bool = False

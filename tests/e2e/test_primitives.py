@@ -38,7 +38,7 @@ for number, step in enumerate(grpo(client, 100)):
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("server")
     model = build_model(directory / "model")
-    with serving(model, directory) as one:
+    with serving(model, directory, "--max-models", "8") as one:
         yield one
 
 
@@ -123,7 +123,7 @@ def test_a_dead_trainer_is_told_by_name(url: str) -> None:
     with pytest.raises(tinker.RequestFailedError, match=r"trainer-0 of session-\w+:train:0 died"):
         client.optim_step(types.AdamParams()).result(LIMIT_S)
     again = service(url).create_training_client_from_state_with_optimizer(saved).result()
-    assert list(grpo(again, 1))[0].labels
+    assert next(grpo(again, 1)).labels
 
 
 def _kill(actor: str) -> None:

@@ -218,6 +218,22 @@ def test_bodies_have_a_size_also_when_they_are_unpacked(server: Served) -> None:
     )
 
 
+def test_a_client_that_is_done_leaves_what_it_saved_alone(server: Served) -> None:
+    with server.client() as service:
+        client = service.create_lora_training_client(base_model="tiny", rank=8).result()
+        saved = [client.save_state(name).result(LIMIT_S).path for name in ("a", "b")]
+        trainer = server.trainer
+    assert trainer.is_closed
+    rest = tinker.RestClient(base_url=server.url, api_key=KEY)
+    listed = rest.list_checkpoints(client.model_id).result(LIMIT_S)
+    assert [one.tinker_path for one in listed.checkpoints] == saved
+    info = rest.get_weights_info_by_tinker_path(saved[0]).result(LIMIT_S)
+    assert (info.base_model, info.lora_rank, info.train_unembed) == ("tiny", 8, False)
+    rest.delete_checkpoint(client.model_id, "weights/a").result(LIMIT_S)
+    listed = rest.list_checkpoints(client.model_id).result(LIMIT_S)
+    assert [one.tinker_path for one in listed.checkpoints] == saved[1:]
+
+
 def test_a_retried_request_is_the_same_future(server: Served) -> None:
     client = training_client(server)
     body = {"model_id": client.model_id, "seq_id": 1, "adam_params": {"learning_rate": 0.5}}
