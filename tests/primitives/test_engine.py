@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlsys.config import ModelConfig, TrainerConfig
+from rlsys.config.training import Precision
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.primitives.engine import AdamStep, PrimitiveEngine, summed
 from rlsys.primitives.losses import KINDS, loss_of, weighted_cross_entropy
@@ -31,11 +32,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def make(model_path: Path, *, lora: str = "", **trainer: Any) -> PrimitiveEngine:
+def make(
+    model_path: Path, *, lora: str = "", dtype: Precision = "float32", **trainer: Any
+) -> PrimitiveEngine:
     return PrimitiveEngine(
         model_path=model_path,
         trainer=TrainerConfig(**trainer),
-        model=ModelConfig(lora=lora),
+        model=ModelConfig(lora=lora, dtype=dtype),
         loss=weighted_cross_entropy(),
         aggregation=summed,
         temperature=1.0,
@@ -189,11 +192,13 @@ def test_a_step_without_a_gradient_or_with_none_that_is_finite_changes_nothing(
     engine.close()
 
 
-@pytest.mark.parametrize("lora", ["r4a32", ""])
+@pytest.mark.parametrize(
+    ("lora", "dtype"), [("r4a32", "float32"), ("r4a32", "bfloat16"), ("", "float32")]
+)
 def test_what_samplers_read_is_what_is_published(
-    model_path: Path, tmp_path: Path, lora: str
+    model_path: Path, tmp_path: Path, lora: str, dtype: Precision
 ) -> None:
-    engine = make(model_path, lora=lora)
+    engine = make(model_path, lora=lora, dtype=dtype)
     sent = data()
     for _ in range(2):  # B begins as zeros
         passed(engine, sent, "cross_entropy")
@@ -203,22 +208,23 @@ def test_what_samplers_read_is_what_is_published(
     assert manifest is not None
     assert manifest.version == 17
     published = read_all(manifest)
-    saved = saved_tensors(model_path, tmp_path, dtype="float32")
+    saved = saved_tensors(model_path, tmp_path, dtype=dtype)
     assert saved.keys() == published.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in published.items())
+    atol = 1e-5 if dtype == "float32" else 0.1
     looked = passed(engine, sent, "cross_entropy", backward=False)
-    scorer = Scorer(model_path, dtype="float32", device="cpu", max_tokens=1000)
+    scorer = Scorer(model_path, dtype=dtype, device="cpu", max_tokens=1000)
     scorer.take("v", tmp_path)
     whole = [
         np.append(one.token_ids, one.tensors["target_tokens"][-1]).astype(np.int32) for one in sent
     ]
     for number, logprobs in enumerate(scorer.logprobs(whole)):
-        np.testing.assert_allclose(logprobs, looked.logprobs[number], atol=1e-5)
+        np.testing.assert_allclose(logprobs, looked.logprobs[number], atol=atol)
     (top,) = scorer.top_k(whole[:1], 2)
     assert (top.logprobs[:, 0] >= top.logprobs[:, 1]).all()
     scorer.take("base", None)
-    base, _ = reference(model_path, sent[:1])[1], None
-    np.testing.assert_allclose(scorer.logprobs(whole[:1])[0], base[0].detach(), atol=1e-5)
+    _, base = reference(model_path, sent[:1])
+    np.testing.assert_allclose(scorer.logprobs(whole[:1])[0], base[0].detach(), atol=atol)
     engine.close()
 
 
