@@ -11,11 +11,21 @@ replica takes the weights of the request that has waited longest.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Waiting(Generic[T]):
+    number: int  # in the order in which they came
+    since_s: float
+    size: int
+    request: T
 
 
 class Turns(Generic[T]):
@@ -28,8 +38,8 @@ class Turns(Generic[T]):
         self._clock = clock
         self._patience_s = patience_s
         self._max_running = max_running
-        # By key: (since when, completions, request), the oldest first.
-        self._waiting: dict[str, deque[tuple[float, int, T]]] = {}
+        self._numbers = itertools.count()
+        self._waiting: dict[str, deque[_Waiting[T]]] = {}  # by key, the oldest first
 
     @property
     def num_waiting(self) -> int:
@@ -37,13 +47,14 @@ class Turns(Generic[T]):
         return sum(map(len, self._waiting.values()))
 
     def add(self, key: str, request: T, size: int = 1) -> None:
-        self._waiting.setdefault(key, deque()).append((self._clock(), size, request))
+        one = _Waiting(next(self._numbers), self._clock(), size, request)
+        self._waiting.setdefault(key, deque()).append(one)
 
     def remove(self, request: T) -> bool:
         """Whether it has waited; it does no more."""
         for key, queue in self._waiting.items():
-            for place, (_, _, one) in enumerate(queue):
-                if one is request:
+            for place, one in enumerate(queue):
+                if one.request is request:
                     del queue[place]
                     if not queue:
                         del self._waiting[key]
@@ -56,44 +67,44 @@ class Turns(Generic[T]):
         while self._may_admit:
             assert self.current is not None
             queue = self._waiting[self.current]
-            _, size, request = queue.popleft()
+            one = queue.popleft()
             if not queue:
                 del self._waiting[self.current]
-            self.num_running += size
-            admitted.append(request)
+            self.num_running += one.size
+            admitted.append(one.request)
         return admitted
 
     @property
     def _may_admit(self) -> bool:
         if self.current not in self._waiting:
             return False
-        since, size, _ = self._waiting[self.current][0]
-        if self.num_running and self.num_running + size > self._max_running:
+        first, other = self._waiting[self.current][0], self._oldest_other
+        if self.num_running and self.num_running + first.size > self._max_running:
             return False
-        return not self._is_over or since < (self._other_since or 0.0)
+        return other is None or first.number < other.number or not self._is_over
 
     def waiting_for(self, key: str) -> list[T]:
-        return [request for _, _, request in self._waiting.get(key, ())]
+        return [one.request for one in self._waiting.get(key, ())]
 
     def take_waiting_for(self, key: str) -> list[T]:
         """Those that wait for these weights, which wait no more."""
-        return [request for _, _, request in self._waiting.pop(key, ())]
+        return [one.request for one in self._waiting.pop(key, ())]
 
     def due(self) -> str | None:
         """Weights to take now: nothing runs, and none of the current ones may."""
         if self.num_running or not self._waiting or self._may_admit:
             return None
         others = [key for key in self._waiting if key != self.current]
-        return min(others, key=lambda key: self._waiting[key][0][0], default=None)
+        return min(others, key=lambda key: self._waiting[key][0].number, default=None)
 
     @property
     def until_over_s(self) -> float | None:
         """Seconds until a request for other weights has waited long enough; None where none does,
         or one has already."""
-        since = self._other_since
-        if since is None:
+        other = self._oldest_other
+        if other is None:
             return None
-        left_s = since + self._patience_s - self._clock()
+        left_s = other.since_s + self._patience_s - self._clock()
         return left_s if left_s > 0 else None
 
     def switched(self, key: str | None) -> None:
@@ -107,12 +118,12 @@ class Turns(Generic[T]):
         assert self.num_running >= 0
 
     @property
-    def _other_since(self) -> float | None:
-        others = [queue[0][0] for key, queue in self._waiting.items() if key != self.current]
-        return min(others, default=None)
+    def _oldest_other(self) -> _Waiting[T] | None:
+        others = [queue[0] for key, queue in self._waiting.items() if key != self.current]
+        return min(others, key=lambda one: one.number, default=None)
 
     @property
     def _is_over(self) -> bool:
         """Whether others have had enough patience with the current weights."""
-        since = self._other_since
-        return since is not None and self._clock() - since >= self._patience_s
+        other = self._oldest_other
+        return other is not None and self._clock() - other.since_s >= self._patience_s

@@ -100,6 +100,18 @@ def test_an_old_request_for_the_weights_that_are_there_is_not_held_up_by_one_tha
     assert turns.due() == "v1"
 
 
+def test_requests_that_come_at_the_same_time_have_an_order() -> None:
+    turns, clock = make()
+    turns.add("v1", "a")
+    turns.add("v2", "b")
+    clock.now += 5.0
+    for key, name in (("v1", "a"), ("v2", "b")):
+        assert turns.due() == key
+        turns.switched(key)
+        assert turns.admit() == [name]
+        turns.ended(1)
+
+
 @given(st.lists(st.tuples(st.sampled_from("ABC"), st.floats(0, 2)), max_size=40), st.randoms())
 def test_every_request_runs_under_its_own_weights_and_none_is_lost(arrivals, random) -> None:  # type: ignore[no-untyped-def]
     turns, clock = make()
@@ -107,14 +119,14 @@ def test_every_request_runs_under_its_own_weights_and_none_is_lost(arrivals, ran
     ran: list[str] = []
     running: list[str] = []
 
-    def turn() -> None:
+    def turn(ends: bool) -> None:
         if (key := turns.due()) is not None:
             assert not running
             turns.switched(key)
         for name in turns.admit():
             assert wanted[name] == turns.current
             running.append(name)
-        if running and random.random() < 0.7:
+        if running and ends:
             ended = running.pop(random.randrange(len(running)))
             ran.append(ended)
             turns.ended(1)
@@ -123,8 +135,8 @@ def test_every_request_runs_under_its_own_weights_and_none_is_lost(arrivals, ran
         wanted[f"{key}{number}"] = key
         turns.add(key, f"{key}{number}")
         clock.now += wait_s
-        turn()
+        turn(random.random() < 0.7)
     for _ in range(100 * len(arrivals)):
         clock.now += 0.1
-        turn()
+        turn(True)
     assert sorted(ran) == sorted(wanted)
