@@ -52,7 +52,7 @@ def test_grpo_learns_and_every_sequence_says_which_weights_sampled_it(url: str) 
     assert steps[0].reward < 0.3
     assert steps[-1].reward > 0.8
     # On-policy, the sampler and the trainer are one policy.
-    assert max(step.error for step in steps) < 1e-4
+    assert max(step.error for step in steps) < 1e-3
     labels = [label for step in steps for label in step.labels]
     weights = f"tinker://{client.model_id}/sampler_weights/step-"
     assert labels == [f"{weights}{number:06d}-{number + 1}" for number in range(8)]
@@ -77,7 +77,7 @@ def test_older_weights_and_the_base_model_can_be_sampled_beside_the_newest(url: 
         first = sequences[0]
         tokens = [3, 4, 5, *first.tokens]
         scored = samplers[name].compute_logprobs(types.ModelInput.from_ints(tokens)).result(LIMIT_S)
-        assert np.allclose(scored[3:], first.logprobs, atol=1e-4), name
+        assert np.allclose(scored[3:], first.logprobs, atol=1e-3), name
         told.setdefault(name, []).append(first.logprobs)
     assert all(first == again for first, again in told.values())
     assert len({tuple(first) for first, _ in told.values()}) == 4
