@@ -291,6 +291,9 @@ class Episode:
             prompt_token_ids=path.token_ids,
             sampling=replace(base, max_tokens=max_tokens, stop=(*base.stop, *own, *stop)),
             seed=_turn_seed(self.seed, self._num_asked),
+            num_shared_tokens=path.num_reused,
+            priority=min(self._num_asked - 1, 1),  # keys and values of later turns are there
+            cache_salt=self.environment.name if self.environment.fresh_cache else "",
         )
 
     async def _sampled(self, request: GenerationRequest) -> Generation:
