@@ -293,7 +293,6 @@ class Episode:
             seed=_turn_seed(self.seed, self._num_asked),
             num_shared_tokens=path.num_reused,
             priority=min(self._num_asked - 1, 1),  # keys and values of later turns are there
-            cache_salt=self.environment.name if self.environment.fresh_cache else "",
         )
 
     async def _sampled(self, request: GenerationRequest) -> Generation:

@@ -215,13 +215,20 @@ def blocks(chat: Any, task: Any) -> float:
 @rlsys.environment(plain_text=True, timeout_s=3600)
 async def open_ended(chat: Any, task: Any) -> float:
     """Turns until a file is there; each is told in a file of its own, by a byte."""
-    told, stop = Path(task["told"]), Path(task["stop"])
-    while not stop.exists():
+    while not is_there(task["stop"]):
         await chat("5")
-        with told.open("ab") as file:
-            file.write(b".")
+        add_byte(task["told"])
         await asyncio.sleep(0.2)
     return 1.0
+
+
+def is_there(path: str) -> bool:
+    return Path(path).exists()
+
+
+def add_byte(path: str) -> None:
+    with Path(path).open("ab") as file:
+        file.write(b".")
 
 
 @rlsys.environment(plain_text=True, timeout_s=3600, num_retries=0)
