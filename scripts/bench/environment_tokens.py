@@ -5,8 +5,8 @@
 tokens       10,000 random episodes over eight kinds of chat template, with every kind of joint
              between texts: texts that are encoded twice, and trained tokens that are not as they
              were sampled
-bookkeeping  episodes of 128 turns of 32 tokens with the torch engine: seconds in which conversations make
-             prompts and take replies, over the seconds of the engine's thread
+bookkeeping  episodes of 128 turns of 32 tokens with the torch engine: seconds in which
+             conversations make prompts and take replies, over the seconds of the engine's thread
 
 Prints one line of JSON last.
 """
