@@ -3,8 +3,8 @@
     query, key, value, 16-bit ──► float32 ──► attention ──► 16-bit
 
 torch's attention on CPUs takes 16-bit numbers, and without AMX its gradient takes 1.2 to 3.4 times
-as long as that of float32, most with short rows (on a Xeon with AVX-512 BF16 and FP16). What is kept for the
-gradient stays 16-bit; sums of queries and keys become exact besides.
+as long as that of float32, most with short rows (on a Xeon with AVX-512 BF16 and FP16). What is
+kept for the gradient stays 16-bit; sums of queries and keys become exact besides.
 
 Shape legend: B rows, T tokens, H heads, D head width.
 """
