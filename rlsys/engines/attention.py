@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 
 from rlsys.engines import block_attention
 from rlsys.engines.packing import Packing
+from rlsys.engines.sixteen_bit_attention import in_float32
 from rlsys.engines.tree_attention import takes, tree_attention
 
 ATTENTION = "rlsys"
@@ -120,17 +122,15 @@ def causal_attention(
         chunk = None
     if rule.softcap is None and rule.sinks is None:
         is_plain = window is None and chunk is None
-        attended = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
+        fused = partial(
+            F.scaled_dot_product_attention,
             attn_mask=None if is_plain else causal_mask(num_tokens, window, chunk, query.device),
             is_causal=is_plain,
             dropout_p=dropout,
             scale=rule.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return attended.transpose(1, 2)
+        return in_float32(fused, query, key, value).transpose(1, 2)
     visible = causal_mask(num_tokens, window, chunk, query.device)
     return _grouped_attention(query, key, value, rule, visible, dropout)
 
@@ -152,15 +152,13 @@ def attention_behind(
     visible = _visible(position[:, :, None], place, rule.sliding_window, rule.chunk)  # [B, T, C]
     if rule.softcap is not None or rule.sinks is not None:
         return _grouped_attention(query, key, value, rule, visible[:, None, None], 0.0)
-    attended = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
+    fused = partial(
+        F.scaled_dot_product_attention,
         attn_mask=visible[:, None],
         scale=rule.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return attended.transpose(1, 2)
+    return in_float32(fused, query, key, value).transpose(1, 2)
 
 
 def _grouped_attention(
@@ -196,7 +194,8 @@ def packed_attention(
     """The same within each of the rows of a packing: query [1, H·G, M, D], key and value
     [1, H, M, D]; returns [1, M, H·G, D]."""
     if packing.calls and _follows_tree(query, value, rule, packing, dropout):
-        return tree_attention(query, key, value, packing.calls, rule.scaling)
+        along = partial(tree_attention, calls=packing.calls, scaling=rule.scaling)
+        return in_float32(along, query, key, value)
     if block_attention.takes(query, value) and not dropout:
         return block_attention.block_attention(
             query,
