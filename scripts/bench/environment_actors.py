@@ -4,7 +4,8 @@ and what its death costs.
     python scripts/bench/environment_actors.py             # all parts
     python scripts/bench/environment_actors.py --only kill
 
-steps      steps/s of one worker: episodes of a null environment, an engine that answers at once
+steps      steps/s of one worker: 2,000 episodes at once of a null environment, an engine that
+           answers at once; and what a step costs its processor
 blocking   256 episodes of 3 turns whose environment blocks for 3 s before each: seconds
 kill       a worker with 1,000 episodes is killed: seconds until each is played again; how many are
            lost
@@ -31,6 +32,7 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
+import psutil
 import ray
 
 import rlsys
@@ -243,12 +245,20 @@ async def steps(num: int = 2000, turns: int = 20) -> dict[str, float]:
     async with playing(null) as replica:
         await replica.submit(requests(64, lambda n: {"turns": 4}), {})
         await all_of(replica, 64)  # warm
+        (player,) = replica.players
+        worker = psutil.Process(player.pid)
+        cpu_s = -sum(worker.cpu_times()[:2])
         start = time.perf_counter()
         await replica.submit(requests(num, lambda n: {"turns": turns}), {})
         finished = await all_of(replica, num)
         seconds = time.perf_counter() - start
-    assert all(one.outcome is not None for one in finished)
-    return {"live_episodes": num, "steps_per_s": num * turns / seconds}
+        cpu_s += sum(worker.cpu_times()[:2])
+    assert all(one.num_tokens == 3 * turns - 1 for one in finished)
+    return {
+        "live_episodes": num,
+        "steps_per_s": num * turns / seconds,
+        "step_cpu_us": 1e6 * cpu_s / (num * turns),  # of the worker, which has one core
+    }
 
 
 async def blocking(num: int = 256) -> dict[str, float]:
