@@ -184,14 +184,14 @@ class EnvironmentActor(Heartbeat):
             if request.task.record:
                 self._records.add(request.request_id)
             self._tracer.job_begins()
-        host.submit([_episode(request) for request in requests])
+        host.submit([as_episode(request) for request in requests])
         self._tracer.counter("episodes", host.num_running)
 
     async def give_up(self, requests: list[GenerationRequest], failure: RewardFailure) -> None:
         """These have failed: tell it as of those that were played."""
         for request in requests:
             self._tracer.job_begins()
-            self._require_host().give_up(_episode(request), failure)
+            self._require_host().give_up(as_episode(request), failure)
 
     async def abort(self, request_ids: list[str]) -> None:
         self._require_host().abort(request_ids)
@@ -290,7 +290,7 @@ def _text(host: EpisodeHost, played: Any) -> RolloutText:
     )
 
 
-def _episode(request: GenerationRequest) -> EpisodeRequest:
+def as_episode(request: GenerationRequest) -> EpisodeRequest:
     task = request.task
     assert task is not None
     return EpisodeRequest(

@@ -37,7 +37,7 @@ import ray
 
 import rlsys
 from actors.calls import Worker, end_all
-from actors.environment import EnvironmentActor, PlayingReplica
+from actors.environment import EnvironmentActor, PlayingReplica, as_episode
 from actors.factories import EnvironmentFactory
 from actors.rollout import RayReplica, RolloutActor
 from actors.store_shards import StoreShards
@@ -60,6 +60,24 @@ LIMIT_S = 120.0
 CHARACTERS = "0123456789?<>"
 
 
+CONFIG = rlsys.RunConfig(
+    name="bench",
+    model=rlsys.ModelConfig(path="none"),
+    data=rlsys.DataConfig(max_prompt_tokens=64),
+    sampling=rlsys.SamplingConfig(max_tokens=4096),
+)
+
+
+def said(request: GenerationRequest) -> Generation:
+    return Generation(
+        request_id=request.request_id,
+        token_ids=np.array([8, 2], np.int32),
+        sampler_logprobs=np.zeros(2, np.float32),
+        policy_versions=np.zeros(2, np.int32),
+        finish_reason=FinishReason.STOP,
+    )
+
+
 class NullEngine:
     """Answers each request with `5<eos>`, `delay_s` after it came."""
 
@@ -78,17 +96,8 @@ class NullEngine:
             self._answer(requests)
 
     def _answer(self, requests: Sequence[GenerationRequest]) -> None:
-        for request in requests:
-            self._num_tokens += 2
-            self._ended.append(
-                Generation(
-                    request_id=request.request_id,
-                    token_ids=np.array([8, 2], np.int32),
-                    sampler_logprobs=np.zeros(2, np.float32),
-                    policy_versions=np.zeros(2, np.int32),
-                    finish_reason=FinishReason.STOP,
-                )
-            )
+        self._num_tokens += 2 * len(requests)
+        self._ended += map(said, requests)
         self._has_ended.notify()
 
     async def collect(self) -> list[Generation]:
@@ -135,12 +144,6 @@ async def playing(
     environment: Environment, *, delay_s: float = 0.0, num_workers: int = 1
 ) -> AsyncIterator[PlayingReplica]:
     """A replica whose engine computes nothing, with workers of this environment. Ray is running."""
-    config = rlsys.RunConfig(
-        name="bench",
-        model=rlsys.ModelConfig(path="none"),
-        data=rlsys.DataConfig(max_prompt_tokens=64),
-        sampling=rlsys.SamplingConfig(max_tokens=4096),
-    )
     shards = StoreShards(
         capacity_bytes=256 << 20,
         timeout_s=LIMIT_S,
@@ -156,7 +159,7 @@ async def playing(
 
     sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s)), None, shards)  # type: ignore[arg-type]
     make_host = EnvironmentFactory(
-        config=config,
+        config=CONFIG,
         environment=cloudpickle.dumps(environment),
         tokenizer=build_tokenizer(CHARACTERS),
         max_context=4160,
@@ -261,6 +264,33 @@ async def steps(num: int = 2000, turns: int = 20) -> dict[str, float]:
     }
 
 
+class AtOnce:
+    """Samples `5<eos>` in no time."""
+
+    async def sample(self, request: GenerationRequest) -> Generation:
+        return said(request)
+
+
+async def host_steps(num: int = 2000, turns: int = 20) -> dict[str, float]:
+    """The same without Ray and without calls: what the worker's event loop can do."""
+    make_host = EnvironmentFactory(
+        config=CONFIG,
+        environment=cloudpickle.dumps(null),
+        tokenizer=build_tokenizer(CHARACTERS),
+        max_context=4160,
+    )
+    host = make_host(AtOnce())
+    await host.start()
+    start = time.perf_counter()
+    host.submit([as_episode(one) for one in requests(num, lambda n: {"turns": turns})])
+    num_ended = 0
+    while num_ended < num:
+        num_ended += len(await host.collect())
+    seconds = time.perf_counter() - start
+    await host.close()
+    return {"host_steps_per_s": num * turns / seconds}
+
+
 async def blocking(num: int = 256) -> dict[str, float]:
     async with playing(blocks) as replica:
         start = time.perf_counter()
@@ -346,7 +376,7 @@ def measure(parts: Sequence[str]) -> dict[str, float]:
         try:
             found: dict[str, float] = {}
             if "steps" in parts:
-                found |= asyncio.run(steps())
+                found |= asyncio.run(steps()) | asyncio.run(host_steps())
             if "blocking" in parts:
                 found |= asyncio.run(blocking())
             if "kill" in parts:
