@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -33,9 +33,16 @@ class Served:
     url: str
     backend: FakeBackend
     service: Service
+    clients: list[tinker.ServiceClient] = field(default_factory=list)
 
     def client(self) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=KEY)
+        self.clients.append(tinker.ServiceClient(base_url=self.url, api_key=KEY))
+        return self.clients[-1]
+
+    def close(self) -> None:
+        """Clients that nobody closes send heartbeats to the end of the process."""
+        for client in self.clients:
+            client.close("success").result(LIMIT_S)
 
     @property
     def trainer(self) -> FakeTrainer:
@@ -66,8 +73,10 @@ def served(tmp_path: Path) -> Iterator[Served]:
         is_up.wait(0.01)
     server, backend, service = started[0]
     port = server.servers[0].sockets[0].getsockname()[1]
+    made = Served(f"http://127.0.0.1:{port}", backend, service)
     try:
-        yield Served(f"http://127.0.0.1:{port}", backend, service)
+        yield made
+        made.close()
     finally:
         server.should_exit = True
         thread.join(LIMIT_S)
