@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.environment import Environment
 from rlsys.environments.template import Message
 from rlsys.environments.token_tree import Trajectory, joined
+from rlsys.signal import Signal
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 # Of the names of rewards: what the function returned.
@@ -71,6 +72,30 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Text:
+    """A text without a chat template, and its continuation, as messages."""
+
+    text: str
+    messages: list[Message]
+    is_open: bool = False  # cut, not ended
+
+    def is_begun_by(self, prompt: str) -> bool:
+        """Whether a prompt goes on from it. Where the policy had ended, nothing can be asked behind
+        its end but what has a text of its own: the same again is another text."""
+        return prompt.startswith(self.text) and (self.is_open or len(prompt) > len(self.text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Room:
+    """For one reply, in tokens."""
+
+    path: Path
+    num_new: int  # of the path; the rest is there
+    most: int  # behind it
+    wanted: int  # of these; where it asks for fewer, to be cut is no truncation
+
+
+@dataclass(frozen=True, kw_only=True)
 class Played:
     """What an episode was."""
 
@@ -95,6 +120,7 @@ class Episode:
     seed: int
     is_over: bool = False
     is_truncated: bool = False
+    failure: Exception | None = None  # no reward of it counts, whatever its function returns
     num_tool_calls: int = 0
     turns: list[Turn] = field(default_factory=list)
     named: dict[str, float] = field(default_factory=dict)  # rewards of turns, by name
@@ -105,9 +131,12 @@ class Episode:
     def __post_init__(self) -> None:
         self._conversation = Conversation(self.codec)
         self._raw: Conversation | None = None  # of texts without a chat template
-        self._texts: list[tuple[str, list[Message]]] = []  # its paths
-        self._num_tokens = 0  # beyond the first prompt, those that are being sampled included
+        self._texts: list[_Text] = []
+        self._first: tuple[Conversation, Path] | None = None  # of the first reply
+        self._num_held = 0  # tokens that calls under way may still add
         self._num_asked = 0
+        self._num_given_up = 0  # of those asked; nobody waits for them any more
+        self._call_ended = Signal()
 
     # What the environment does
 
@@ -122,55 +151,55 @@ class Episode:
     ) -> Turn:
         """The policy's reply to the messages. Raises EpisodeOver where there is no room for one, or
         no turn left; ValueError for messages that cannot be rendered."""
-        self._check_goes_on()
         conversation = self._conversation
-        path = conversation.prompt(messages, tools, seat=seat)
-        return await self._asked(conversation, path, seat, max_tokens, stop)
+        return await self._asked(
+            conversation,
+            lambda: conversation.prompt(messages, tools, seat=seat),
+            max_tokens,
+            stop,
+        )
 
     async def complete(
         self, prompt: str, *, max_tokens: int | None = None, stop: tuple[str, ...] = ()
     ) -> Turn:
         """The policy's continuation of a text, without the chat template. One that begins with an
         earlier text and its continuation goes on from there. Raises as `turn` does."""
-        self._check_goes_on()
         if self._raw is None:
             self._raw = Conversation(self.codec.without_template)
-        conversation = self._raw
-        messages = self._known_beginning(prompt)
-        path = conversation.prompt(messages)
-        turn = await self._asked(conversation, path, 0, max_tokens, stop)
-        self._texts.append((prompt + turn.text, [*messages, turn.message]))
+        conversation, messages = self._raw, self._known_beginning(prompt)
+        turn = await self._asked(
+            conversation, lambda: conversation.prompt(messages), max_tokens, stop
+        )
+        if turn.text:
+            text, chain = prompt + turn.text, [*messages, turn.message]
+            self._texts.append(_Text(text=text, messages=chain, is_open=turn.is_truncated))
         return turn
-
-    def _check_goes_on(self) -> None:
-        max_turns = self.environment.max_turns
-        self.is_over |= max_turns is not None and self._num_asked >= max_turns
-        if self.is_over:
-            raise EpisodeOver
 
     async def _asked(
         self,
         conversation: Conversation,
-        path: Path,
-        seat: int,
+        prompt: Callable[[], Path],
         max_tokens: int | None,
         stop: tuple[str, ...],
     ) -> Turn:
-        room = self._take_room(path)
-        limits = (room, self.environment.turn_tokens, max_tokens)
-        wanted = min(limit for limit in limits if limit is not None)
-        self._num_tokens += wanted
+        room = await self._room(conversation, prompt, max_tokens)
+        path, num_held = room.path, room.wanted + room.num_new
+        request = self._request(path, room.wanted, stop)
+        self._num_held += num_held
         self._num_asked += 1
-        generation = await self._sampled(self._request(path, wanted, stop))
-        self._num_tokens -= wanted - len(generation.token_ids)
+        generation: Generation | None = None
+        try:
+            generation = await self._sampled(request)
+        finally:
+            self._num_held -= num_held
+            self._num_given_up += generation is None
+            self._call_ended.notify()
         is_cut = generation.finish_reason is FinishReason.LENGTH
         message = conversation.reply(path, generation)
-        self.is_truncated |= is_cut and wanted == room
-        self.is_over |= self.is_truncated
-        max_turns = self.environment.max_turns
-        self.is_over |= max_turns is not None and self._num_asked >= max_turns
+        self.is_truncated |= is_cut and room.wanted == room.most
+        self.is_over |= self.is_truncated or not self._has_turns
         turn = Turn(
-            seat=seat,
+            seat=path.seat,
             conversation=conversation,
             message=message,
             text=str(message.get("content") or ""),
@@ -183,12 +212,78 @@ class Episode:
         self.turns.append(turn)
         return turn
 
+    async def _room(
+        self, conversation: Conversation, prompt: Callable[[], Path], max_tokens: int | None
+    ) -> _Room:
+        """Waits while calls under way hold what may be left of it, or one of them will be the
+        first, beyond whose prompt all is counted. Raises EpisodeOver where there is none."""
+        limits = self.limits
+        while True:
+            if self.is_over or not self._has_turns:
+                self.is_over = True
+                raise EpisodeOver
+            path = prompt()
+            if not self.turns and not self._num_held:
+                self._begin(conversation, path)
+            is_first = not self.turns and self._is_first(conversation, path)
+            num_new = 0 if is_first else len(path.token_ids) - path.num_reused
+            context = limits.max_context - len(path.token_ids)
+            wanted = min(
+                limit
+                for limit in (context, self.environment.turn_tokens, max_tokens)
+                if limit is not None
+            )
+            left = limits.max_tokens - self._num_stored - self._num_held - num_new
+            can_go = left >= wanted and (bool(self.turns) or is_first)
+            if can_go or not self._num_held:
+                break
+            await self._call_ended.next()
+        room = min(left, context)
+        if room < 1:
+            self.is_truncated = self.is_over = True
+            raise EpisodeOver
+        return _Room(path=path, num_new=num_new, most=room, wanted=min(room, wanted))
+
+    @property
+    def _has_turns(self) -> bool:
+        max_turns = self.environment.max_turns
+        return max_turns is None or self._num_asked - self._num_given_up < max_turns
+
+    def _begin(self, conversation: Conversation, path: Path) -> None:
+        """With what stands before the first reply."""
+        most = self.limits.max_prompt_tokens
+        if len(path.token_ids) > most:
+            self.failure = EpisodeFailed(
+                f"{self.environment.name} begins with {len(path.token_ids)} tokens; it may "
+                f"have {most} (data.max_prompt_tokens). Shorten its first text, or raise that."
+            )
+            raise self.failure
+        self._first = conversation, path
+
+    def _is_first(self, conversation: Conversation, path: Path) -> bool:
+        """Whether it is the first prompt, which calls at the same time may share."""
+        assert self._first is not None
+        first, begun = self._first
+        return conversation is first and (path.seat, path.token_ids) == (
+            begun.seat,
+            begun.token_ids,
+        )
+
+    @property
+    def _num_stored(self) -> int:
+        """Tokens beyond the first prompt."""
+        if not self.turns:
+            return 0
+        assert self._first is not None
+        num_tokens = sum(one.num_tokens for one in self._conversations)
+        return num_tokens - len(self._first[1].token_ids)
+
     def _known_beginning(self, prompt: str) -> list[Message]:
         """A text as messages: the longest that is known, and what follows it."""
-        known = [one for one in self._texts if prompt.startswith(one[0])]
-        text, messages = max(known, key=lambda one: len(one[0]), default=("", []))
-        rest = prompt[len(text) :]
-        return [*messages, {"role": "user", "content": rest}] if rest or not messages else messages
+        known = [one for one in self._texts if one.is_begun_by(prompt)]
+        longest = max(known, key=lambda one: len(one.text), default=_Text(text="", messages=[]))
+        rest = prompt[len(longest.text) :]
+        return [*longest.messages, {"role": "user", "content": rest}] if rest else longest.messages
 
     def reward(self, turn: Turn | None, value: object, name: str) -> None:
         """For a turn. Raises ValueError for what is no finite number, and before the first turn."""
@@ -231,7 +326,8 @@ class Episode:
 
     @property
     def _conversations(self) -> list[Conversation]:
-        return [one for one in (self._conversation, self._raw) if one is not None]
+        """In the order of their first replies."""
+        return list(dict.fromkeys(turn.conversation for turn in self.turns))
 
     def _trajectory(self) -> Trajectory:
         made = [
@@ -262,28 +358,6 @@ class Episode:
             return {}  # the turns have had theirs
         return {FINAL: _number(returned, f"{name} returned {returned!r}")}
 
-    def _take_room(self, path: Path) -> int:
-        """Tokens that a reply may have behind this path, whose own new ones are counted; raises
-        EpisodeOver where it is none."""
-        limits, num_new = self.limits, len(path.token_ids) - path.num_reused
-        if not self._num_asked:
-            if len(path.token_ids) > limits.max_prompt_tokens:
-                raise EpisodeFailed(
-                    f"{self.environment.name} begins with {len(path.token_ids)} tokens; it may "
-                    f"have {limits.max_prompt_tokens} (data.max_prompt_tokens). Shorten its first "
-                    "text, or raise that."
-                )
-            num_new = 0
-        room = min(
-            limits.max_tokens - self._num_tokens - num_new,
-            limits.max_context - len(path.token_ids),
-        )
-        if room < 1:
-            self.is_truncated = self.is_over = True
-            raise EpisodeOver
-        self._num_tokens += num_new
-        return room
-
     def _request(self, path: Path, max_tokens: int, stop: tuple[str, ...]) -> GenerationRequest:
         base, own = self.base, self.environment.stop
         return GenerationRequest(
@@ -299,6 +373,9 @@ class Episode:
         self._num_sampling += 1
         try:
             return await self.sampler.sample(request)
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
         finally:
             self._num_sampling -= 1
             if not self._num_sampling:

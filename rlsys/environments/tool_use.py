@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys.environments.environment import Environment
-from rlsys.environments.tool_formats import ToolFormat, detect, tool_format
+from rlsys.environments.tool_formats import chosen_format
 from rlsys.environments.tools import Execute, ToolSet
 
 
@@ -18,10 +18,10 @@ class ToolUse:
 
     def __init__(self, environment: Environment, template: str | None, execute: Execute) -> None:
         self._tools = ToolSet(environment.tools, execute=execute)
-        self._template = template
-        self._given = environment.tool_format
         self._schemas = self._tools.schemas if template is not None else []
-        self._format = self._chosen() if len(self._tools) else None
+        self._format = (
+            chosen_format(environment.tool_format, template) if len(self._tools) else None
+        )
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
@@ -41,8 +41,3 @@ class ToolUse:
     async def call_all(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A tool message for each call, in their order."""
         return await self._tools.call_all(calls)
-
-    def _chosen(self) -> ToolFormat:
-        if isinstance(self._given, ToolFormat):
-            return self._given
-        return tool_format(self._given) if self._given else detect(self._template)
