@@ -326,7 +326,7 @@ class PlayingReplica:
         self._start_timeout_s = start_timeout_s
         self._num_lives = 0
         self._workers: dict[str, Player] = {}
-        self.spare: asyncio.Task[Player] | None = None  # of a worker that plays nothing yet
+        self.spare: Player | None = None  # that plays nothing yet
         self._deaths: Counter[str] = Counter()  # of workers, by episode
         self._serving: asyncio.Future[Any] | None = None
         self._burials: list[str] = []  # actors whose memory in the store is to be taken back
@@ -349,10 +349,8 @@ class PlayingReplica:
 
     @property
     def workers(self) -> list[Worker]:
-        players = [*self._workers.values()]
-        if (spare := self.spare) is not None and spare.done() and not spare.cancelled():
-            players += [] if spare.exception() else [spare.result()]
-        return [self._replica.worker, *(player.worker for player in players)]
+        spare = [] if self.spare is None else [self.spare]
+        return [self._replica.worker, *(one.worker for one in [*self._workers.values(), *spare])]
 
     @property
     def players(self) -> list[Player]:
@@ -362,11 +360,12 @@ class PlayingReplica:
     async def start(self, timeout_s: float) -> None:
         await self._replica.start(timeout_s)
         try:
-            for player in await asyncio.gather(*(self._begin() for _ in range(self._num_workers))):
+            for player in [self._create() for _ in range(self._num_workers)]:
                 self._workers[player.name] = player
-        except (*DEADLY,) as error:
+            await asyncio.gather(*(player.started() for player in self._workers.values()))
+        except DEADLY as error:
             raise ReplicaDied(f"{self.name} has no environment worker: {error}") from None
-        self._hire_spare()
+        self.spare = self._create()
 
     async def submit(
         self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
@@ -434,8 +433,6 @@ class PlayingReplica:
         return await self._replica.update_weights(manifest, delayed=delayed)
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
-        if self.spare is not None:
-            self.spare.cancel()  # one that is still starting ends with its start
         for worker in self.workers:
             worker.kill()
         await self._replica.bury(live_rows)
@@ -492,31 +489,20 @@ class PlayingReplica:
 
     async def _next(self) -> Player:
         """The spare worker, or, if it has died, another."""
-        spare, self.spare = self.spare, None
+        player = self.spare or self._create()
         try:
-            player = await spare if spare is not None else await self._begin()
+            await player.started()
             await player.worker.call("place", timeout_s=BLOCKED_S)
         except DEADLY:
-            player = await self._begin()
-        self._hire_spare()
+            player = self._create()
+            await player.started()
+        self.spare = self._create()  # for the death of another; it has loaded everything by then
         return player
 
-    def _hire_spare(self) -> None:
-        """One that has loaded everything, for the death of another."""
-        self.spare = asyncio.create_task(self._begin())
-        self.spare.add_done_callback(lambda task: None if task.cancelled() else task.exception())
-
-    async def _begin(self) -> Player:
+    def _create(self) -> Player:
         name = f"environment-{self.name.removeprefix('rollout-')}.{self._num_lives}"
         self._num_lives += 1
-        worker = self._hire(name)
-        try:
-            _, actor_id, pid = await worker.call("place", timeout_s=self._start_timeout_s)
-            await worker.call("start", timeout_s=self._start_timeout_s)
-        except BaseException:
-            worker.kill()
-            raise
-        return Player(name, worker, actor_id, pid)
+        return Player(name, self._hire(name), self._start_timeout_s)
 
     def _died(self, method: str, error: Exception) -> ReplicaDied:
         self._replica.worker.end(str(error))
@@ -524,16 +510,29 @@ class PlayingReplica:
 
 
 class Player:
-    """A worker, and what it plays."""
+    """A worker, which starts at once, and what it plays."""
 
-    def __init__(self, name: str, worker: Worker, actor_id: str, pid: int) -> None:
+    def __init__(self, name: str, worker: Worker, start_timeout_s: float) -> None:
         self.name = name
         self.worker = worker
-        self.actor_id = actor_id
-        self.pid = pid
+        self.actor_id = ""
+        self.pid = 0
         self.requests: dict[str, GenerationRequest] = {}
         self.collecting: asyncio.Future[Any] | None = None
+        self._starting = begun(self._start(start_timeout_s))
+
+    async def started(self) -> None:
+        """Raises what the start raised."""
+        await asyncio.shield(self._starting)
 
     @property
     def groups(self) -> set[int]:
         return {r.task.group_id for r in self.requests.values() if r.task is not None}
+
+    async def _start(self, timeout_s: float) -> None:
+        _, self.actor_id, self.pid = await self.worker.call("place", timeout_s=timeout_s)
+        try:
+            await self.worker.call("start", timeout_s=timeout_s)
+        except BaseException:
+            self.worker.kill()
+            raise

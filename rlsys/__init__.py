@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import rlsys.interrupts  # noqa: F401  (before the modules whose imports take seconds)
-from rlsys import rewards
+from rlsys import rewards, sandbox
 from rlsys.cli import parse
 from rlsys.config import (
     AsyncConfig,
@@ -99,6 +99,7 @@ __all__ = [
     "require",
     "reward",
     "rewards",
+    "sandbox",
     "tool",
 ]
 

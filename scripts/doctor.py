@@ -194,6 +194,25 @@ else:
 """
 
 
+# In a process of its own, as reward functions have one.
+SANDBOX = """
+from rlsys import sandbox
+assert sandbox.run_sync("print(1)", timeout_s=60).stdout == "1\\n"
+found = "programs: " + sandbox.way()
+try:
+    found += f"; snippets: {sandbox.python_sync('1 + 1') == '2'}"
+except sandbox.SandboxUnavailable:
+    found += "; no snippets: pip install 'rlsys[sandbox]'"
+print(found)
+"""
+SANDBOX_FIX = (
+    "install the extra (pip install -e '.[sandbox]'); allow user namespaces (sysctl -w "
+    "kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0, or docker "
+    "run --cap-add SYS_ADMIN --security-opt seccomp=unconfined), or boot Linux 5.13 or newer with "
+    "landlock in lsm=; without it the code_tests reward and rlsys.sandbox refuse to run anything"
+)
+
+
 def checks(runs_dir: Path) -> Iterator[Check]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     yield check_python(sys.version_info[:3])
@@ -206,6 +225,7 @@ def checks(runs_dir: Path) -> Iterator[Check]:
         needed=False,
         fix=f'{SETUP}; without it use rollout.engine="torch"',
     )
+    yield check_import("sandbox", SANDBOX, needed=False, fix=SANDBOX_FIX)
     yield check_memory()
     yield check_shared_memory(Path("/dev/shm"))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipes.grpo_gsm8k import GSM8KConfig
+from recipes.programs import ProgramsConfig
 from recipes.quickstart import QuickstartConfig
 from recipes.sums_in_words import Config as SumsInWordsConfig
 from rlsys.cli import parse
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS: dict[str, type] = {
     "quickstart.py": QuickstartConfig,
     "grpo_gsm8k.py": GSM8KConfig,
+    "programs.py": ProgramsConfig,
     "sums_in_words.py": SumsInWordsConfig,
     **{
         f"{name}.py": config_of(name)
@@ -50,7 +52,7 @@ def test_imports_go_one_way() -> None:
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
     "user_functions json_text disk fields metrics environ signal",
-    "algorithms types errors mesh lora hf_config interrupts pipes blocking",
+    "algorithms types errors mesh lora hf_config interrupts pipes blocking sandbox",
     "file_modes",
     "growing_file",
     "manifest evaluation",
@@ -123,10 +125,13 @@ def test_what_rlsys_offers_is_there_and_importing_it_is_cheap() -> None:
 
 def test_optional_packages_stand_in_one_place_each() -> None:
     found = {
-        (path.name, name) for path, name in imports("rlsys") if name in ("vllm", "wandb", "peft")
+        (path.name, name)
+        for path, name in imports("rlsys")
+        if name in ("vllm", "wandb", "peft", "mcp")
     }
     assert {file for file, name in found if name == "wandb"} == {"wandb_sink.py"}
     assert {file for file, name in found if name == "peft"} == {"adapters.py"}
+    assert {file for file, name in found if name == "mcp"} == {"mcp.py"}
     assert all(file.startswith("vllm_") for file, name in found if name == "vllm")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import rlsys
-from recipes import sums_in_words
+from recipes import programs, sums_in_words
 from recipes.arithmetic import model_of_run_before
 from recipes.dapo import penalised_advantage
 from recipes.swarm_nodes import ENDING, node_options, run_nodes
@@ -156,6 +157,36 @@ def test_the_task_wins_over_the_algorithms_sizes() -> None:
     assert found["asynchrony"]["max_staleness"] == 8
     assert found["sampling"]["max_tokens"] == 6
     assert to_dict(config_of("reinforce_pp")())["group_size"] == 1
+
+
+def test_programs_are_asked_for_in_words_and_tested_by_what_they_do() -> None:
+    """The right program passes, one with another digit fails; the model knows all characters."""
+    assert len((ROOT / "recipes" / "programs.py").read_text().splitlines()) <= 120
+    known = set(programs.characters())
+    rng = random.Random(0)
+    for words, expression, _ in programs.FAMILIES.values():
+        row = next(
+            row for row in iter(lambda: programs.row(rng), None) if row["prompt"][:-2] == words[:-3]
+        )
+        assert set(row["prompt"]) <= known
+        k = int(row["prompt"][-2])
+        for digit, passes in ((k, True), (k % 9 + 1, False)):
+            completion = programs.PROGRAM.format(expression.format(k=digit))
+            assert set(completion) <= known
+            names: dict[str, Any] = {}
+            exec(completion, names)
+            passed = []
+            for test in row["tests"]:
+                call, _, value = test.removeprefix("assert ").partition(" == ")
+                passed.append(eval(call, names) == int(value))
+            assert all(passed) == passes, (row, completion)
+    lessons = [programs.lesson(rng) for _ in range(1000)]
+    right = {
+        (words.format(k=k) + "\n", programs.PROGRAM.format(expression.format(k=k)))
+        for words, expression, _ in programs.FAMILIES.values()
+        for k in programs.DIGITS
+    }
+    assert 0.25 < sum(lesson in right for lesson in lessons) / 1000 < 0.35
 
 
 def test_no_sum_that_is_held_out_is_trained_on() -> None:

@@ -21,7 +21,7 @@ from rlsys.user_functions import misfit
 
 if TYPE_CHECKING:  # with pydantic, which takes a while to import
     from rlsys.environments.tool_formats import ToolFormat
-    from rlsys.environments.tools import Tool
+    from rlsys.environments.tools import Tool, ToolSource
 
 EnvironmentFunction = Callable[..., Any]  # (chat, task) -> a number, or named numbers
 GroupReward = Callable[[Sequence[Rollout]], Sequence[float]]
@@ -53,7 +53,7 @@ class Environment:
     turn_tokens: int | None = None
     stop: tuple[str, ...] = ()
     timeout_s: float = TIMEOUT_S
-    tools: tuple[Tool | Callable[..., Any], ...] = ()
+    tools: tuple[Tool | ToolSource | Callable[..., Any], ...] = ()
     tool_format: str | ToolFormat = ""
     format_reward: float = 0.0
     num_retries: int = 2
@@ -150,7 +150,8 @@ def environment(
         bounds the whole rollout beyond its first prompt, texts of the environment included.
     stop: texts at which a reply ends.
     timeout_s: of the environment's own time; what the policy takes to reply does not count.
-    tools: functions decorated with `rlsys.tool`, for `chat.until_answer` and the chat template.
+    tools: functions decorated with `rlsys.tool`, and servers of `rlsys.mcp_tools`, for
+        `chat.until_answer` and the chat template.
     tool_format: how the model writes calls ("hermes", "llama3", ..., or a ToolFormat of your own);
         empty: as its chat template says.
     format_reward: what an episode ends with whose reply `parse` refuses, or that goes on after its

@@ -22,9 +22,9 @@ import numpy as np
 from rlsys.environments.codec import Codec
 from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.environment import Environment
+from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms
 from rlsys.environments.template import Message
 from rlsys.environments.token_tree import Trajectory, joined
-from rlsys.signal import Signal
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 # Of the names of rewards: what the function returned.
@@ -44,15 +44,6 @@ class EpisodeOver(BaseException):
 class EpisodeFailed(RuntimeError):
     """The environment has made a mistake that a fresh attempt would make too; the message says
     which."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeLimits:
-    """In tokens, of a whole rollout."""
-
-    max_prompt_tokens: int  # of what stands before the first reply
-    max_tokens: int  # of all that follows, in all branches
-    max_context: int  # of one branch
 
 
 @dataclass(kw_only=True, eq=False)
@@ -83,16 +74,6 @@ class _Text:
         """Whether a prompt goes on from it. Where the policy had ended, nothing can be asked behind
         its end but what has a text of its own: the same again is another text."""
         return prompt.startswith(self.text) and (self.is_open or len(prompt) > len(self.text))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Room:
-    """For one reply, in tokens."""
-
-    path: Path
-    num_new: int  # of the path; the rest is there
-    most: int  # behind it
-    wanted: int  # of these; where it asks for fewer, to be cut is no truncation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +113,11 @@ class Episode:
         self._conversation = Conversation(self.codec)
         self._raw: Conversation | None = None  # of texts without a chat template
         self._texts: list[_Text] = []
-        self._first: tuple[Conversation, Path] | None = None  # of the first reply
-        self._num_held = 0  # tokens that calls under way may still add
         self._num_asked = 0
-        self._num_given_up = 0  # of those asked; nobody waits for them any more
-        self._call_ended = Signal()
+        environment = self.environment
+        self._rooms = Rooms(
+            self.limits, max_turns=environment.max_turns, turn_tokens=environment.turn_tokens
+        )
 
     # What the environment does
 
@@ -183,21 +164,16 @@ class Episode:
         stop: tuple[str, ...],
     ) -> Turn:
         room = await self._room(conversation, prompt, max_tokens)
-        path, num_held = room.path, room.wanted + room.num_new
-        request = self._request(path, room.wanted, stop)
-        self._num_held += num_held
-        self._num_asked += 1
+        path = room.path
         generation: Generation | None = None
         try:
-            generation = await self._sampled(request)
+            generation = await self._sampled(self._request(path, room.wanted, stop))
         finally:
-            self._num_held -= num_held
-            self._num_given_up += generation is None
-            self._call_ended.notify()
+            self._rooms.give_back(room, has_reply=generation is not None)
         is_cut = generation.finish_reason is FinishReason.LENGTH
         message = conversation.reply(path, generation)
         self.is_truncated |= is_cut and room.wanted == room.most
-        self.is_over |= self.is_truncated or not self._has_turns
+        self.is_over |= self.is_truncated or not self._rooms.has_turns
         turn = Turn(
             seat=path.seat,
             conversation=conversation,
@@ -214,69 +190,23 @@ class Episode:
 
     async def _room(
         self, conversation: Conversation, prompt: Callable[[], Path], max_tokens: int | None
-    ) -> _Room:
-        """Waits while calls under way hold what may be left of it, or one of them will be the
-        first, beyond whose prompt all is counted. Raises EpisodeOver where there is none."""
-        limits = self.limits
-        while True:
-            if self.is_over or not self._has_turns:
-                self.is_over = True
+    ) -> Room:
+        """Raises EpisodeOver where there is none, EpisodeFailed for a first prompt too long."""
+
+        def goes_on() -> Path:
+            if self.is_over:
                 raise EpisodeOver
-            path = prompt()
-            if not self.turns and not self._num_held:
-                self._begin(conversation, path)
-            is_first = not self.turns and self._is_first(conversation, path)
-            num_new = 0 if is_first else len(path.token_ids) - path.num_reused
-            context = limits.max_context - len(path.token_ids)
-            wanted = min(
-                limit
-                for limit in (context, self.environment.turn_tokens, max_tokens)
-                if limit is not None
-            )
-            left = limits.max_tokens - self._num_stored - self._num_held - num_new
-            can_go = left >= wanted and (bool(self.turns) or is_first)
-            if can_go or not self._num_held:
-                break
-            await self._call_ended.next()
-        room = min(left, context)
-        if room < 1:
-            self.is_truncated = self.is_over = True
-            raise EpisodeOver
-        return _Room(path=path, num_new=num_new, most=room, wanted=min(room, wanted))
+            return prompt()
 
-    @property
-    def _has_turns(self) -> bool:
-        max_turns = self.environment.max_turns
-        return max_turns is None or self._num_asked - self._num_given_up < max_turns
-
-    def _begin(self, conversation: Conversation, path: Path) -> None:
-        """With what stands before the first reply."""
-        most = self.limits.max_prompt_tokens
-        if len(path.token_ids) > most:
-            self.failure = EpisodeFailed(
-                f"{self.environment.name} begins with {len(path.token_ids)} tokens; it may "
-                f"have {most} (data.max_prompt_tokens). Shorten its first text, or raise that."
-            )
-            raise self.failure
-        self._first = conversation, path
-
-    def _is_first(self, conversation: Conversation, path: Path) -> bool:
-        """Whether it is the first prompt, which calls at the same time may share."""
-        assert self._first is not None
-        first, begun = self._first
-        return conversation is first and (path.seat, path.token_ids) == (
-            begun.seat,
-            begun.token_ids,
-        )
-
-    @property
-    def _num_stored(self) -> int:
-        """Tokens beyond the first prompt."""
-        if not self.turns:
-            return 0
-        assert self._first is not None
-        num_tokens = sum(one.num_tokens for one in self._conversations)
-        return num_tokens - len(self._first[1].token_ids)
+        try:
+            return await self._rooms.take(conversation, goes_on, max_tokens)
+        except NoRoom as reason:
+            self.is_over = True
+            self.is_truncated |= reason.is_truncated
+            raise EpisodeOver from None
+        except FirstTooLong as error:
+            self.failure = EpisodeFailed(f"{self.environment.name} {error}")
+            raise self.failure from None
 
     def _known_beginning(self, prompt: str) -> list[Message]:
         """A text as messages: the longest that is known, and what follows it."""
@@ -360,11 +290,12 @@ class Episode:
 
     def _request(self, path: Path, max_tokens: int, stop: tuple[str, ...]) -> GenerationRequest:
         base, own = self.base, self.environment.stop
+        turn, self._num_asked = self._num_asked, self._num_asked + 1
         return GenerationRequest(
-            request_id=f"{self.key}.{self._num_asked}",
+            request_id=f"{self.key}.{turn}",
             prompt_token_ids=path.token_ids,
             sampling=replace(base, max_tokens=max_tokens, stop=(*base.stop, *own, *stop)),
-            seed=_turn_seed(self.seed, self._num_asked),
+            seed=_turn_seed(self.seed, turn),
         )
 
     async def _sampled(self, request: GenerationRequest) -> Generation:

@@ -29,12 +29,12 @@ from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import (
     Episode,
     EpisodeFailed,
-    EpisodeLimits,
     EpisodeOver,
     Played,
     Sampler,
 )
 from rlsys.environments.plain import PlainFailed
+from rlsys.environments.room import EpisodeLimits
 from rlsys.environments.tool_use import ToolUse
 from rlsys.rewards import RewardFailure
 from rlsys.rewards.outcome import failure_from
@@ -114,6 +114,7 @@ class EpisodeHost:
     async def start(self) -> None:
         """What episodes need beside the sampler. Raises ValueError if it cannot be had."""
         await self._plain.start()
+        await self._tools.open()
         if self._endpoints is not None:
             await self._endpoints.start()
 
@@ -153,6 +154,7 @@ class EpisodeHost:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
+        await self._tools.close()
         if self._endpoints is not None:
             await self._endpoints.close()
         await self._plain.close()

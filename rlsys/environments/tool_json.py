@@ -55,7 +55,7 @@ def llama3(text: str, tools: Schemas) -> Iterator[Piece]:
     """`{"name": ..., "parameters": {...}}`, several of them divided by ";", behind
     `<|python_tag|>` or not: Llama 3.1 to 3.3."""
     before, tag, rest = text.partition("<|python_tag|>")
-    if not tag:
+    if not tag or _is_within_json(text, len(before)):
         yield from plain_json(text, tools)
         return
     yield before
@@ -71,6 +71,19 @@ def llama3(text: str, tools: Schemas) -> Iterator[Piece]:
         if not between and not rest.startswith("{", _after_space(rest, at)):
             yield rest[at:]
             return
+
+
+def _is_within_json(text: str, place: int) -> bool:
+    begin = 0
+    for _ in range(MAX_ATTEMPTS):
+        begin = text.find("{", begin, place)
+        if begin < 0:
+            return False
+        _, end, error = _json(text, begin)
+        if end > place:
+            return True
+        begin = begin + 1 if error else end
+    return False
 
 
 def mistral(text: str, tools: Schemas) -> Iterator[Piece]:

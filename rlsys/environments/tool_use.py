@@ -18,10 +18,18 @@ class ToolUse:
 
     def __init__(self, environment: Environment, template: str | None, execute: Execute) -> None:
         self._tools = ToolSet(environment.tools, execute=execute)
-        self._schemas = self._tools.schemas if template is not None else []
-        self._format = (
-            chosen_format(environment.tool_format, template) if len(self._tools) else None
-        )
+        self._template = template
+        self._schemas: Sequence[Mapping[str, Any]] = []
+        self._format = chosen_format(environment.tool_format, template) if self._tools else None
+        self._render()
+
+    async def open(self) -> None:
+        """Start the servers whose tools are among them. Raises ValueError where one does not."""
+        await self._tools.open()
+        self._render()
+
+    async def close(self) -> None:
+        await self._tools.close()
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
@@ -41,3 +49,6 @@ class ToolUse:
     async def call_all(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A tool message for each call, in their order."""
         return await self._tools.call_all(calls)
+
+    def _render(self) -> None:
+        self._schemas = self._tools.schemas if self._template is not None else []

@@ -10,10 +10,12 @@ told as the tool's output. What we did wrong (any other exception) ends the epis
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from pydantic_core import PydanticSerializationError, to_json
@@ -223,25 +225,68 @@ def tool(function: Any = None, /, **options: Any) -> Any:
     return decorate if function is None else decorate(function)
 
 
+class ToolSource(ABC):
+    """What has tools only while it is open, such as a server."""
+
+    @abstractmethod
+    def opened(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
+        """Its tools. Raises ValueError where it cannot be opened."""
+
+
 class ToolSet:
-    """The tools of one environment. `execute` runs the plain functions among them."""
+    """The tools of one environment. `execute` runs the plain functions among them. Those of a
+    ToolSource are there between `open` and `close`.
+
+    Raises ValueError for two of one name.
+    """
 
     def __init__(
-        self, tools: Iterable[Tool | Callable[..., Any]], *, execute: Execute = asyncio.to_thread
+        self,
+        tools: Iterable[Tool | ToolSource | Callable[..., Any]],
+        *,
+        execute: Execute = asyncio.to_thread,
     ) -> None:
         self._execute = execute
         self._tools: dict[str, Tool] = {}
+        self._sources: list[ToolSource] = []
+        self._opened = contextlib.AsyncExitStack()
         for one in tools:
-            made = one if isinstance(one, Tool) else tool(one)
-            if made.name in self._tools:
-                raise ValueError(
-                    f"two tools are named {made.name!r}, but a model calls by name; tell them "
-                    'apart with @rlsys.tool(name="...").'
-                )
-            self._tools[made.name] = made
+            if isinstance(one, ToolSource):
+                self._sources.append(one)
+            else:
+                self._add(one if isinstance(one, Tool) else tool(one))
 
-    def __len__(self) -> int:
-        return len(self._tools)
+    def __bool__(self) -> bool:
+        return bool(self._tools or self._sources)
+
+    async def open(self) -> None:
+        """Start the servers whose tools are among them. Raises ValueError where one does not."""
+        try:
+            for source in self._sources:
+                for one in await self._opened.enter_async_context(source.opened()):
+                    self._add(one)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End what `open` has started."""
+        await self._opened.aclose()
+
+    async def __aenter__(self) -> ToolSet:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def _add(self, one: Tool) -> None:
+        if one.name in self._tools:
+            raise ValueError(
+                f"two tools are named {one.name!r}, but a model calls by name; tell them "
+                'apart with @rlsys.tool(name="..."), or mcp_tools(prefix="...").'
+            )
+        self._tools[one.name] = one
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ HEADER_EVERY = 20  # step lines
 WARN_EVERY = 20  # steps between two warnings of one kind
 TREND_STEPS = 8
 MAX_SAMPLE_CHARACTERS = 600  # of a prompt or completion; rollouts.jsonl has it whole
+MAX_SAMPLE_TURNS = 16  # of an episode
 
 Line = Mapping[str, float]
 
@@ -267,8 +268,25 @@ class RunConsole:
         if record.reward is not None:
             title += f": reward {record.reward:.3g}"
         self._print(f"{title} ({components})" if len(record.rewards) > 1 else title, style="cyan")
+        if record.turns:
+            self._transcript(record)
+            return
         self._print(_indented("prompt", record.prompt))
         self._print(_indented("completion", record.completion))
+
+    def _transcript(self, record: RolloutRecord) -> None:
+        """Who said what, branch by branch; of a long one its beginning and its end."""
+        turns = [*record.turns]
+        left_out = len(turns) - MAX_SAMPLE_TURNS
+        half = MAX_SAMPLE_TURNS // 2
+        for number, turn in enumerate(turns):
+            if left_out > 0 and half <= number < half + left_out:
+                if number == half:
+                    self._print(f"  [... {left_out} turns ...]")
+                continue
+            if turn["branch"] and (number == 0 or turns[number - 1]["branch"] != turn["branch"]):
+                self._print(f"  branch {turn['branch']}")
+            self._print(_indented(turn["role"], turn["text"]))
 
     def _print(self, text: str, style: str = "") -> None:
         # What somebody else's template or trace says drives no terminal. One that cannot show a

@@ -1,5 +1,6 @@
 """Reward functions: how to write one, the built-in ones, and what runs them."""
 
+from rlsys.rewards.code_tests import code_tests
 from rlsys.rewards.example import example_rollout
 from rlsys.rewards.math_answer import math_answer
 from rlsys.rewards.outcome import RewardFailure, RewardResult
@@ -17,6 +18,7 @@ __all__ = [
     "RewardRunner",
     "as_rewards",
     "check_columns",
+    "code_tests",
     "exact_match",
     "example_rollout",
     "format_reward",

@@ -3,6 +3,7 @@
 In: a text. Out: the `Reward` that it names:
 
     numeric_answer, exact_match, math_answer     a built-in one, which reads the column "answer"
+    code_tests                                   the unit tests in the column "tests"
     numeric_answer:solution                      the same with another column
     my_package.rewards:correct                   a function of a module that can be imported
     my_rewards.py:correct                        a function of a file
@@ -19,16 +20,19 @@ from types import ModuleType
 
 import cloudpickle
 
+from rlsys.rewards.code_tests import code_tests
 from rlsys.rewards.math_answer import math_answer
 from rlsys.rewards.reward import Reward, reward
 from rlsys.rewards.verifiers import exact_match, numeric_answer
 
 BUILT_IN: Mapping[str, Callable[[str], Reward]] = {
+    "code_tests": code_tests,
     "exact_match": exact_match,
     "math_answer": math_answer,
     "numeric_answer": numeric_answer,
 }
 ANSWER_COLUMN = "answer"
+COLUMNS = {"code_tests": "tests"}  # of those that read another one
 REWARD_FIX = (
     f"give one of {', '.join(BUILT_IN)}, or a function as module:function or file.py:function."
 )
@@ -38,7 +42,7 @@ def named_reward(text: str) -> Reward:
     """Raises ValueError for a text that names no reward function, with what there is instead."""
     place, _, name = text.partition(":")
     if place in BUILT_IN:
-        return BUILT_IN[place](name or ANSWER_COLUMN)
+        return BUILT_IN[place](name or COLUMNS.get(place, ANSWER_COLUMN))
     if not place or not name:
         raise ValueError(f"reward {text!r} names no reward function; {REWARD_FIX}")
     module = _from_file(place, text) if place.endswith(".py") else _from_package(place, text)

@@ -20,7 +20,12 @@ import numpy as np
 
 from rlsys.controller import Group, TrainedStep
 from rlsys.dataflow.blocks import BlockRef, Cell, Layout, layout_of
-from rlsys.dataflow.stages import TURN_REWARDS_COLUMN
+from rlsys.dataflow.stages import (
+    BRANCHES_COLUMN,
+    SEATS_COLUMN,
+    TURN_REWARDS_COLUMN,
+    TURNS_COLUMN,
+)
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.signal import Signal
 from rlsys.types import (
@@ -47,6 +52,8 @@ from rlsys.workers import (
 )
 
 T = TypeVar("T")
+
+PLAYED_COLUMNS = (TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN, BRANCHES_COLUMN)
 
 NUM_PROMPT_TOKENS = 4
 NONE_SAMPLED = Sampled.of(np.empty(0, np.int32))  # of rows that are not trained on
@@ -542,7 +549,7 @@ class Record:
 
 def _layout(num_tokens: int, *, is_played: bool = False) -> Layout:
     tokens = np.zeros(num_tokens, np.int32)
-    beside = {name: [tokens] for name in (TURN_REWARDS_COLUMN,)} if is_played else {}
+    beside = {name: [tokens] for name in PLAYED_COLUMNS} if is_played else {}
     return layout_of(
         {
             **beside,

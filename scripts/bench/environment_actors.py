@@ -275,7 +275,7 @@ async def kill(directory: Path, num: int = 1000) -> dict[str, float]:
         (player,) = replica.players
         spare = replica.spare
         assert spare is not None
-        await spare
+        await spare.started()
         before = sizes()
         os.kill(player.pid, signal.SIGKILL)
         # What is there already is played again, out of the engine's memory, and adds as many.

@@ -13,15 +13,16 @@ import openai
 import rlsys
 from rlsys.environments.codec import Codec
 from rlsys.environments.environment import Environment
-from rlsys.environments.episode import EpisodeLimits
 from rlsys.environments.host import Ended, EpisodeHost, Plain
+from rlsys.environments.room import EpisodeLimits
 from tests.environments.playing import InThreads, Says, Scripted, played, request
 from tests.environments.templates import CHATML, tokenizer
 
 LIMITS = EpisodeLimits(max_prompt_tokens=600, max_tokens=1000, max_context=2000)
 
 
-def client(endpoint: rlsys.Endpoint, **options: Any) -> openai.AsyncOpenAI:
+def client(endpoint: rlsys.Endpoint, **options: Any) -> Any:
+    """OpenAI's own; not typed, since its types ask for its own kinds of dictionaries."""
     return openai.AsyncOpenAI(
         **{"base_url": endpoint.url, "api_key": endpoint.key, "max_retries": 0, **options}
     )
@@ -42,7 +43,7 @@ class Asking:
     ) -> None:
         self.codec = Codec(tokenizer(), chat_template=template)
         end = tokenizer().convert_tokens_to_ids("<|im_end|>")
-        self.sampler = Scripted(self.codec, says, end=end) if sampler is None else sampler
+        self.sampler: Any = Scripted(self.codec, says, end=end) if sampler is None else sampler
         self.host = EpisodeHost(
             agent,
             self.codec,

@@ -11,8 +11,8 @@ import numpy as np
 from rlsys.environments.chat import Chat
 from rlsys.environments.codec import Codec
 from rlsys.environments.environment import Endpoint, Environment
-from rlsys.environments.episode import EpisodeLimits
 from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest
+from rlsys.environments.room import EpisodeLimits
 from rlsys.tiny_models import build_tokenizer
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 

@@ -14,8 +14,8 @@ import pytest
 import rlsys
 from rlsys.environments.endpoint import MAX_BODY_BYTES, MAX_CALLS
 from rlsys.environments.environment import Environment
-from rlsys.environments.episode import EpisodeLimits
 from rlsys.environments.host import Ended
+from rlsys.environments.room import EpisodeLimits
 from rlsys.types import Generation, GenerationRequest
 from tests.environments.asking import Asking, asking, client, play
 from tests.environments.playing import Scripted, played, request
@@ -24,12 +24,13 @@ from tests.environments.templates import CHATML, FORGETTING
 QUESTION: list[Any] = [{"role": "user", "content": "?"}]
 
 
-async def ask(policy: openai.AsyncOpenAI, **named: Any) -> Any:
+async def ask(policy: Any, **named: Any) -> Any:
     return await policy.chat.completions.create(**{"model": "m", "messages": QUESTION, **named})
 
 
 def raw(endpoint: rlsys.Endpoint, key: str | None = None) -> httpx.AsyncClient:
-    headers = {"Authorization": f"Bearer {endpoint.key if key is None else key}"}
+    key = endpoint.key if key is None else key
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.AsyncClient(base_url=endpoint.url, headers=headers, timeout=60)
 
 

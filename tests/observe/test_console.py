@@ -5,6 +5,7 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -225,6 +226,27 @@ def test_samples_are_printed_every_ten_steps_and_never_interpreted() -> None:
         "  completion 4",
         "             or so",
     ]
+
+
+def test_an_episode_is_shown_turn_by_turn() -> None:
+    def turn(branch: int, role: str, text: str) -> dict[str, Any]:
+        return {"branch": branch, "role": role, "text": text, "sampled": role == "assistant"}
+
+    screen = Screen()
+    turns = [turn(0, "user", "?"), turn(0, "assistant", "3"), turn(1, "user", "\x1b!")]
+    screen.run.step(step_line(1), [replace(RECORD, step=1, turns=turns)])
+    assert screen.lines[-5:] == [
+        "sample of step 1: reward 0.5",
+        "  user       ?",
+        "  assistant  3",
+        "  branch 1",
+        "  user       \\x1b!",
+    ]
+    long = [turn(0, "user", str(number)) for number in range(40)]
+    screen.run.step(step_line(10), [replace(RECORD, step=10, turns=long)])
+    shown = screen.lines[screen.lines.index("sample of step 10: reward 0.5") + 1 :]
+    assert len(shown) == 17
+    assert shown[7:10] == ["  user       7", "  [... 24 turns ...]", "  user       32"]
 
 
 def test_a_sample_that_nothing_scored_has_no_reward() -> None:

@@ -55,7 +55,7 @@ def test_functions_of_a_file_run_in_a_process_of_their_own(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("numeric", "'numeric' names no reward function; give one of exact_match, math_answer"),
+        ("numeric", "'numeric' names no reward function; give one of code_tests, exact_match"),
         ("", "names no reward function"),
         ("recipes.quickstart:", "names no reward function"),
         ("no_such_package.rewards:right", "there is no module 'no_such_package'"),

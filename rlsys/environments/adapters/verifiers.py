@@ -1,0 +1,216 @@
+"""Environments of verifiers (https://github.com/PrimeIntellect-ai/verifiers), version 0.4 (its v1).
+
+In: an environment's configuration, as verifiers' own command takes it, and the Python that has
+verifiers and the environment's package. verifiers wants other versions of what rlsys uses, so that
+it stands in an environment of its own: its programs speak to the endpoint of an episode, and what
+they ask there is the rollout (`rlsys.agent`). One process a worker plays all of its episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlsys.environments.adapters import Foreign
+from rlsys.environments.environment import Environment, agent
+from rlsys.rewards.environment import without_secrets
+
+CHILD = Path(__file__).with_name("verifiers_child.py")
+
+# -P: the folder of the script is not where it imports from, for this file is named as the package.
+ALONE = ("-P", "-u")
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 10.0  # after SIGKILL
+
+# Of one answer of the process: the rows of a large taskset are one.
+MAX_LINE_BYTES = 2**28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verifiers(Foreign):
+    """
+    env: the configuration of the environment, such as {"taskset": {"id": "gsm8k-v1"}, "agent":
+        {"runtime": {"type": "subprocess"}}}: what is [env] in verifiers' own TOML.
+    python: of the environment in which verifiers is; this one by default.
+    variables: of the process, beside those that hold no secrets.
+    model: the name that the programs give the model.
+    """
+
+    env: Mapping[str, Any]
+    python: str = sys.executable
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    model: str = "policy"
+    start_timeout_s: float = START_TIMEOUT_S
+
+    @property
+    def name(self) -> str:
+        taskset = self.env.get("taskset") or {}
+        return str(taskset.get("id") or self.env.get("id") or "verifiers")
+
+    def environment(self, **options: Any) -> Environment:
+        """With the limits that `rlsys.agent` takes."""
+        return agent(**{"name": self.name, **options})(self)
+
+    def tasks(self, num: int, *, seed: int = 0) -> list[dict[str, Any]]:
+        """The first tasks of the taskset, in its order, which `seed` does not change. Raises
+        ValueError where verifiers cannot load the environment."""
+        requests = [dict(self.env), {"id": 0, "tasks": num}]
+        ended = subprocess.run(
+            [self.python, *ALONE, str(CHILD)],
+            input="".join(f"{json.dumps(one)}\n" for one in requests).encode(),
+            stdout=subprocess.PIPE,
+            env=self._variables(),
+            timeout=self.start_timeout_s,
+            check=False,
+        )
+        first, *others = [json.loads(line) for line in ended.stdout.splitlines()] or [{}]
+        if "ready" not in first or not others:
+            raise ValueError(self._not_started(first))
+        rows: list[dict[str, Any]] = others[0]["rows"]
+        return rows
+
+    async def __call__(self, endpoint: Any, task: Mapping[str, Any]) -> dict[str, float]:
+        process = await self._process()
+        return await process.play(
+            task=int(task["index"]), url=endpoint.url, key=endpoint.key, model=self.model
+        )
+
+    async def close(self) -> None:
+        """End this worker's process; it ends with the worker, too."""
+        starting = _PROCESSES.pop(self._key(), None)
+        if starting is not None:
+            await (await starting).stop()
+
+    async def _process(self) -> _Process:
+        key = self._key()
+        running = _PROCESSES.get(key)
+        if running is None or (running.done() and not _is_alive(running)):
+            running = _PROCESSES[key] = asyncio.ensure_future(self._started())
+        return await asyncio.shield(running)
+
+    async def _started(self) -> _Process:
+        child = await asyncio.create_subprocess_exec(
+            self.python,
+            *ALONE,
+            str(CHILD),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self._variables(),
+            limit=MAX_LINE_BYTES,
+        )
+        process = _Process(child)
+        try:
+            async with asyncio.timeout(self.start_timeout_s):
+                first = await process.start(self.env)
+        except TimeoutError:
+            first = {}
+        if "ready" not in first:
+            await process.stop()
+            raise ConnectionError(self._not_started(first))
+        return process
+
+    def _key(self) -> str:
+        loop = id(asyncio.get_running_loop())
+        return json.dumps([loop, self.python, dict(self.env), dict(self.variables)])
+
+    def _variables(self) -> dict[str, str]:
+        return {**without_secrets(os.environ), **self.variables}
+
+    def _not_started(self, answer: Mapping[str, Any]) -> str:
+        why = answer.get("failed") or f"nothing came within {self.start_timeout_s:g} s; see its log"
+        return (
+            f"the environment {self.name!r} of verifiers does not start with {self.python}: {why}. "
+            "That Python needs verifiers 0.4 and the environment's package; name another with "
+            "Verifiers(python=...)."
+        )
+
+
+# Of this process: one for each environment, shared by its episodes.
+_PROCESSES: dict[str, asyncio.Future[_Process]] = {}
+
+
+def _is_alive(started: asyncio.Future[_Process]) -> bool:
+    return not started.cancelled() and not started.exception() and started.result().is_alive
+
+
+class _Process:
+    """The process that plays, from its start to its end."""
+
+    def __init__(self, child: asyncio.subprocess.Process) -> None:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        self._child = child
+        self._stdin, self._stdout = child.stdin, child.stdout
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._reading is not None and not self._reading.done()
+
+    async def start(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What it says first; {} where it ended without a word."""
+        self._send(dict(config))
+        first = await self._stdout.readline()
+        if not first:
+            return {}
+        self._reading = asyncio.create_task(self._read())
+        answer: dict[str, Any] = json.loads(first)
+        return answer
+
+    async def play(self, **request: Any) -> dict[str, float]:
+        """The rewards by name. Raises RuntimeError for an episode that failed, ConnectionError
+        where the process died."""
+        number = next(self._numbers)
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            self._send({"id": number, **request})
+            told = await answer
+        except asyncio.CancelledError:
+            if self.is_alive:
+                self._send({"id": number, "cancel": True})
+            raise
+        finally:
+            del self._waiting[number]
+        if "error" in told:
+            raise RuntimeError(told["error"])
+        rewards: dict[str, float] = told["rewards"]
+        return rewards
+
+    async def stop(self) -> None:
+        self._stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            self._child.kill()
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await self._child.wait()
+            if self._reading is not None:
+                await self._reading
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        if self._stdin.is_closing():
+            raise ConnectionError("the process of verifiers has died; see its log.")
+        self._stdin.write(json.dumps(request).encode() + b"\n")
+
+    async def _read(self) -> None:
+        while line := await self._stdout.readline():
+            answer = json.loads(line)
+            if (waiting := self._waiting.get(answer["id"])) is not None and not waiting.done():
+                waiting.set_result(answer)
+        self._stdin.close()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(
+                    ConnectionError("the process of verifiers has died; see its log.")
+                )

@@ -1,0 +1,97 @@
+"""Tests of a program that the program cannot get round: it and its tests run in two processes.
+
+    tests ──► examiner (trusted, its own sandbox) ──► verdicts
+                  │  ▲ calls, plain data
+                  ▼  │
+              program (its own sandbox)
+
+The program's process holds no test, no expected value and no verdict. All that it can do to pass is
+to return, to each call, the value that the test expects.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import socket
+import sys
+from collections.abc import Sequence
+
+from rlsys.sandbox.host import host
+from rlsys.sandbox.programs import finished, job, limits
+
+SUBJECT = "from rlsys.sandbox.inside import subject\nsubject.main({program!r})\n"
+EXAMINER = "from rlsys.sandbox.inside import examiner\nexaminer.main()\n"
+
+
+async def check(
+    program: str, tests: str | Sequence[str], *, timeout_s: float = 5.0, memory_mib: int = 256
+) -> list[bool]:
+    """Which of the tests the program passes: each assert statement and each call of a function at
+    the top of `tests` is one; other statements prepare those below them.
+
+    timeout_s: of all tests together; those that are left when it is over have failed. Values
+    between the two are plain data: numbers, texts, bytes, None, and lists, tuples, sets and
+    dictionaries of them. Other objects stay with the program; a test can call them and their
+    methods, and iterate over them. What a call changes in its arguments does not come back.
+
+    Raises ValueError for tests that are no Python or hold no test, and as `run` does.
+    """
+    steps, names = read_tests(tests)
+    bounds = limits(timeout_s, memory_mib, 1)
+    ours, theirs = socket.socketpair()
+    examiner = job(EXAMINER, json.dumps({"tests": steps, "names": names}), bounds, ours)
+    subject = job(SUBJECT.format(program=program), "", bounds, theirs)
+    verdicts, other = host().submit(examiner, subject)
+    try:
+        ended = await finished(verdicts)
+    finally:
+        host().kill(other)
+    told = ended.stdout[: len(steps)].decode()
+    return [i < len(told) and told[i] == "1" for i in range(len(steps))]
+
+
+def read_tests(tests: str | Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
+    """The tests, each with what comes before it, and the names that the program must define.
+    Raises ValueError for what holds no test."""
+    text = tests if isinstance(tests, str) else "\n".join(tests)
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"the tests are no Python ({error}): {text[:200]!r}; give assert statements."
+        ) from error
+    steps: list[dict[str, str]] = []
+    before: list[str] = []
+    for statement in tree.body:
+        source = ast.get_source_segment(text, statement) or ""
+        is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+        if is_call or isinstance(statement, ast.Assert):
+            steps.append({"before": "\n".join(before), "test": source})
+            before = []
+        else:
+            before.append(source)
+    if not steps:
+        raise ValueError(f"the tests hold none: {text[:200]!r}; give assert statements.")
+    return steps, _asked(tree, steps)
+
+
+def _asked(tree: ast.Module, steps: list[dict[str, str]]) -> list[str]:
+    """Names that are read and neither built in nor modules. Modules of the standard library are
+    imported for the tests that do not do so themselves."""
+    read, bases = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            read.add(node.id)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            bases.add(node.value.id)
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    modules = sorted((bases & set(sys.stdlib_module_names)) - called)
+    if modules:
+        steps[0]["before"] = f"import {', '.join(modules)}\n{steps[0]['before']}"
+    return sorted(read - set(modules) - set(dir(builtins)))

@@ -1,0 +1,105 @@
+"""What a call of the sandbox costs when it is warm, and what many leave behind.
+
+    python scripts/bench/environment_sandbox.py [--runs 10000] [--way namespaces]
+
+Runs snippets and programs one after the other, each of which prints a number. Prints one line of
+JSON last: the median milliseconds of a snippet (`sandbox_subset_ms`) and of a whole program in
+CPython (`sandbox_cpython_ms`), how many of each ran (`sandbox_runs`), and how many processes and
+files beyond those of the warm sandbox were there afterwards (`sandbox_left`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+# Before this folder, in which a script is called as the recipes are.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rlsys import sandbox
+from rlsys.sandbox import host as hosts
+from rlsys.sandbox.host import Host
+from rlsys.sandbox.ways import WAYS
+
+NUM_RUNS = 10_000
+# Looks, a tenth of a second apart, that must count the same.
+NUM_EQUAL = 10
+SETTLE_TIMEOUT_S = 60.0
+
+
+def run(num_runs: int = NUM_RUNS, way: str | None = None) -> dict[str, Any]:
+    if way is not None:
+        hosts._of_this_process = Host([one for one in WAYS if one == way])
+    for i in range(20):
+        snippet(i)
+        program(i)
+    before = settled()
+    snippets_ms = median_ms(snippet, num_runs)
+    programs_ms = median_ms(program, num_runs)
+    return {
+        "sandbox_subset_ms": round(snippets_ms, 3),
+        "sandbox_cpython_ms": round(programs_ms, 3),
+        "sandbox_runs": num_runs,
+        "sandbox_left": max(0, settled() - before),
+        "sandbox_way": sandbox.way(),
+    }
+
+
+def snippet(i: int) -> None:
+    assert sandbox.python_sync(f"{i} + 1") == str(i + 1)
+
+
+def program(i: int) -> None:
+    assert sandbox.run_sync(f"print({i} + 1)").stdout == f"{i + 1}\n"
+
+
+def median_ms(call: Callable[[int], None], num_runs: int) -> float:
+    times_s = []
+    for i in range(num_runs):
+        began_s = time.perf_counter()
+        call(i)
+        times_s.append(time.perf_counter() - began_s)
+    return statistics.median(times_s) * 1e3
+
+
+def settled() -> int:
+    """What is left once it has not changed for a while: those that wait for programs are made
+    anew behind each, and what has ended takes a moment to vanish."""
+    counts = [left()]
+    end_s = time.monotonic() + SETTLE_TIMEOUT_S
+    while counts[-NUM_EQUAL:] != counts[-1:] * NUM_EQUAL and time.monotonic() < end_s:
+        time.sleep(0.1)
+        counts.append(left())
+    return counts[-1]
+
+
+def left() -> int:
+    """Processes below this one, its descriptors, and files of the sandbox's."""
+    processes = psutil.Process().children(recursive=True)
+    files = [
+        path for path in Path(tempfile.gettempdir()).glob("rlsys-sandbox-*/*") if path.exists()
+    ]
+    return len(processes) + len(os.listdir("/proc/self/fd")) + len(files)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the sandbox.")
+    parser.add_argument("--only", choices=["sandbox"], default="sandbox", help="the part to run")
+    parser.add_argument("--runs", type=int, default=NUM_RUNS, help="of each kind")
+    parser.add_argument("--way", choices=WAYS, help="how programs are isolated")
+    options = parser.parse_args()
+    print(json.dumps(run(options.runs, options.way)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A stub of verifiers, see v1."""

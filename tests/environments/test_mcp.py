@@ -1,0 +1,251 @@
+"""The tools of a real MCP server, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlsys
+from rlsys.environments import mcp as module
+from rlsys.environments.mcp import McpTools
+from rlsys.environments.tool_call import Call
+from rlsys.environments.tool_use import ToolUse
+from rlsys.environments.tools import ToolSet
+
+pytest.importorskip("mcp", reason="the extra rlsys[mcp]")
+
+SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
+
+# Within which something must have happened on a busy machine.
+LIMIT_S = 60.0
+
+
+def with_tools(
+    check: Callable[[Callable[..., Awaitable[str]], ToolSet], Awaitable[None]],
+    *tools: McpTools,
+) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(LIMIT_S), ToolSet(tools) as opened:
+
+            async def say(name: str, /, **arguments: Any) -> str:
+                [message] = await opened.call_all([Call("i", name, arguments)])
+                return str(message["content"])
+
+            await check(say, opened)
+
+    asyncio.run(run())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_its_tools_are_called_and_its_schemas_passed_through() -> None:
+    pids = []
+
+    async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
+        function = tools.schemas[0]["function"]
+        assert function["name"] == "add"
+        assert function["description"] == "Adds."
+        assert function["parameters"]["properties"]["a"]["type"] == "integer"
+        assert function["parameters"]["required"] == ["a"]
+        assert await say("add", a=2, b=3) == "5"
+        assert "no such file" in await say("fail")
+        assert (await say("fail")).startswith("Error: ")
+        assert (await say("add", a="x")).startswith("Error: ")
+        assert (await say("nothing")).startswith("Error: there is no tool 'nothing'")
+        assert await say("picture") == "A picture:\n[image, image/png]"
+        # One process, whoever asks; calls side by side.
+        pids.extend(await asyncio.gather(*(say("pid") for _ in range(8))))
+
+    with_tools(check, rlsys.mcp_tools(command=SERVER))
+    assert len(set(pids)) == 1
+    assert not is_alive(int(pids[0]))
+
+
+def test_it_sees_no_more_of_the_environment_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+
+    async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
+        assert tools.names == ("little_variable",)
+        assert await say("little_variable", name="SOME_API_KEY") == "none"
+        assert await say("little_variable", name="GIVEN") == "this"
+
+    spec = rlsys.mcp_tools(
+        command=SERVER, env={"GIVEN": "this"}, names=["variable"], prefix="little_"
+    )
+    with_tools(check, pickle.loads(pickle.dumps(spec)))
+    assert "this" not in repr(spec)
+
+
+def test_a_call_that_takes_too_long_is_told_and_holds_up_no_other() -> None:
+    async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
+        begin = time.monotonic()
+        waited = asyncio.ensure_future(say("wait", seconds=600))
+        assert await say("add", a=1) == "2"
+        assert await waited == "Error: wait did not end within 1 s and was stopped."
+        assert time.monotonic() - begin < LIMIT_S / 2
+
+    with_tools(check, rlsys.mcp_tools(command=SERVER, timeout_s=1))
+
+
+def test_a_server_that_dies_under_a_call_is_our_failure_and_starts_again() -> None:
+    async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
+        first = await say("pid")
+        with pytest.raises(ConnectionError, match="was lost while its tool die ran"):
+            await say("die")
+        assert await say("pid") != first
+
+    with_tools(check, rlsys.mcp_tools(command=SERVER))
+
+
+def test_a_call_that_may_be_repeated_is(tmp_path: Path) -> None:
+    async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
+        assert await say("die_once", mark=str(tmp_path / "mark")) == "alive"
+
+    with_tools(check, rlsys.mcp_tools(command=SERVER))
+
+
+def test_a_server_that_was_killed_is_started_for_the_next_call() -> None:
+    async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
+        first = int(await say("pid"))
+        os.kill(first, signal.SIGKILL)
+        await asyncio.to_thread(wait_for_end, first)
+        others = await asyncio.gather(*(say("pid") for _ in range(4)))
+        assert len(set(others)) == 1
+        assert int(others[0]) != first
+
+    with_tools(check, rlsys.mcp_tools(command=SERVER))
+
+
+def test_a_server_that_answers_nothing_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_UNANSWERED", 2)
+
+    async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
+        first = int(await say("pid"))
+        os.kill(first, signal.SIGSTOP)
+        assert "did not end within" in await say("add", a=1)
+        assert "did not end within" in await say("add", a=1)
+        while True:  # a new one may take longer to start than a call may take
+            answer = await say("pid")
+            if "did not end" not in answer:
+                break
+        assert int(answer) != first
+        assert not is_alive(first)
+
+    with_tools(check, rlsys.mcp_tools(command=SERVER, timeout_s=1))
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        (McpTools(command=("/no/such/program",)), "did not start: .*No such file"),
+        (McpTools(command=("true",)), "did not start: "),
+        (McpTools(command=("sleep", "600"), start_timeout_s=0.5), "did not answer in time"),
+        (McpTools(url="http://127.0.0.1:9/mcp"), "did not start: "),
+        (McpTools(command=tuple(SERVER), names=("add", "sub")), "has no tools sub; it has add"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(spec: McpTools, told: str) -> None:
+    async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
+        raise AssertionError("it was opened")
+
+    with pytest.raises(ValueError, match=told):
+        with_tools(check, spec)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "give one of them"),
+        ({"command": ["x"], "url": "http://y"}, "give one of them"),
+        ({"command": "run this"}, "give a list, such as \\['run', 'this'\\]"),
+        ({"command": ["x"], "start_timeout_s": 0}, "lets no server start"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        rlsys.mcp_tools(**options)
+
+
+def test_an_environment_may_have_a_server_among_its_tools() -> None:
+    @rlsys.environment(tools=[rlsys.mcp_tools(command=SERVER)])
+    async def play(chat: Any, task: Any) -> float:
+        return 0.0
+
+    async def check() -> None:
+        tools = ToolUse(play, "{{ tools }}<tool_call>", asyncio.to_thread)
+        assert tools.schemas == []
+        await tools.open()
+        try:
+            names = [schema["function"]["name"] for schema in tools.schemas]
+            assert names[:2] == ["add", "fail"]
+            message = {"content": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'}
+            tools.split_calls(message)
+            [answer] = await tools.call_all(message["tool_calls"])  # type: ignore[arg-type]
+            assert answer["content"] == "2"
+        finally:
+            await tools.close()
+
+    asyncio.run(check())
+
+
+def serve(port: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([*SERVER, str(port)])
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return process
+        time.sleep(0.05)
+    process.kill()
+    raise TimeoutError("the server did not start")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_a_server_behind_a_url() -> None:
+    port = free_port()
+    process = serve(port)
+
+    async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
+        nonlocal process
+        assert await say("add", a=2) == "3"
+        assert "no such file" in await say("fail")
+        process.kill()
+        process.wait(LIMIT_S)
+        with pytest.raises(ConnectionError):
+            await say("add", a=2)
+        process = serve(port)
+        assert await say("add", a=2) == "3"
+
+    try:
+        with_tools(check, rlsys.mcp_tools(url=f"http://127.0.0.1:{port}/mcp"))
+    finally:
+        process.kill()
+        process.wait(LIMIT_S)

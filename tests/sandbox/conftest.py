@@ -1,0 +1,24 @@
+"""Each way to isolate programs that this machine allows, in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rlsys.sandbox import host as hosts
+from rlsys.sandbox.host import Host, SandboxUnavailable
+from rlsys.sandbox.ways import WAYS
+
+
+@pytest.fixture(params=WAYS, scope="module")
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """All of rlsys.sandbox goes this way."""
+    try:
+        host = Host([request.param])
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosts, "_of_this_process", host)
+        yield request.param
+    host.close()
