@@ -3,18 +3,19 @@
     python scripts/bench/environment_endpoint.py
 
 Episodes of an agent ask through OpenAI's own client, turn by turn in one growing chat. The server,
-with its episodes' tokens, runs on one core in this process; the agents in one other. Both are timed
-by the CPU seconds that they take, which a busy machine changes little, and by the clock. Prints one
-line of JSON last.
+with its episodes' tokens, runs in this process, whose one event loop is all that it has; the agents
+in two others, since a client takes several times as long for a call. Both sides are timed by the
+clock, and by the CPU seconds that they take, which a busy machine changes little. Prints one line
+of JSON last.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import resource
 import time
+from collections.abc import Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,6 +31,7 @@ from rlsys.environments.room import EpisodeLimits
 from rlsys.tiny_models import build_tokenizer
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
+CLIENTS = 2  # processes
 TURNS = 8
 EPISODES = 256
 AT_ONCE = 32
@@ -51,15 +53,12 @@ class Null:
 
 
 def measure() -> dict[str, float]:
-    """`endpoint_calls_per_s`, both processes beside each other; CPU milliseconds a call of each."""
+    """Calls a second, all processes beside each other; CPU milliseconds a call of each side."""
     return asyncio.run(_measured())
 
 
 async def _measured() -> dict[str, float]:
-    here, there = get_context("spawn").Pipe()
-    client = get_context("spawn").Process(target=_ask_all, args=(there,), daemon=True)
-    client.start()
-    there.close()  # so that its end is noticed here
+    pipes = [_client() for _ in range(CLIENTS)]
     asked: asyncio.Queue[rlsys.Endpoint] = asyncio.Queue()
     ended: dict[str, asyncio.Event] = {}
 
@@ -80,12 +79,12 @@ async def _measured() -> dict[str, float]:
     )
     await host.start()
     async with asyncio.timeout(LIMIT_S):
-        await asyncio.to_thread(here.recv)  # it has imported the client
-        pairs = [await _round(host, asked, ended, here, n) for n in range(2)]
-        _, (seconds, server_s, client_s) = pairs  # the first warms up
+        await _told(pipes)  # they have imported the client
+        await _round(host, asked, ended, pipes, 0)  # warms up
+        seconds, server_s, client_s = await _round(host, asked, ended, pipes, 1)
         await host.close()
-    here.send(None)
-    await asyncio.to_thread(client.join, LIMIT_S)
+    for pipe in pipes:
+        pipe.send(None)
     calls = EPISODES * TURNS
     return {
         "endpoint_calls_per_s": calls / seconds,
@@ -95,19 +94,32 @@ async def _measured() -> dict[str, float]:
     }
 
 
+def _client() -> Connection:
+    """To a process that asks. It ends with None, or when this one does."""
+    here, there = get_context("spawn").Pipe()
+    get_context("spawn").Process(target=_ask_all, args=(there,), daemon=True).start()
+    there.close()  # so that its end is noticed here
+    return here
+
+
+async def _told(pipes: Sequence[Connection]) -> list[float]:
+    return list(await asyncio.gather(*(asyncio.to_thread(pipe.recv) for pipe in pipes)))
+
+
 async def _round(
     host: EpisodeHost,
     asked: asyncio.Queue[rlsys.Endpoint],
     ended: dict[str, asyncio.Event],
-    here: Connection,
+    pipes: Sequence[Connection],
     number: int,
 ) -> tuple[float, float, float]:
-    """Seconds, and CPU seconds of the server and of the client."""
+    """Seconds, and CPU seconds of the server and of the clients."""
     host.submit([_request(number, index) for index in range(EPISODES)])
     endpoints = [await asked.get() for _ in range(EPISODES)]
     start, cpu = time.monotonic(), time.process_time()
-    here.send(endpoints)
-    client_s = await asyncio.to_thread(here.recv)
+    for client, pipe in enumerate(pipes):
+        pipe.send(endpoints[client :: len(pipes)])
+    client_s = sum(await _told(pipes))
     seconds, server_s = time.monotonic() - start, time.process_time() - cpu
     for endpoint in endpoints:
         ended[endpoint.key].set()
@@ -135,7 +147,7 @@ def _request(number: int, index: int) -> EpisodeRequest:
 
 def _ask_all(pipe: Connection) -> None:
     """In the other process: every episode's agent, some at a time; tells its CPU seconds."""
-    pipe.send(os.getpid())
+    pipe.send(0.0)
     while (endpoints := pipe.recv()) is not None:
         before = resource.getrusage(resource.RUSAGE_SELF)
         asyncio.run(_agents(endpoints))
