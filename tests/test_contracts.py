@@ -63,7 +63,7 @@ ROOMS = (
     "environments",
     "dataflow",
     "engines",
-    "workers",
+    "workers primitives",
     "controller",
     "observe",
     "simulation audit estimate tiny_models scoreboard",

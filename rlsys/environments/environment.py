@@ -61,7 +61,6 @@ class Environment:
     group_reward: GroupReward | None = None
     required_columns: tuple[str, ...] = ()
     plain_text: bool = False
-    fresh_cache: bool = False
     is_agent: bool = False
 
     def __post_init__(self) -> None:
@@ -122,7 +121,6 @@ def environment(
     group_reward: GroupReward | None = None,
     required_columns: Sequence[str] = (),
     plain_text: bool = False,
-    fresh_cache: bool = False,
 ) -> Callable[[EnvironmentFunction], Environment]: ...
 def environment(
     function: EnvironmentFunction | None = None,
@@ -141,7 +139,6 @@ def environment(
     group_reward: GroupReward | None = None,
     required_columns: Sequence[str] = (),
     plain_text: bool = False,
-    fresh_cache: bool = False,
 ) -> Environment | Callable[[EnvironmentFunction], Environment]:
     """Make a function an environment: `@environment`, or `@environment(max_turns=6)`.
 
@@ -161,7 +158,6 @@ def environment(
     group_reward: `(rollouts of a group) -> a number each`, added to what each episode returned.
     required_columns: of the dataset's rows, which come as `task`.
     plain_text: texts stand one behind the other as they are, without the chat template.
-    fresh_cache: keys and values that other weights have computed are not used in later turns.
     """
 
     def decorate(function: EnvironmentFunction) -> Environment:
@@ -181,7 +177,6 @@ def environment(
             group_reward=group_reward,
             required_columns=_names("required_columns", required_columns, own_name),
             plain_text=plain_text,
-            fresh_cache=fresh_cache,
         )
 
     return decorate if function is None else decorate(function)

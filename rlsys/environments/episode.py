@@ -296,6 +296,8 @@ class Episode:
             prompt_token_ids=path.token_ids,
             sampling=replace(base, max_tokens=max_tokens, stop=(*base.stop, *own, *stop)),
             seed=_turn_seed(self.seed, turn),
+            num_shared_tokens=path.num_reused,
+            priority=min(turn, 1),  # keys and values of later turns are there
         )
 
     async def _sampled(self, request: GenerationRequest) -> Generation:

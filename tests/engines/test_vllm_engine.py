@@ -47,7 +47,7 @@ pytestmark = [
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 RANDOM = np.random.default_rng(0)
-# The long one fills two blocks of the prefix cache (128 tokens each on the CPU), the last is short.
+# The long one fills nine blocks of the prefix cache (32 tokens each on the CPU), the last is short.
 PROMPTS = [RANDOM.integers(3, 259, size=n).tolist() for n in (5, 17, 300, 1)]
 BOS, EOS = 1, 2
 

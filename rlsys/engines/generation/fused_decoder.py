@@ -26,8 +26,8 @@ from torch import nn
 from rlsys.engines.attention import AttentionRule
 from rlsys.engines.causal_lm import backbone as model_backbone
 from rlsys.engines.generation.kv_cache import SlotCache
-from rlsys.engines.onednn_linear import LinearFunction, laid_out, linear_function
-from rlsys.engines.sixteen_bit_linear import rounded_linear, wants_float32
+from rlsys.engines.onednn_linear import LinearFunction, laid_out
+from rlsys.engines.sixteen_bit_linear import linear_function
 
 BACKBONE_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 PRE_NORM_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -181,8 +181,6 @@ def _joined(layers: Sequence[nn.Linear]) -> LinearFunction:
     weight = _join([layer.get_parameter("weight") for layer in layers], laid_out)
     biased = layers[0].bias is not None
     bias = _join([layer.get_parameter("bias") for layer in layers]) if biased else None
-    if wants_float32(weight, weight):
-        return lambda x: rounded_linear(x, weight, bias)
     return linear_function(weight, bias)
 
 

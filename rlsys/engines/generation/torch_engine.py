@@ -45,7 +45,8 @@ class TorchEngine:
     """A rlsys.engines.generation.protocol.GenerationEngine for one device.
 
     `stop_token_ids`: by default those of `end_of_sequence_ids`. `num_threads`: by default
-    config.num_cpus.
+    config.num_cpus. `reuses_prefixes`: whether keys and values of what has ended are kept, in what
+    running requests leave of kv_cache_gib, for requests that go on from it.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class TorchEngine:
         stop_token_ids: Sequence[int] | None = None,
         device: str = "cpu",
         num_threads: int | None = None,
+        reuses_prefixes: bool = True,
     ) -> None:
         self._model_path = model_path
         self._config = config
         self._dtype = dtype
         self._stop_token_ids = stop_token_ids
         self._device = device
+        self._reuses_prefixes = reuses_prefixes
         self._num_threads = num_threads or max(1, int(config.num_cpus))
 
         self._thread: threading.Thread | None = None
@@ -173,6 +176,8 @@ class TorchEngine:
             num_running=num_running,
             num_generated_tokens=batch.num_generated_tokens,
             policy_version=batch.policy_version,
+            num_prompt_tokens=batch.num_prompt_tokens,
+            num_reused_tokens=batch.num_reused_tokens,
         )
 
     async def close(self) -> None:
@@ -266,6 +271,7 @@ class TorchEngine:
             else end_of_sequence_ids(self._model_path),
             decode_text=text_decoder(self._model_path),
             records_routing=self._config.replay_routing,
+            reuses_prefixes=self._reuses_prefixes,
         )
 
     def _deliver_all(self) -> None:

@@ -28,7 +28,7 @@ from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.data.hub import in_short
 from rlsys.engines.branches import check_trained
 from rlsys.engines.costs import attention_tokens
-from rlsys.engines.cpu_memory import keep_freed_memory
+from rlsys.engines.cpu_memory import Pieces, keep_freed_memory
 from rlsys.engines.inference import infer
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.released_memory import HostMemory, Offloaded, return_freed_memory
@@ -116,6 +116,7 @@ class FSDPEngine:
                 f"{world_size} have met; make one engine for each rank of the layout."
             )
         self._device = torch.device(device)
+        self._pieces = Pieces()
         torch.manual_seed(seed)
         if self._device.type == "cpu":
             keep_freed_memory()
@@ -458,7 +459,9 @@ class FSDPEngine:
             self._pipeline(role, role.stage, [batch_of(i) for i in range(num_passes)], loss)
         else:
             for number in range(num_passes):
-                self._loss_of(role, *batch_of(number), loss).backward()
+                total = self._loss_of(role, *batch_of(number), loss)
+                self._pieces.let_go()
+                total.backward()
         if self._scale.adapts:
             self._accumulated.append((role, micro_batches, loss, aggregation))
 
