@@ -2,7 +2,7 @@
 
 A number from 1 to 63 is to be found in at most six turns; the environment says whether it is larger
 or smaller. One guess alone is right 1.6 % of the time; halving what is left always wins. Each turn
-earns the part of what is left that it cuts off in any case, half at most. A small Qwen3 with a
+costs the more, the farther its guess is from the middle of what is left. A small Qwen3 with a
 tokenizer of 14 characters learns it from random weights, in minutes on two CPU cores.
 
     python recipes/guess.py --name guess
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from math import log2
 from typing import Any
 
 import rlsys
@@ -26,7 +27,7 @@ async def guess(chat: Any, task: Any) -> dict[str, float]:
     low, high, hint = 1, LARGEST, "?"
     while not chat.done:
         number = await chat(hint, parse=int)
-        chat.reward(max(0, min(number - low, high - number) + 1) / (high - low + 1), "halving")
+        chat.reward(-log2(1 + abs(number - (low + high) // 2)) / 6, "halving")
         if number == task["number"]:
             return {"found": 1.0}
         hint = "<" if number > task["number"] else ">"
