@@ -103,10 +103,11 @@ def _train(path: Path, pipe: Any) -> None:
     pipe.send(_resident_mb())
     while pipe.recv():
         engine.policy_version += 1
+        _forget_peak()
+        engine._before_change()
         with torch.no_grad():
             for parameter in engine._parameters.values():
                 parameter.mul_(1.001)
-        _forget_peak()
         start = time.perf_counter()
         manifest = engine.publish()
         pipe.send((manifest, time.perf_counter() - start, _peak_mb()))

@@ -29,6 +29,7 @@ import torch
 from rlsys.engines.context import context_length
 from rlsys.engines.generation.backbone import Backbone
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, SlotCache, room, round_up
+from rlsys.engines.generation.rows import Exchange
 from rlsys.engines.generation.sampling import Cut, sample
 from rlsys.engines.generation.slots import Slots
 from rlsys.layout.transport.weights import Tensors, Weights
@@ -154,10 +155,15 @@ class ContinuousBatch:
         self._cache = self._empty_cache()
         self._backbone.release()
 
-    def load(self, weights: Weights) -> None:
-        """Overwrite the weights by some that fit; the keys and values of running requests stay."""
-        self._backbone.load(weights)
+    def prepare(self, weights: Weights) -> Exchange | None:
+        """See `Backbone.prepare`."""
+        return self._backbone.prepare(weights)
+
+    def load(self, weights: Weights, prepared: Exchange | None) -> list[torch.Tensor]:
+        """See `Backbone.load`; the keys and values of running requests stay."""
+        replaced = self._backbone.load(weights, prepared)
         self.policy_version = weights.version
+        return replaced
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
