@@ -92,7 +92,8 @@ def exchange(rows: Sequence[Rows], names: Mapping[int, str], weights: Weights) -
     )
     # For the sake of a few, the trainer would have to keep two versions.
     stays = 2 * in_share >= sum(one.num_bytes for one in rows)
-    new, targets = [], {}
+    new: list[tuple[Rows, torch.Tensor]] = []
+    targets: dict[str, torch.Tensor] = {}
     for one, whole in zip(rows, found, strict=True):
         if whole is None or not stays:
             whole = one.empty()

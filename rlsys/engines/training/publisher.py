@@ -16,7 +16,7 @@ import torch
 
 from rlsys.engines.training.adapters import AdaptedWeight
 from rlsys.engines.training.ranks import Ranks
-from rlsys.engines.training.resident import Resident, can_lie_in_share
+from rlsys.engines.training.resident import Resident, lying_in_share
 from rlsys.layout.holdings import Box, Holder, Holding, local_box, local_part
 from rlsys.layout.plan import Plan, Segment, plan
 from rlsys.layout.transport.available_memory import require_memory
@@ -65,8 +65,8 @@ class Publisher:
         )
         self._stage = Stage([], rank=ranks.rank, node=node)
         self._resident: Resident | None = None
-        if ranks.world_size == 1 and can_lie_in_share(tensors, dtypes):
-            self._resident = Resident(tensors)
+        if len(self._sources) == 1 and (plain := lying_in_share(tensors, dtypes)) is not None:
+            self._resident = Resident(plain)
         self._outbox = Outbox()
         self._published: _Published | None = None
         refusal = None

@@ -19,20 +19,24 @@ from rlsys.engines.released_memory import return_freed_memory
 from rlsys.layout.transport.staging import Stage, copy_parts
 
 
-def can_lie_in_share(tensors: Mapping[str, object], dtypes: Mapping[str, torch.dtype]) -> bool:
-    """Whether all of them can, by name."""
-    return all(
-        type(one) in (torch.Tensor, torch.nn.Parameter)
-        and isinstance(one, torch.Tensor)
+def lying_in_share(
+    tensors: Mapping[str, object], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.Tensor] | None:
+    """The tensors, if all of them can lie there; `dtypes`: in which each is published."""
+    plain = {
+        name: one
+        for name, one in tensors.items()
+        if isinstance(one, torch.Tensor)
+        and type(one) in (torch.Tensor, torch.nn.Parameter)
         and one.device.type == "cpu"
         and one.dtype is dtypes[name]
         and one.is_contiguous()
-        for name, one in tensors.items()
-    )
+    }
+    return plain if len(plain) == len(tensors) else None
 
 
 class Resident:
-    """`tensors` that `can_lie_in_share`; they are the trainer's own, and keep their identity."""
+    """`tensors` that `lying_in_share` gave; they are the trainer's own, and keep their identity."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
