@@ -62,9 +62,13 @@ class Backbone:
             if is_llama_like(model) and _is_right_when_fused(architecture):
                 self._fused = FusedDecoder(model, _attention_rules(model))
                 self._decode = self._fused
-        self._shapes = {
-            name: tensor.detach().to("meta") for name, tensor in model_tensors(model).items()
-        }
+        tensors = model_tensors(model)
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._shapes = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+        together = [] if self._fused is None else self._fused.rows
+        joined = {id(parameter) for one in together for parameter in one.parameters}
+        alone = [Rows([tensor]) for tensor in tensors.values() if id(tensor) not in joined]
+        self._rows = [*together, *alone]
         if records_routing:
             self.routing = routing_of(model)
             self._recorder = RoutingRecorder(model)
@@ -99,10 +103,8 @@ class Backbone:
         """Let the memory of the weights go until the next `load`."""
         self.logits.release()
         if self._device.type == "cpu":
-            for tensor in model_tensors(self._model).values():
-                tensor.data = tensor.new_empty(0)
-            for one in [] if self._fused is None else self._fused.rows:
-                one.whole = one.whole.new_empty(0)
+            for one in self._rows:
+                one.release()
             self._forget()
         else:
             self._released = ReleasedMemory(model_tensors(self._model).values())
@@ -112,12 +114,7 @@ class Backbone:
         `tensors`. None on GPUs, which have no room for two versions."""
         if self._device.type != "cpu":
             return None
-        tensors = model_tensors(self._model)
-        names = {id(tensor): name for name, tensor in tensors.items()}
-        together = [] if self._fused is None else self._fused.rows
-        joined = {id(parameter) for one in together for parameter in one.parameters}
-        alone = [Rows([tensor]) for tensor in tensors.values() if id(tensor) not in joined]
-        return exchange([*together, *alone], names, weights)
+        return exchange(self._rows, self._names, weights)
 
     def load(self, weights: Weights, prepared: Exchange | None) -> list[torch.Tensor]:
         """Replace the weights, by what `prepare` has made of these. Returns memory that is to be

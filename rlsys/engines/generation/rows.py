@@ -67,6 +67,12 @@ class Rows:
         for part, one in zip(self.parts(whole), self.parameters, strict=True):
             one.data = part
 
+    def release(self) -> None:
+        """Forget the numbers, until `put` brings others."""
+        self.whole = self.parameters[0].detach().new_empty(0)
+        for one in self.parameters:
+            one.data = self.whole
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:

@@ -182,7 +182,7 @@ class TorchEngine:
         await self._call(self._require_batch().release)
         self._mappings.let_go()
         if self._serving is not None:
-            _let_go({self._serving}, [])
+            self._serving.close()  # at once: who works now may want this memory
             self._serving = None
 
     def stats(self) -> EngineStats:
