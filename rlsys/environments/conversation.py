@@ -130,6 +130,11 @@ class Conversation:
         self._replies.append(path._node.child(dict(message), reply))
         return message
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all branches, that of the first prompt included; no fewer than the trajectory has."""
+        return self._tree.num_tokens
+
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> Trajectory:
         """turn_rewards: one a reply, in the order in which `reply` was called; missing ones are 0.
         That of a reply without tokens goes to the one before it."""

@@ -31,6 +31,16 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """What an agent is given: where it asks the policy, and the key of its episode. `url` ends with
+    /v1, as OpenAI's clients take it."""
+
+    url: str
+    key: str
+    model: str = "policy"  # any name is; there is one
+
+
+@dataclass(frozen=True, kw_only=True)
 class Environment:
     """A function with what its host has to know about it; still callable as itself.
 
@@ -184,6 +194,8 @@ def agent(
     num_retries: int = 2,
     required_columns: Sequence[str] = (),
     tool_format: str | ToolFormat = "",
+    format_reward: float = 0.0,
+    group_reward: GroupReward | None = None,
 ) -> Callable[[EnvironmentFunction], Environment]: ...
 def agent(
     function: EnvironmentFunction | None = None,
@@ -196,11 +208,18 @@ def agent(
     num_retries: int = 2,
     required_columns: Sequence[str] = (),
     tool_format: str | ToolFormat = "",
+    format_reward: float = 0.0,
+    group_reward: GroupReward | None = None,
 ) -> Environment | Callable[[EnvironmentFunction], Environment]:
     """Make a function of `(endpoint, task)` an environment in which any program that speaks to an
-    OpenAI-compatible endpoint is the policy's hands: it is given `endpoint.url` and `endpoint.key`,
-    and what it asks there becomes the rollout, token by token. The arguments are those of
-    `environment`."""
+    OpenAI-compatible endpoint is the policy's hands: it is given an `Endpoint`, and what it asks
+    there becomes the rollout, token by token. It returns what that is worth, a number or named
+    ones.
+
+    The arguments are those of `environment`. format_reward: what an episode ends with that raises
+    after it was told that its turns, tokens or context are used up. tool_format: of tools that the
+    agent sends along with its requests.
+    """
 
     def decorate(function: EnvironmentFunction) -> Environment:
         own_name: str = getattr(function, "__name__", type(function).__name__)
@@ -213,6 +232,8 @@ def agent(
             num_retries=num_retries,
             required_columns=_names("required_columns", required_columns, own_name),
             tool_format=tool_format,
+            format_reward=format_reward,
+            group_reward=group_reward,
             is_agent=True,
         )
 

@@ -25,16 +25,16 @@ import numpy as np
 from rlsys.environments.chat import Chat
 from rlsys.environments.codec import Codec
 from rlsys.environments.endpoint import EndpointServer
-from rlsys.environments.environment import Environment
+from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import (
     Episode,
     EpisodeFailed,
-    EpisodeLimits,
     EpisodeOver,
     Played,
     Sampler,
 )
 from rlsys.environments.plain import PlainFailed
+from rlsys.environments.room import EpisodeLimits
 from rlsys.environments.tool_use import ToolUse
 from rlsys.rewards import RewardFailure
 from rlsys.rewards.outcome import failure_from
@@ -76,6 +76,9 @@ class Plain(Protocol):
     async def play(self, chat: Chat, task: Mapping[str, Any]) -> Any:
         """The environment's function, whose chat works without await; what it returns or raises."""
 
+    async def act(self, endpoint: Endpoint, task: Mapping[str, Any]) -> Any:
+        """The environment's function, which is an agent."""
+
     async def execute(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         """Another function, such as a tool's."""
 
@@ -100,7 +103,7 @@ class EpisodeHost:
         self._sampler = sampler
         self._limits = limits
         self._plain = plain
-        self._endpoints = EndpointServer(template) if environment.is_agent else None
+        self._endpoints = EndpointServer(environment, template) if environment.is_agent else None
         self._tools = ToolUse(environment, template, plain.execute)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._left: set[asyncio.Task[Any]] = set()  # functions that would not end
@@ -216,12 +219,7 @@ class EpisodeHost:
         finally:
             if not task.done():
                 await self._end(task)
-        try:
-            returned = task.result()
-        except EpisodeOver:
-            played = episode.played(None, is_model_fault=True)
-        else:
-            played = episode.played(returned)
+        played = self._outcome(episode, task)
         if (num_branches := played.trajectory.num_branches) > MAX_BRANCHES:
             raise EpisodeFailed(
                 f"an episode of {environment.name} has {num_branches} branches, and at most "
@@ -229,20 +227,28 @@ class EpisodeHost:
             )
         return played
 
+    def _outcome(self, episode: Episode, task: asyncio.Task[Any]) -> Played:
+        """Raises what the function did, and a failure of the episode even where the function took
+        it for something else."""
+        try:
+            returned = task.result()
+        except EpisodeOver:
+            return episode.played(None, is_model_fault=True)
+        except Exception:
+            if episode.failure is not None:
+                raise episode.failure from None
+            raise
+        if episode.failure is not None:
+            raise episode.failure
+        return episode.played(returned)
+
     async def _call(self, episode: Episode, request: EpisodeRequest) -> Any:
         environment, task = self._environment, request.task
         if self._endpoints is not None:
-            endpoint = self._endpoints.open(episode)
-            try:
+            with self._endpoints.opened(episode) as endpoint:
                 if environment.is_async:
                     return await environment.function(endpoint, task)
-                return await self._plain.execute(environment.function, endpoint, task)
-            except Exception:
-                if not episode.is_over:
-                    raise
-                raise EpisodeOver from None  # it was told so, and could not go on
-            finally:
-                self._endpoints.shut(endpoint)
+                return await self._plain.act(endpoint, task)
         chat = Chat(episode, self._tools)
         if environment.is_async:
             return await environment.function(chat, task)

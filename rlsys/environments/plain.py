@@ -25,7 +25,7 @@ from typing import Any
 import cloudpickle
 
 from rlsys.environments.chat import Chat
-from rlsys.environments.environment import Environment
+from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import EpisodeOver
 from rlsys.environments.tools import ToolError
 from rlsys.json_text import parse_json
@@ -72,6 +72,13 @@ class PlainFunctions:
     async def start(self) -> None:
         if not self._environment.is_async:
             await self._running()
+
+    async def act(self, endpoint: Endpoint, task: Mapping[str, Any]) -> Any:
+        process = await self._running()
+        number = next(self._numbers)
+        with process.call(number) as messages:
+            process.send("act", number, (endpoint, dict(task)))
+            return _outcome(await messages.get())
 
     async def play(self, chat: Chat, task: Mapping[str, Any]) -> Any:
         process = await self._running()

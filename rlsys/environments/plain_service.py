@@ -116,6 +116,8 @@ def serve(channel: socket.socket, environment: Environment) -> None:
         name, number, given = message
         if name == "play":
             calls.play(number, given)
+        elif name == "act":
+            calls.begin(number, _bound(environment.function, given, {}))
         elif name == "call":
             function, args, named = pickle.loads(given)
             calls.begin(number, _bound(function, args, named))

@@ -120,3 +120,11 @@ def detect(template: str | None) -> ToolFormat:
         "the chat template writes calls of tools in a format that is not known; say how this model "
         f"writes them with tool_format=, one of {', '.join(FORMATS)}."
     )
+
+
+def chosen_format(given: str | ToolFormat, template: str | None) -> ToolFormat:
+    """What an environment's `tool_format` means: itself, the format of a name, or, where it is
+    empty, that of the chat template. Raises ValueError."""
+    if isinstance(given, ToolFormat):
+        return given
+    return tool_format(given) if given else detect(template)

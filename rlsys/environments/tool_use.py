@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys.environments.environment import Environment
-from rlsys.environments.tool_formats import ToolFormat, detect, tool_format
+from rlsys.environments.tool_formats import chosen_format
 from rlsys.environments.tools import Execute, ToolSet
 
 
@@ -19,9 +19,8 @@ class ToolUse:
     def __init__(self, environment: Environment, template: str | None, execute: Execute) -> None:
         self._tools = ToolSet(environment.tools, execute=execute)
         self._template = template
-        self._given = environment.tool_format
         self._schemas: Sequence[Mapping[str, Any]] = []
-        self._format = self._chosen() if self._tools else None
+        self._format = chosen_format(environment.tool_format, template) if self._tools else None
         self._render()
 
     async def open(self) -> None:
@@ -53,8 +52,3 @@ class ToolUse:
 
     def _render(self) -> None:
         self._schemas = self._tools.schemas if self._template is not None else []
-
-    def _chosen(self) -> ToolFormat:
-        if isinstance(self._given, ToolFormat):
-            return self._given
-        return tool_format(self._given) if self._given else detect(self._template)

@@ -31,9 +31,9 @@ from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.torch_engine import TorchEngine
 from rlsys.environments.codec import Codec
 from rlsys.environments.conversation import Conversation
-from rlsys.environments.episode import EpisodeLimits
 from rlsys.environments.host import EpisodeHost, EpisodeRequest
 from rlsys.environments.plain import PlainFunctions
+from rlsys.environments.room import EpisodeLimits
 from rlsys.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import INJECTED, Generation, GenerationRequest, SamplingParams
 from tests.environments.templates import tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import rlsys
-from rlsys.environments.episode import EpisodeLimits
 from rlsys.environments.host import Ended
+from rlsys.environments.room import EpisodeLimits
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.types import MAX_BRANCHES
 from tests.environments.playing import LIMITS, hosted, played, request
