@@ -253,7 +253,8 @@ def test_nothing_is_reused_over_a_change_of_weights(tmp_path: Path) -> None:
     ended = run(batch, [request("ended", prompt(34), max_tokens=30)])
     batch.submit([request("running", prompt(34, seed=1), max_tokens=30)])
     batch.step()
-    batch.load(published_weights(model, 1, 1.02))
+    weights = published_weights(model, 1, 1.02)
+    batch.load(weights, batch.prepare(weights))
     ended |= run(batch, [])
     assert set(ended["running"].policy_versions.tolist()) == {0, 1}
     requests = [
@@ -279,7 +280,7 @@ def test_release_lets_go_of_what_is_parked(tmp_path: Path) -> None:
     base = run(batch, [request("base", prompt(34), max_tokens=30)])["base"]
     batch.release()
     assert batch._parked.num_tokens == 0
-    batch.load(weights)
+    batch.load(weights, batch.prepare(weights))
     after = request("after", [*prompt(34), *base.token_ids.tolist(), 5, 6])
     turns = {"after": (after, run(batch, [after])["after"])}
     assert batch.num_reused_tokens == 0

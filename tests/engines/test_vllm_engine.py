@@ -349,7 +349,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
     damage(tensors)
     manifest = published.publish(1, tensors.items())
     if damage is with_changed_bytes:
-        published.STAGES[-1]._bytes[-1] ^= 1
+        published.STAGES[-1]._kept[0].content[-1] ^= 1
     with pytest.raises(ValueError, match=message):
         run(engine.prepare(manifest))
     for a, b in zip(before, run(greedy(engine, "after")), strict=True):

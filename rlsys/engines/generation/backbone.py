@@ -24,6 +24,7 @@ from rlsys.engines.causal_lm import Head, backbone
 from rlsys.engines.context import context_length
 from rlsys.engines.generation.fused_decoder import FusedDecoder, is_llama_like
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, room
+from rlsys.engines.generation.rows import Exchange, Rows, exchange
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.released_memory import ReleasedMemory
 from rlsys.engines.routing import Routing, RoutingRecorder, routing_of
@@ -55,7 +56,8 @@ class Backbone:
         self._model = model
         self._fused: FusedDecoder | None = None
         self._recorder: RoutingRecorder | None = None
-        self._released: ReleasedMemory | None = None
+        self._released: ReleasedMemory | None = None  # on GPUs
+        self._device = next(model.parameters()).device
         self.routing: Routing | None = None
         # Can a prompt be run behind keys and values of its first tokens?
         fault = _fault_of_resuming(architecture, plain)
@@ -73,6 +75,13 @@ class Backbone:
             if is_llama_like(model) and _is_right_when_fused(architecture):
                 self._fused = FusedDecoder(model, _attention_rules(model))
                 self._decode = self._fused
+        tensors = model_tensors(model)
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._shapes = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+        together = [] if self._fused is None else self._fused.rows
+        joined = {id(parameter) for one in together for parameter in one.parameters}
+        alone = [Rows([tensor]) for tensor in tensors.values() if id(tensor) not in joined]
+        self._rows = [*together, *alone]
         if records_routing:
             self.routing = routing_of(model)
             self._recorder = RoutingRecorder(model)
@@ -103,23 +112,50 @@ class Backbone:
 
     @property
     def tensors(self) -> Tensors:
-        return model_tensors(self._model)
+        """With the shapes of the model's, and without their numbers after `release`."""
+        return self._shapes
 
     def release(self) -> None:
         """Let the memory of the weights go until the next `load`."""
         self.logits.release()
-        self._released = ReleasedMemory(model_tensors(self._model).values())
+        if self._device.type == "cpu":
+            for one in self._rows:
+                one.release()
+            self._forget()
+        else:
+            self._released = ReleasedMemory(model_tensors(self._model).values())
 
-    def load(self, weights: Weights) -> None:
-        """Overwrite the weights in place, by those that fit `tensors`."""
-        if self._released is not None:
-            self._released.take_back()
-            self._released = None
-        tensors = self.tensors
-        copy_parts((tensors[name][box.slices], part) for name, box, part in weights.parts())
+    def prepare(self, weights: Weights) -> Exchange | None:
+        """Everything that can be done while the model runs, on any thread, for weights that fit
+        `tensors`. None on GPUs, which have no room for two versions."""
+        if self._device.type != "cpu":
+            return None
+        return exchange(self._rows, self._names, weights)
+
+    def load(self, weights: Weights, prepared: Exchange | None) -> list[torch.Tensor]:
+        """Replace the weights, by what `prepare` has made of these. Returns memory that is to be
+        let go, which takes a while."""
+        replaced = []
+        if prepared is not None:
+            replaced = prepared.switch()
+        else:
+            self._overwrite(weights)
+        self._forget()
+        return replaced
+
+    def _forget(self) -> None:
+        """What has been made of other weights."""
+        self.logits.release()
         if self._fused is not None:
             with torch.no_grad():
                 self._fused.refresh()
+
+    def _overwrite(self, weights: Weights) -> None:
+        if self._released is not None:
+            self._released.take_back()
+            self._released = None
+        tensors = model_tensors(self._model)
+        copy_parts((tensors[name][box.slices], part) for name, box, part in weights.parts())
 
     def _measure(self) -> int:
         """Bytes that the cache takes for a token."""

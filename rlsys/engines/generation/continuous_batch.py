@@ -36,6 +36,7 @@ from rlsys.engines.context import context_length
 from rlsys.engines.generation.backbone import Backbone
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, Kept, SlotCache, room, round_up
 from rlsys.engines.generation.prefixes import BLOCK, Prefix, Prefixes
+from rlsys.engines.generation.rows import Exchange
 from rlsys.engines.generation.sampling import Cut, sample
 from rlsys.engines.generation.slots import Slots
 from rlsys.engines.generation.waiting import Waiting
@@ -201,12 +202,17 @@ class ContinuousBatch:
         self._parked.clear()
         self._backbone.release()
 
-    def load(self, weights: Weights) -> None:
-        """Overwrite the weights by some that fit; the keys and values of running requests stay,
-        those of requests that have ended go."""
+    def prepare(self, weights: Weights) -> Exchange | None:
+        """See `Backbone.prepare`."""
+        return self._backbone.prepare(weights)
+
+    def load(self, weights: Weights, prepared: Exchange | None) -> list[torch.Tensor]:
+        """See `Backbone.load`; the keys and values of running requests stay, those of requests
+        that have ended go."""
         self._parked.clear()
-        self._backbone.load(weights)
+        replaced = self._backbone.load(weights, prepared)
         self.policy_version = weights.version
+        return replaced
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:

@@ -274,7 +274,13 @@ class FSDPEngine:
         """What this rank has of the model and its adapters."""
         return holdings(self._base | self._tensors)
 
+    def _before_change(self) -> None:
+        """Weights lie where engines may compute with them."""
+        if self._publisher is not None:
+            self._publisher.before_change()
+
     def load(self, directory: Path) -> None:
+        self._before_change()
         self.policy_version = load_state(
             directory, self._state, self._optimizer, sharded=self._sharded
         )
@@ -304,6 +310,7 @@ class FSDPEngine:
         )
 
     def restore(self, file: SnapshotFile, step: int) -> None:
+        self._before_change()
         state = self._local_state()
         file.read(step, state)
         self._go_on_from(step, state)
@@ -318,6 +325,7 @@ class FSDPEngine:
         return tuple(holdings(self._local_state()))
 
     def take(self, move: Move, rank: str, parcels: Sequence[Parcel]) -> None:
+        self._before_change()
         state = self._local_state()
         fill(move, rank, state, parcels)
         self._go_on_from(move.step, state)
@@ -573,6 +581,7 @@ class FSDPEngine:
         clip = min(1.0, self._config.max_grad_norm / (sums.grad_norm + 1e-6))
         scale_gradients(parameters, clip / (sums.denominator * self._scale.value))
         set_learning_rate(self._optimizer, rate)
+        self._before_change()
         self._optimizer.step()
         self._scale.updated()
         self._begin_update()
