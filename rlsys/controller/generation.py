@@ -72,7 +72,12 @@ class GenerationSide:
         self._carried_homes = carried.homes
         self._partials = PartialRollouts(state.store)
         self._router = Router()
-        self._placing = Placing(state, self._router, is_in_training=is_in_training)
+        self._placing = Placing(
+            state,
+            self._router,
+            is_in_training=is_in_training,
+            whole_groups=play is not None and play.environment.group_reward is not None,
+        )
         self.pool = ReplicaPool(
             state,
             turns,
