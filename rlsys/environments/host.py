@@ -40,6 +40,7 @@ from rlsys.rewards import RewardFailure
 from rlsys.rewards.outcome import failure_from
 from rlsys.signal import Signal
 from rlsys.types import MAX_BRANCHES, Rollout, SamplingParams
+from rlsys.user_functions import contained
 
 # A function that goes on after it was cancelled is left to itself after this.
 CANCEL_TIMEOUT_S = 1.0
@@ -235,7 +236,9 @@ class EpisodeHost:
             endpoint = self._endpoints.open(episode)
             try:
                 if environment.is_async:
-                    return await environment.function(endpoint, task)
+                    return await contained(
+                        environment.function, endpoint, task, passing=(EpisodeOver,)
+                    )
                 return await self._plain.execute(environment.function, endpoint, task)
             except Exception:
                 if not episode.is_over:
@@ -245,7 +248,7 @@ class EpisodeHost:
                 self._endpoints.shut(endpoint)
         chat = Chat(episode, self._tools)
         if environment.is_async:
-            return await environment.function(chat, task)
+            return await contained(environment.function, chat, task, passing=(EpisodeOver,))
         return await self._plain.play(chat, task)
 
     async def _end(self, task: asyncio.Task[Any]) -> None:
@@ -288,7 +291,7 @@ class EpisodeHost:
                     f"{name} returned {len(values)} numbers for {len(together)} rollouts."
                 )
             return [_raised(one, float(x)) for one, x in zip(together, values, strict=True)]
-        except Exception as error:  # noqa: BLE001 - a user's function, as above
+        except BaseException as error:  # noqa: BLE001 - a user's function, SystemExit included
             failure = failure_from(name, error)
             return [replace(one, played=None, failure=failure) for one in together]
 
