@@ -115,7 +115,9 @@ async def contained(
     if somebody had), but for `passing`."""
     try:
         return await function(*arguments)
-    except (Exception, *passing):
+    except Exception:
+        raise
+    except passing:
         raise
     except asyncio.CancelledError as error:
         task = asyncio.current_task()

@@ -100,7 +100,7 @@ def test_what_is_no_exception_is_raised_as_one(error: BaseException) -> None:
         raise error
 
     with pytest.raises(RuntimeError, match=f"leaves raised {type(error).__name__}"):
-        asyncio.run(ToolSet([leaves]).call_all([Call("leaves", {})]))
+        asyncio.run(ToolSet([leaves]).call_all([Call("call_0", "leaves", {})]))
 
 
 def test_an_exception_ends_the_other_calls() -> None:
