@@ -6,12 +6,13 @@ Importing this takes no torch: reward processes do without.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import inspect
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -94,3 +95,34 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+class Escaped(RuntimeError):
+    """A function raised what is no Exception, the cause of this."""
+
+    def __init__(self, name: str, cause: BaseException) -> None:
+        super().__init__(f"{name} raised {type(cause).__name__}: {cause}")
+        self.__cause__ = cause
+
+
+async def contained(
+    function: Callable[..., Awaitable[T]],
+    *arguments: Any,
+    passing: tuple[type[BaseException], ...] = (),
+) -> T:
+    """What an async function returns. Raises Escaped for what is no Exception (SystemExit, which
+    would end the event loop, or CancelledError where nobody has cancelled it, which would look as
+    if somebody had), but for `passing`."""
+    try:
+        return await function(*arguments)
+    except Exception:
+        raise
+    except passing:
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Escaped(name_of(function), error) from error
+    except BaseException as error:
+        raise Escaped(name_of(function), error) from error

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -33,16 +34,21 @@ from rlsys.environments.episode import (
     Played,
     Sampler,
 )
-from rlsys.environments.plain import PlainFailed
+from rlsys.environments.plain import PlainFailed, ProcessEnded
 from rlsys.environments.room import EpisodeLimits
 from rlsys.environments.tool_use import ToolUse
 from rlsys.rewards import RewardFailure
 from rlsys.rewards.outcome import failure_from
 from rlsys.signal import Signal
 from rlsys.types import MAX_BRANCHES, Rollout, SamplingParams
+from rlsys.user_functions import contained
 
 # A function that goes on after it was cancelled is left to itself after this.
 CANCEL_TIMEOUT_S = 1.0
+
+# Deaths of the process that plain functions share, after which an episode has one to itself. They
+# are no failures of its own: who ends the process, ends all that run there.
+MAX_SHARED_DEATHS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,10 @@ class Plain(Protocol):
 
     async def start(self) -> None:
         """Raises ValueError for functions that cannot be loaded there."""
+
+    def place(self, *, alone: bool) -> AbstractAsyncContextManager[None]:
+        """Of one episode, while it is entered: what it calls runs with others, or `alone`. Raises
+        ValueError as `start` does."""
 
     async def play(self, chat: Chat, task: Mapping[str, Any]) -> Any:
         """The environment's function, whose chat works without await; what it returns or raises."""
@@ -163,9 +173,12 @@ class EpisodeHost:
         failure: RewardFailure | None = None
         played: Played | None = None
         try:
-            for _ in range(1 + self._environment.num_retries):
+            num_deaths = num_failures = 0
+            while num_failures <= self._environment.num_retries:
+                alone = num_deaths >= MAX_SHARED_DEATHS
                 try:
-                    played = await self._attempt(request)
+                    async with self._plain.place(alone=alone):
+                        played = await self._attempt(request)
                     break
                 except EpisodeFailed as error:
                     failure = RewardFailure(
@@ -176,9 +189,15 @@ class EpisodeHost:
                     failure = RewardFailure(
                         kind=error.kind, reward=self._environment.name, message=str(error)
                     )
+                    if isinstance(error, ProcessEnded):
+                        if alone:
+                            break
+                        num_deaths += 1
+                        continue
                 # Whatever a user's function raises is the outcome of its episode.
                 except Exception as error:  # noqa: BLE001
                     failure = failure_from(self._environment.name, error)
+                num_failures += 1
         except asyncio.CancelledError:
             failure = None
             if not self._is_aborted():
@@ -247,11 +266,13 @@ class EpisodeHost:
         if self._endpoints is not None:
             with self._endpoints.opened(episode) as endpoint:
                 if environment.is_async:
-                    return await environment.function(endpoint, task)
+                    return await contained(
+                        environment.function, endpoint, task, passing=(EpisodeOver,)
+                    )
                 return await self._plain.act(endpoint, task)
         chat = Chat(episode, self._tools)
         if environment.is_async:
-            return await environment.function(chat, task)
+            return await contained(environment.function, chat, task, passing=(EpisodeOver,))
         return await self._plain.play(chat, task)
 
     async def _end(self, task: asyncio.Task[Any]) -> None:
@@ -294,7 +315,7 @@ class EpisodeHost:
                     f"{name} returned {len(values)} numbers for {len(together)} rollouts."
                 )
             return [_raised(one, float(x)) for one, x in zip(together, values, strict=True)]
-        except Exception as error:  # noqa: BLE001 - a user's function, as above
+        except BaseException as error:  # noqa: BLE001 - a user's function, SystemExit included
             failure = failure_from(name, error)
             return [replace(one, played=None, failure=failure) for one in together]
 

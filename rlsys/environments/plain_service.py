@@ -125,6 +125,8 @@ def serve(channel: socket.socket, environment: Environment) -> None:
             calls.answer(number, given)
         elif name == "give_up":
             calls.give_up(number)
+        elif name == "ping":
+            calls.send({"number": number, "alive": True})
 
 
 def _bound(function: Any, args: Any, named: Any) -> Callable[[], Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,10 @@ class InThreads:
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
+
+    @asynccontextmanager
+    async def place(self, *, alone: bool) -> AsyncIterator[None]:
+        yield
 
     async def play(self, chat: Chat, task: Any) -> Any:
         raise AssertionError("the environment is async")

@@ -170,6 +170,42 @@ def test_what_raises_is_tried_again_and_then_fails() -> None:
     assert "no server" in ended.failure.message
 
 
+class Unusual(BaseException):
+    """No Exception."""
+
+
+@pytest.mark.parametrize(
+    "error", [Unusual(), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()]
+)
+def test_what_is_no_exception_fails_too(error: BaseException) -> None:
+    """None ends the event loop, and none looks as if the episode had been aborted."""
+
+    @rlsys.environment(num_retries=1)
+    async def broken(chat: Any, task: Any) -> float:
+        await chat("1")
+        raise error
+
+    ended = play(broken, lambda text: "5")
+    assert ended.failure is not None
+    assert ended.failure.kind == "exception"
+    assert ended.failure.message.startswith("broken raised ")
+    assert type(error).__name__ in ended.failure.message
+
+
+def test_a_group_reward_that_exits_fails() -> None:
+    def exits(rollouts: Any) -> Any:
+        raise SystemExit(3)
+
+    @rlsys.environment(group_reward=exits)
+    async def fine(chat: Any, task: Any) -> float:
+        await chat("1")
+        return 1.0
+
+    ended = play(fine, lambda text: "5")
+    assert ended.failure is not None
+    assert "fine's group_reward raised SystemExit: 3" in ended.failure.message
+
+
 def test_what_fails_once_goes_on() -> None:
     attempts: list[int] = []
 
