@@ -3,7 +3,7 @@
 A number from 1 to 63 is to be found in at most six turns; the environment says whether it is larger
 or smaller. One guess alone is right 1.6 % of the time; halving what is left always wins. Each turn
 costs the more, the farther its guess is from the middle of what is left. A small Qwen3 with a
-tokenizer of 14 characters learns it from random weights, in minutes on two CPU cores.
+tokenizer of 13 characters begins with random weights.
 
     python recipes/guess.py --name guess
 """
@@ -16,7 +16,14 @@ from math import log2
 from typing import Any
 
 import rlsys
-from rlsys import OwnModel, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig
+from rlsys import (
+    AsyncConfig,
+    OwnModel,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
 from rlsys.algorithms import clipped_surrogate, token_mean, turn_batch_advantage
 
 LARGEST = 63
@@ -41,7 +48,7 @@ class GuessConfig(RunConfig):
 
     name: str = "guess"
     """Name of the run's directory below runs_dir; two runs never share one."""
-    num_steps: int = 120
+    num_steps: int = 240
     """Optimizer steps of the whole run, resumed parts included."""
     prompts_per_step: int = 63
     """Groups in one optimizer step."""
@@ -51,9 +58,14 @@ class GuessConfig(RunConfig):
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=512))
     trainer: TrainerConfig = field(
         default_factory=lambda: TrainerConfig(
-            learning_rate=2e-3, warmup_steps=5, schedule="linear", micro_batch_tokens=8192
+            learning_rate=2e-3,
+            warmup_steps=5,
+            schedule="linear",
+            micro_batch_tokens=8192,
+            num_minibatches=3,
         )
     )
+    asynchrony: AsyncConfig = field(default_factory=lambda: AsyncConfig(max_staleness=6))
 
 
 def graph(cfg: GuessConfig) -> rlsys.Dataflow:
