@@ -3,7 +3,6 @@ rule and the fix; fields that this server has no use for are ignored."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlsys import json_text
 from rlsys.primitives.backend import StepParams
 from rlsys.primitives.errors import Refused
 from rlsys.primitives.rows import ModelLimits
@@ -34,7 +34,7 @@ _NOT_OFFERED = {
 def parse_json(body: bytes) -> Body:
     """Raises Refused, 400, for what is no JSON object."""
     try:
-        found = json.loads(body or b"{}")
+        found = json_text.parse_json(body or b"{}")
     except ValueError as error:
         raise Refused(f"the body is no JSON ({error}); send an object.", 400) from None
     if not isinstance(found, dict):

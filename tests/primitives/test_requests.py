@@ -99,3 +99,10 @@ def test_a_body_is_an_object() -> None:
         with pytest.raises(Refused) as refused:
             requests.parse_json(wrong)
         assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b"[" * 100_000])
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    with pytest.raises(Refused, match="the body is no JSON") as raised:
+        requests.parse_json(body)
+    assert raised.value.status == 400
