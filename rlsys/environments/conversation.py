@@ -191,7 +191,7 @@ class Conversation:
             return None
         said = Said(anchor.has_reasoning, reply.said.call_ids)
         tail = codec.template.tail(said, messages, tools, has_system=anchor.has_system)
-        if tail is None:
+        if tail is None or codec.num_rewritten(tail, reply.generation):
             codec.is_append_only[kind] = False
             return None
         tail = codec.without_end(tail, reply.generation)
@@ -213,7 +213,10 @@ class Conversation:
                 token_ids += kept
                 last = reply.generation if is_ended else None
                 continue
-            text = piece if last is None else self._codec.without_end(piece, last)
+            text = piece
+            if last is not None:
+                text = self._codec.without_end(piece, last)
+                token_ids = token_ids[: len(token_ids) - self._codec.num_rewritten(piece, last)]
             token_ids += self._encode(text, not token_ids, "messages")
             last = None
         return token_ids

@@ -90,10 +90,15 @@ class TextEncoder:
             token_ids += self._segment(text[end:], at_start, cache, where)
         return token_ids
 
-    def leading_special(self, text: str) -> tuple[int, int] | None:
-        """The special token that a rendered text begins with, and how many characters it takes."""
-        found = self._splits.match(text) if self._splits is not None else None
-        return (self._special[found.group().strip()], found.end()) if found else None
+    def leading_specials(self, text: str) -> list[tuple[int, int]]:
+        """The special tokens that a rendered text begins with, one after another, and how many
+        characters the text takes up to the end of each."""
+        specials: list[tuple[int, int]] = []
+        end = 0
+        while self._splits is not None and (found := self._splits.match(text, end)) is not None:
+            end = found.end()
+            specials.append((self._special[found.group().strip()], end))
+        return specials
 
     def _segment(self, text: str, at_start: bool, cache: Cache, where: str) -> list[int]:
         at_start = at_start and self._first is not self._later
