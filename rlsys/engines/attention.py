@@ -27,7 +27,6 @@ from torch.nn import functional as F
 
 from rlsys.engines import block_attention
 from rlsys.engines.packing import Packing
-from rlsys.engines.sixteen_bit_attention import in_float32
 from rlsys.engines.tree_attention import takes, tree_attention
 
 ATTENTION = "rlsys"
@@ -130,7 +129,7 @@ def causal_attention(
             scale=rule.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return in_float32(fused, query, key, value).transpose(1, 2)
+        return fused(query, key, value).transpose(1, 2)
     visible = causal_mask(num_tokens, window, chunk, query.device)
     return _grouped_attention(query, key, value, rule, visible, dropout)
 
@@ -158,7 +157,7 @@ def attention_behind(
         scale=rule.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return in_float32(fused, query, key, value).transpose(1, 2)
+    return fused(query, key, value).transpose(1, 2)
 
 
 def _grouped_attention(
@@ -195,7 +194,7 @@ def packed_attention(
     [1, H, M, D]; returns [1, M, H·G, D]."""
     if packing.calls and _follows_tree(query, value, rule, packing, dropout):
         along = partial(tree_attention, calls=packing.calls, scaling=rule.scaling)
-        return in_float32(along, query, key, value)
+        return along(query, key, value)
     if block_attention.takes(query, value) and not dropout:
         return block_attention.block_attention(
             query,

@@ -1,11 +1,10 @@
-"""16-bit linear layers on CPUs that multiply 16-bit numbers slowly.
+"""16-bit linear layers on CPUs that cannot multiply 16-bit numbers.
 
     x [..., I], weight [O, I], both 16-bit ──► float32 ──► x · weightᵀ + bias ──► 16-bit [..., O]
 
-What a CPU has no instructions for, torch multiplies fifty times slower than float32; Intel's
-AVX-512 BF16 without AMX is half as fast as float32, but for few rows, where reading the weight
-takes the time. There the numbers become float32 for the product, which is as exact: other products
-of 16-bit numbers are summed in float32 too, and rounded once.
+What a CPU has instructions for, torch multiplies at the speed of float32 or faster; what it has
+none for, fifty times slower than float32. There the numbers become float32 for the product, which
+is as exact: other products of 16-bit numbers are summed in float32 too, and rounded once.
 
 Shape legend: N rows, I inputs, O outputs.
 """
@@ -19,18 +18,15 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from rlsys.engines import onednn_linear
 from rlsys.engines.float32_product import mm
-from rlsys.engines.onednn_linear import LinearFunction
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 def use_float32_products(model: nn.Module) -> None:
-    """Switch every linear layer of a model, in place, where this CPU multiplies a precision slowly;
-    names and weights stay. Layers go on as before with anything else than plain 16-bit tensors on
-    the CPU."""
-    if all(_rows_for_float32(dtype) is None for dtype in SIXTEEN_BIT):
+    """Switch every linear layer of a model, in place, where this CPU lacks a precision; names and
+    weights stay. Layers go on as before with anything else than plain 16-bit tensors on the CPU."""
+    if all(map(_multiplies, SIXTEEN_BIT)):
         return
     for module in model.modules():
         if isinstance(module, nn.Linear) and not isinstance(module, _Float32Products):
@@ -39,29 +35,14 @@ def use_float32_products(model: nn.Module) -> None:
 
 
 def wants_float32(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `rounded_linear` is the way to multiply x [..., I] with the weight."""
-    if not (
+    """Whether `rounded_linear` is the way to multiply them."""
+    return (
         weight.device.type == "cpu"
         and x.dtype is weight.dtype
         and weight.dtype in SIXTEEN_BIT
         and type(weight) in (torch.Tensor, nn.Parameter)
-    ):
-        return False
-    from_rows = _rows_for_float32(weight.dtype)
-    return from_rows is not None and x.numel() >= from_rows * x.shape[-1]
-
-
-def linear_function(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFunction:
-    """x ↦ x · weightᵀ + bias for plain x [N, I], N > 0, without gradient, by the way that suits the
-    precision and N."""
-    by_torch = onednn_linear.linear_function(weight, bias)
-    if weight.dtype not in SIXTEEN_BIT or _rows_for_float32(weight.dtype) is None:
-        return by_torch
-
-    def multiply(x: torch.Tensor) -> torch.Tensor:
-        return rounded_linear(x, weight, bias) if wants_float32(x, weight) else by_torch(x)
-
-    return multiply
+        and not _multiplies(weight.dtype)
+    )
 
 
 def rounded_linear(
@@ -101,19 +82,7 @@ class _Rounded(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-# Reading a bfloat16 weight twice, to make it float32, takes longer than what is won on fewer rows
-# (measured on a Xeon with AVX-512 BF16 alone, weights of 576 x 576 and 576 x 1536).
-FEW_ROWS = 64
-
-
 @functools.cache
-def _rows_for_float32(dtype: torch.dtype) -> int | None:
-    """From how many rows on products are faster through float32 on this CPU; None: never."""
-    if not _multiplies(dtype):
-        return 0
-    return FEW_ROWS if dtype is torch.bfloat16 and _bfloat16_is_slow() else None
-
-
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for it."""
     if not torch.backends.mkldnn.is_available():
@@ -122,9 +91,3 @@ def _multiplies(dtype: torch.dtype) -> bool:
     if dtype is torch.bfloat16:
         return bool(asked._is_mkldnn_bf16_supported())
     return bool(asked._is_mkldnn_fp16_supported())
-
-
-def _bfloat16_is_slow() -> bool:
-    """Whether float32 is multiplied faster: torch's product on Intel's CPUs without AMX, as long as
-    MKL does that of float32."""
-    return not torch.cpu._is_amx_tile_supported() and not onednn_linear.is_faster()

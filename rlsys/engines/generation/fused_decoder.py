@@ -27,8 +27,8 @@ from rlsys.engines.attention import AttentionRule
 from rlsys.engines.causal_lm import backbone as model_backbone
 from rlsys.engines.generation.kv_cache import SlotCache
 from rlsys.engines.generation.rows import Rows
-from rlsys.engines.onednn_linear import LinearFunction, is_best_turned
-from rlsys.engines.sixteen_bit_linear import linear_function
+from rlsys.engines.onednn_linear import LinearFunction, is_best_turned, linear_function
+from rlsys.engines.sixteen_bit_linear import rounded_linear, wants_float32
 
 BACKBONE_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 PRE_NORM_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -200,7 +200,10 @@ class _Joined:
 
     def refresh(self) -> None:
         weight, bias = self.rows[0].whole, self.rows[1].whole if len(self.rows) > 1 else None
-        self._run: LinearFunction = linear_function(weight, bias)
+        if wants_float32(weight, weight):
+            self._run: LinearFunction = lambda x: rounded_linear(x, weight, bias)
+        else:
+            self._run = linear_function(weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._run(x)
