@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -26,6 +28,7 @@ from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, R
 from rlsys.environments.template import Message
 from rlsys.environments.token_tree import Trajectory, joined
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from rlsys.user_functions import printable
 
 # Of the names of rewards: what the function returned.
 FINAL = "final"
@@ -242,10 +245,15 @@ class Episode:
                 f"{environment.name} ended without a reply of the policy, so that there is nothing "
                 "to train on; let it `await chat(...)` at least once."
             )
-        final = {FINAL: environment.format_reward} if is_model_fault else self._final(returned)
+        if is_model_fault:
+            final: Mapping[str, float] = {FINAL: environment.format_reward}
+        else:
+            final = numbers_of(environment.name, returned, or_none=bool(self.named))
         total = sum(final.values())
         self.turns[-1].reward += total
-        components = {**self.named, **final}
+        components = dict(self.named)
+        for name, value in final.items():  # of a name that turns have had too, both count
+            components[name] = components.get(name, 0.0) + value
         return Played(
             trajectory=self._trajectory(),
             total=sum(components.values()),
@@ -276,17 +284,6 @@ class Episode:
             for role, text, is_sampled in branch:
                 told.append({"branch": number, "role": role, "text": text, "sampled": is_sampled})
         return told
-
-    def _final(self, returned: object) -> Mapping[str, float]:
-        name = self.environment.name
-        if isinstance(returned, Mapping):
-            if not returned and not self.named:
-                raise EpisodeFailed(f"{name} returned an empty dict; return named numbers.")
-            told = f"{name} returned {dict(returned)!r}"
-            return {str(key): _number(number, told) for key, number in returned.items()}
-        if returned is None and self.named:
-            return {}  # the turns have had theirs
-        return {FINAL: _number(returned, f"{name} returned {returned!r}")}
 
     def _request(self, path: Path, max_tokens: int, stop: tuple[str, ...]) -> GenerationRequest:
         base, own = self.base, self.environment.stop
@@ -325,6 +322,31 @@ def _turn_seed(seed: int, turn: int) -> int:
     mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
     return mixed ^ (mixed >> 16)
+
+
+def numbers_of(name: str, returned: object, *, or_none: bool) -> dict[str, float]:
+    """What the function `name` returned as named numbers; of `or_none`, it may be nothing, since
+    turns have had rewards. Raises EpisodeFailed for what is none."""
+    if inspect.isawaitable(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()
+        raise EpisodeFailed(
+            f"{name} is a plain function that returned {printable(repr(returned))} instead of "
+            "awaiting it; make it async: write `async def`, and `return await ...`."
+        )
+    if isinstance(returned, Mapping):
+        if not returned and not or_none:
+            raise EpisodeFailed(f"{name} returned an empty dict; return named numbers.")
+        told = f"{name} returned {reprlib.repr(dict(returned))}"
+        return {str(key): _number(number, told) for key, number in returned.items()}
+    if returned is not None:
+        return {FINAL: _number(returned, f"{name} returned {reprlib.repr(returned)}")}
+    if not or_none:
+        raise EpisodeFailed(
+            f"{name} returned None, which is no finite number; let every way through it end with "
+            "`return` and a number, or named numbers, or give some turn a chat.reward(...)."
+        )
+    return {}
 
 
 def _number(value: object, what: str) -> float:

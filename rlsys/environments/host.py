@@ -46,6 +46,9 @@ from rlsys.user_functions import contained
 # A function that goes on after it was cancelled is left to itself after this.
 CANCEL_TIMEOUT_S = 1.0
 
+# Of the names of rewards: what group_reward gave.
+GROUP = "group"
+
 # Deaths of the process that plain functions share, after which an episode has one to itself. They
 # are no failures of its own: who ends the process, ends all that run there.
 MAX_SHARED_DEATHS = 2
@@ -345,7 +348,7 @@ def _raised(ended: Ended, value: float) -> Ended:
     trajectory = played.trajectory
     rewards = trajectory.turn_rewards.copy()
     rewards[int(np.flatnonzero(trajectory.policy_versions >= 0)[-1])] += np.float32(value)
-    components = {**played.components, "group": value}
+    components = {**played.components, GROUP: played.components.get(GROUP, 0.0) + value}
     return replace(
         ended,
         played=replace(

@@ -314,12 +314,7 @@ async def _done(chats: dict[int, Chat], message: Mapping[str, Any]) -> dict[str,
         return {"over": True}
     except ValueError as error:
         return {"error": str(error)}
-    state = {
-        "done": chat.done,
-        "truncated": chat.truncated,
-        "num_tool_calls": chat.num_tool_calls,
-    }
-    return {"value": value, "state": state}
+    return {"value": value, "state": {"done": chat.done, "truncated": chat.truncated}}
 
 
 async def _method(chats: dict[int, Chat], chat: Chat, method: str, given: Mapping[str, Any]) -> Any:
@@ -334,6 +329,8 @@ async def _method(chats: dict[int, Chat], chat: Chat, method: str, given: Mappin
             return chat.system(given["text"])
         case "messages":
             return chat.messages
+        case "num_tool_calls":
+            return chat.num_tool_calls
         case "fork" | "seat":
             made = chat.fork() if method == "fork" else chat.seat(given["name"])
             chats[len(chats)] = made

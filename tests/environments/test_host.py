@@ -298,6 +298,36 @@ def test_seats_have_conversations_of_their_own() -> None:
     assert trajectory.turn_rewards.tolist() == [0, 1, 0, 0, -1]
 
 
+def test_a_seat_has_one_conversation_whoever_asks_for_it() -> None:
+    @rlsys.environment(seats=("first", "second"))
+    async def game(chat: Any, task: Any) -> float:
+        await chat.seat("second")("1")
+        await chat.seat("second")("2")
+        assert chat.seat("first") is chat
+        assert chat.fork().seat("second") is chat.seat("second")
+        return float(len(chat.seat("second").messages))
+
+    ended = play(game, lambda text: "5")
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 4.0
+    assert ended.played.trajectory.num_branches == 1
+
+
+def test_numbers_of_one_name_add_up() -> None:
+    @rlsys.environment(group_reward=lambda rollouts: [0.5] * len(rollouts))
+    async def found(chat: Any, task: Any) -> dict[str, float]:
+        await chat("1")
+        chat.reward(-0.25, "found")
+        chat.reward(-0.125, "group")
+        return {"found": 1.0, "group": 2.0}
+
+    ended = play(found, lambda text: "5")
+    assert ended.played is not None
+    assert ended.played.components == {"found": 0.75, "group": 2.375}
+    assert ended.played.total == 3.125
+    assert ended.played.trajectory.turn_rewards.sum() == 3.125
+
+
 def test_a_group_reward_sees_the_whole_group() -> None:
     def spread(rollouts: Any) -> list[float]:
         numbers = [float(one.completion_text.removesuffix("<eos>")) for one in rollouts]
