@@ -178,4 +178,4 @@ def parsed(parse: Callable[[str], Any], reply: str) -> Any:
     try:
         return parse(reply)
     except REFUSALS as error:
-        raise Refused(f"{reply!r} was refused: {error}") from None
+        raise Refused(f"parse refused {reply!r}: {type(error).__name__}: {error}") from None

@@ -34,6 +34,12 @@ from rlsys.user_functions import printable
 FINAL = "final"
 
 
+WENT_ON = "the environment went on after chat.done"
+
+# Of the last line of a transcript, behind the roles of those who spoke.
+ENDED = "ended"
+
+
 class Sampler(Protocol):
     async def sample(self, request: GenerationRequest) -> Generation:
         """One reply. Cancelled: nobody wants it any more."""
@@ -198,7 +204,7 @@ class Episode:
 
         def goes_on() -> Path:
             if self.is_over:
-                raise EpisodeOver
+                raise EpisodeOver(WENT_ON)
             return prompt()
 
         try:
@@ -206,7 +212,8 @@ class Episode:
         except NoRoom as reason:
             self.is_over = True
             self.is_truncated |= reason.is_truncated
-            raise EpisodeOver from None
+            why = "tokens or context are used up" if reason.is_truncated else WENT_ON
+            raise EpisodeOver(why) from None
         except FirstTooLong as error:
             self.failure = EpisodeFailed(f"{self.environment.name} {error}")
             raise self.failure from None
@@ -236,16 +243,16 @@ class Episode:
         since = 0.0 if self._num_sampling else _now() - self._resumed_s
         return self.environment.timeout_s - self._own_s - since
 
-    def played(self, returned: object, *, is_model_fault: bool = False) -> Played:
-        """Of an episode that has ended with what the function returned; `is_model_fault`: with
-        EpisodeOver, or a reply that `parse` refused. Raises EpisodeFailed."""
+    def played(self, returned: object, *, over: EpisodeOver | None = None) -> Played:
+        """Of an episode that has ended with what the function returned, or with `over`, which is
+        the model's fault. Raises EpisodeFailed."""
         environment = self.environment
         if not self.turns:
             raise EpisodeFailed(
                 f"{environment.name} ended without a reply of the policy, so that there is nothing "
                 "to train on; let it `await chat(...)` at least once."
             )
-        if is_model_fault:
+        if over is not None:
             final: Mapping[str, float] = {FINAL: environment.format_reward}
         else:
             final = numbers_of(environment.name, returned, or_none=bool(self.named))
@@ -259,7 +266,7 @@ class Episode:
             total=sum(components.values()),
             components=components,
             finish_reason=FinishReason.LENGTH if self.is_truncated else FinishReason.STOP,
-            transcript=self.transcript(),
+            transcript=self._transcript(str(over) if over is not None else ""),
         )
 
     @property
@@ -276,13 +283,17 @@ class Episode:
         ]
         return functools.reduce(joined, made)
 
-    def transcript(self) -> list[Mapping[str, Any]]:
-        """For people: who said what, branch by branch."""
+    def _transcript(self, ended: str) -> list[Mapping[str, Any]]:
+        """For people: who said what, branch by branch, and at last what ended it, if it was not
+        its function."""
         told: list[Mapping[str, Any]] = []
         branches = [branch for one in self._conversations for branch in one.transcript()]
         for number, branch in enumerate(branches):
             for role, text, is_sampled in branch:
                 told.append({"branch": number, "role": role, "text": text, "sampled": is_sampled})
+        if ended:
+            last = len(branches) - 1
+            told.append({"branch": last, "role": ENDED, "text": ended, "sampled": False})
         return told
 
     def _request(self, path: Path, max_tokens: int, stop: tuple[str, ...]) -> GenerationRequest:

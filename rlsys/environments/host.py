@@ -16,6 +16,7 @@ ended.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -49,9 +50,22 @@ CANCEL_TIMEOUT_S = 1.0
 # Of the names of rewards: what group_reward gave.
 GROUP = "group"
 
+# By what Python says where `await` is missing, or is too many.
+HINTS = {
+    "'coroutine'": "An async environment has a reply with `await chat(...)`, not with `chat(...)`.",
+    "NoneType can't be used in 'await' expression": (
+        "chat(...) and chat.until_answer(...) are awaited; chat.reward, chat.system, chat.fork and "
+        "chat.seat are not."
+    ),
+}
+
 # Deaths of the process that plain functions share, after which an episode has one to itself. They
 # are no failures of its own: who ends the process, ends all that run there.
 MAX_SHARED_DEATHS = 2
+
+
+class TookTooLong(RuntimeError):
+    """The function has used up its environment's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +159,7 @@ class EpisodeHost:
 
     def give_up(self, request: EpisodeRequest, failure: RewardFailure) -> None:
         """An episode that is not to be played: it has failed."""
-        self._ended.append(Ended(request=request, failure=failure))
+        self._ended.append(Ended(request=request, failure=_ours(failure)))
         self._something_ended.notify()
 
     async def collect(self) -> list[Ended]:
@@ -188,6 +202,10 @@ class EpisodeHost:
                         kind="type", reward=self._environment.name, message=str(error)
                     )
                     break
+                except TookTooLong as error:
+                    failure = RewardFailure(
+                        kind="timeout", reward=self._environment.name, message=str(error)
+                    )
                 except PlainFailed as error:
                     failure = RewardFailure(
                         kind=error.kind, reward=self._environment.name, message=str(error)
@@ -199,7 +217,7 @@ class EpisodeHost:
                         continue
                 # Whatever a user's function raises is the outcome of its episode.
                 except Exception as error:  # noqa: BLE001
-                    failure = failure_from(self._environment.name, error)
+                    failure = _hinted(failure_from(self._environment.name, error))
                 num_failures += 1
         except asyncio.CancelledError:
             failure = None
@@ -207,7 +225,10 @@ class EpisodeHost:
                 raise
         finally:
             del self._running[request.request_id]
-        self._tell(Ended(request=request, played=played, failure=None if played else failure))
+        if played is not None or failure is None:  # it went well at last, or was aborted
+            self._tell(Ended(request=request, played=played))
+        else:
+            self._tell(Ended(request=request, failure=_ours(failure)))
 
     def _is_aborted(self) -> bool:
         """Cancelled by `abort`: what is left is to tell so."""
@@ -216,7 +237,7 @@ class EpisodeHost:
         return task.uncancel() == 0
 
     async def _attempt(self, request: EpisodeRequest) -> Played:
-        """Raises whatever the function raised, TimeoutError, or EpisodeFailed."""
+        """Raises whatever the function raised, TookTooLong, or EpisodeFailed."""
         environment = self._environment
         episode = Episode(
             key=request.request_id,
@@ -228,13 +249,14 @@ class EpisodeHost:
             seed=request.seed,
         )
         task = asyncio.create_task(self._call(episode, request))
+        task.add_done_callback(_heard)
         try:
             while (left_s := episode.own_time_left_s()) > 0:
                 done, _ = await asyncio.wait({task}, timeout=left_s)
                 if done:
                     break
             else:
-                raise TimeoutError(
+                raise TookTooLong(
                     f"{environment.name} took longer than {environment.timeout_s:g} s of its own "
                     "time; find out why, or raise its timeout_s."
                 )
@@ -254,8 +276,8 @@ class EpisodeHost:
         it for something else."""
         try:
             returned = task.result()
-        except EpisodeOver:
-            return episode.played(None, is_model_fault=True)
+        except EpisodeOver as over:
+            return episode.played(None, over=over)
         except Exception:
             if episode.failure is not None:
                 raise episode.failure from None
@@ -265,7 +287,8 @@ class EpisodeHost:
         return episode.played(returned)
 
     async def _call(self, episode: Episode, request: EpisodeRequest) -> Any:
-        environment, task = self._environment, request.task
+        environment = self._environment
+        task = copy.deepcopy(request.task)  # what one attempt changes in it no other sees
         if self._endpoints is not None:
             with self._endpoints.opened(episode) as endpoint:
                 if environment.is_async:
@@ -319,7 +342,7 @@ class EpisodeHost:
                 )
             return [_raised(one, float(x)) for one, x in zip(together, values, strict=True)]
         except BaseException as error:  # noqa: BLE001 - a user's function, SystemExit included
-            failure = failure_from(name, error)
+            failure = _ours(failure_from(name, error))
             return [replace(one, played=None, failure=failure) for one in together]
 
     def _rollout(self, ended: Ended) -> Rollout:
@@ -337,6 +360,24 @@ class EpisodeHost:
             finish_reason=played.finish_reason,
             metadata=request.task,
         )
+
+
+def _heard(task: asyncio.Task[Any]) -> None:
+    """Of an episode that was aborted nobody asks what its function raised."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _ours(failure: RewardFailure) -> RewardFailure:
+    return replace(failure, what="environment")
+
+
+def _hinted(failure: RewardFailure) -> RewardFailure:
+    """With the fix, where Python's own words for a mistake are of no help."""
+    for said, fix in HINTS.items():
+        if said in failure.message:
+            return replace(failure, message=f"{failure.message}\n{fix}")
+    return failure
 
 
 def _raised(ended: Ended, value: float) -> Ended:

@@ -297,7 +297,9 @@ def _outcome(message: Mapping[str, Any]) -> Any:
         return message["returned"]
     if "told" in message:
         raise ToolError(message["told"])
-    if "over" in message or "left" in message:
+    if "over" in message:
+        raise EpisodeOver(message["over"])
+    if "left" in message:
         raise EpisodeOver
     if "ended" in message:
         raise ProcessEnded
@@ -310,8 +312,8 @@ async def _done(chats: dict[int, Chat], message: Mapping[str, Any]) -> dict[str,
     chat, given = chats[message["chat"]], message["given"]
     try:
         value = await _method(chats, chat, message["method"], given)
-    except EpisodeOver:
-        return {"over": True}
+    except EpisodeOver as over:
+        return {"over": str(over)}
     except ValueError as error:
         return {"error": str(error)}
     return {"value": value, "state": {"done": chat.done, "truncated": chat.truncated}}

@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rlsys.environments.chat import Refused
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode import EpisodeFailed, EpisodeOver, numbers_of
 from rlsys.environments.plain_chat import PlainChat
@@ -73,7 +72,7 @@ class _Calls:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(thread), ctypes.py_object(GivenUp)
             )
-        self.answer(number, {"over": True})
+        self.answer(number, {"over": ""})
 
     # In a thread:
 
@@ -93,8 +92,8 @@ class _Calls:
             json.dumps(outcome)
         except GivenUp:
             raise
-        except (EpisodeOver, Refused):
-            outcome = {"over": True}
+        except EpisodeOver as over:
+            outcome = {"over": str(over)}
         except ToolError as error:
             outcome = {"told": str(error)}
         except EpisodeFailed as error:
@@ -108,8 +107,10 @@ class _Calls:
     def _ask(self, number: int, chat: int, method: str, given: dict[str, Any]) -> dict[str, Any]:
         self.send({"number": number, "chat": chat, "method": method, "given": given})
         answer = self._answers[number].get()
-        if answer is None or "over" in answer:
+        if answer is None:
             raise EpisodeOver
+        if "over" in answer:
+            raise EpisodeOver(answer["over"])
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer

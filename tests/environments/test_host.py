@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -168,6 +169,89 @@ def test_what_raises_is_tried_again_and_then_fails() -> None:
     assert ended.failure is not None
     assert ended.failure.kind == "exception"
     assert "no server" in ended.failure.message
+
+
+def test_what_one_attempt_does_to_its_task_no_other_sees() -> None:
+    task = {"left": [1, 2, 3]}
+
+    @rlsys.environment(num_retries=1)
+    async def takes(chat: Any, task: Any) -> float:
+        await chat("1")
+        task["left"].pop()
+        if len(attempts := [*attempted, len(task["left"])]) == 1:
+            attempted[:] = attempts
+            raise OSError("no server")
+        return float(len(task["left"]))
+
+    attempted: list[int] = []
+    ended = play(takes, lambda text: "5", task)
+    assert ended.played is not None
+    assert ended.played.total == 2.0
+    assert task == {"left": [1, 2, 3]}
+
+
+def test_a_transcript_ends_with_why_the_function_did_not() -> None:
+    @rlsys.environment(max_turns=1)
+    async def goes_on(chat: Any, task: Any) -> float:
+        while True:
+            await chat("1", parse=task["parse"])
+
+    refused = play(goes_on, lambda text: "5", {"parse": {}.__getitem__})
+    assert refused.played is not None
+    assert refused.played.transcript[-1] == {
+        "branch": 0,
+        "role": "ended",
+        "text": "parse refused '5': KeyError: '5'",
+        "sampled": False,
+    }
+    over = play(goes_on, lambda text: "5", {"parse": int})
+    assert over.played is not None
+    assert over.played.transcript[-1]["text"] == "the environment went on after chat.done"
+
+
+def test_a_missing_await_is_told_with_its_fix_and_the_users_line() -> None:
+    @rlsys.environment(num_retries=0)
+    async def forgets(chat: Any, task: Any) -> float:
+        return float(chat("1") < 3)
+
+    @rlsys.environment(num_retries=0)
+    async def says_a_number(chat: Any, task: Any) -> float:
+        return float(await chat(1))
+
+    with pytest.warns(RuntimeWarning, match="never awaited"):
+        ended = play(forgets, lambda text: "5")
+    assert ended.failure is not None
+    assert "`await chat(...)`" in ended.failure.message
+    assert 'float(chat("1") < 3)' in ended.failure.message
+    assert "user_functions.py" not in ended.failure.message
+    ended = play(says_a_number, lambda text: "5")
+    assert ended.failure is not None
+    assert "float(await chat(1))" in ended.failure.message
+    assert ended.failure.what == "environment"
+
+
+def test_nobody_is_told_of_what_an_aborted_episode_raised(caplog: Any) -> None:
+    """By the event loop, as an exception that was never retrieved."""
+
+    @rlsys.environment
+    async def raises(chat: Any, task: Any) -> float:
+        try:
+            return float(await chat("1"))
+        finally:
+            raise OSError("no server")
+
+    async def run() -> None:
+        host, _ = hosted(raises, lambda text: "5", delay_s=1.0)
+        host.submit([request()])
+        await asyncio.sleep(0.5)
+        host.abort([request().request_id])
+        (ended,) = await host.collect()
+        assert ended.failure is None
+        await host.close()
+        gc.collect()
+
+    run_in_virtual_time(run())
+    assert "never retrieved" not in caplog.text
 
 
 class Unusual(BaseException):
