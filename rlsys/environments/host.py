@@ -131,7 +131,9 @@ class EpisodeHost:
         self._limits = limits
         self._plain = plain
         self._endpoints = EndpointServer(environment, template) if environment.is_agent else None
-        self._tools = ToolUse(environment, template, plain.execute)
+        # Who names a format for a template without tools describes them by itself.
+        is_shown = not environment.tool_format or codec.renders_tools
+        self._tools = ToolUse(environment, template, plain.execute, is_shown=is_shown)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._left: set[asyncio.Task[Any]] = set()  # functions that would not end
         self._ended: list[Ended] = []

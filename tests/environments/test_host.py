@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 import rlsys
-from rlsys.environments.host import Ended
+from rlsys.environments.codec import Codec
+from rlsys.environments.host import Ended, EpisodeHost
 from rlsys.environments.room import EpisodeLimits
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.types import MAX_BRANCHES
-from tests.environments.playing import LIMITS, hosted, played, request
+from tests.environments.playing import LIMITS, InThreads, Scripted, hosted, played, request
+from tests.environments.templates import CHATML, tokenizer
 
 
 def play(environment: Any, says: Any, task: Any = None, **named: Any) -> Ended:
@@ -252,6 +254,46 @@ def test_nobody_is_told_of_what_an_aborted_episode_raised(caplog: Any) -> None:
 
     run_in_virtual_time(run())
     assert "never retrieved" not in caplog.text
+
+
+def test_tools_that_no_template_renders_are_called_in_the_format_that_is_named() -> None:
+    """The environment tells the model of them, as the error without a format says."""
+
+    @rlsys.tool
+    def double(n: int) -> int:
+        """Doubles."""
+        return 2 * n
+
+    @rlsys.environment(tools=[double], tool_format="json")
+    async def doubles(chat: Any, task: Any) -> float:
+        return float(await chat.until_answer("Call double."))
+
+    def says(text: str) -> str:
+        asked = '{"name": "double", "arguments": {"n": 4}}'
+        return "8" if "tool\n8" in text else asked
+
+    async def run() -> Ended:
+        codec = Codec(tokenizer(), chat_template=CHATML)
+        assert not codec.renders_tools
+        limits = EpisodeLimits(max_prompt_tokens=200, max_tokens=400, max_context=600)
+        host = EpisodeHost(
+            doubles,
+            codec,
+            Scripted(codec, says),
+            limits=limits,
+            plain=InThreads(),
+            template=CHATML,
+        )
+        (ended,) = await played(host, [request()])
+        await host.close()
+        return ended
+
+    ended = asyncio.run(run())
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 8.0
+    assert [line["role"] for line in ended.played.transcript] == [
+        *("user", "assistant", "tool", "assistant")
+    ]
 
 
 class Unusual(BaseException):
