@@ -10,7 +10,9 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import os
 import re
+import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -19,6 +21,18 @@ T = TypeVar("T")
 
 # Longer messages lose their middle: some exceptions quote all that they were given.
 MAX_MESSAGE = 4000
+
+# Of a traceback that is shown.
+MAX_FRAMES = 3
+
+# Where the files are that a user has not written: rlsys, Python, packages.
+OF_OTHERS = tuple(
+    os.path.join(path, "")
+    for path in (
+        os.path.dirname(os.path.abspath(__file__)),
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
+)
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -80,10 +94,23 @@ def called(what: str, function: Callable[..., T], *arguments: Any, **named: Any)
 
 def raised(what: str, error: BaseException) -> str:
     """`what` raised this: the exception, and the last frames of its traceback below the caller's,
-    which is the first."""
-    frames = error.__traceback__.tb_next if error.__traceback__ else None
-    lines = traceback.format_exception(type(error), error, frames, limit=-3, chain=False)
-    return printable(f"{what} raised {lines[-1]}{''.join(lines[:-1])}".rstrip())
+    which is the first. Frames before the function are left out, and the last line of the user's
+    own stands first where all that are shown would be of others."""
+    below = error.__traceback__.tb_next if error.__traceback__ else None
+    frame = below
+    while frame is not None:
+        if frame.tb_frame.f_code is contained.__code__ and frame.tb_next is not None:
+            below = frame.tb_next
+        frame = frame.tb_next
+    frames = traceback.extract_tb(below)
+    shown = frames[-MAX_FRAMES:]
+    own = [one for one in frames if not one.filename.startswith(OF_OTHERS)]
+    if own and own[-1] not in shown:
+        shown = [own[-1], *shown[1:]]
+    trace = traceback.format_list(shown)
+    *before, last = traceback.format_exception_only(type(error), error)
+    head = ["Traceback (most recent call last):\n"] if trace else []
+    return printable(f"{what} raised {last}{''.join([*head, *trace, *before])}".rstrip())
 
 
 def printable(text: str) -> str:

@@ -74,6 +74,10 @@ class Codec:
         return self.template.thinking if self.template else None
 
     @property
+    def renders_tools(self) -> bool:
+        return self.template is not None and self.template.renders_tools
+
+    @property
     def num_encoded(self) -> int:
         """Characters given to the tokenizer since the start."""
         return self.text.num_encoded

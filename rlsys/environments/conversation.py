@@ -71,7 +71,7 @@ class Conversation:
         codec = self._codec
         if not messages:
             raise ValueError("messages=[] is no prompt; give at least one message.")
-        if tools and not (codec.template and codec.template.renders_tools):
+        if tools and not codec.renders_tools:
             what = "does not render tools" if codec.template else "is missing"
             raise ValueError(
                 f"{len(tools)} tools are given, and the model's chat template {what}, so that the "

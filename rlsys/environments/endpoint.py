@@ -107,9 +107,10 @@ class EndpointServer:
         session = self._sessions[key] = _Session(episode=episode)
         try:
             yield Endpoint(url=self._url, key=key)
-        except Exception:
+        except Exception as error:
             if session.is_told_over:
-                raise EpisodeOver from None
+                told = f"the agent raised {type(error).__name__} when it was told that it is over"
+                raise EpisodeOver(told) from None
             raise
         finally:
             del self._sessions[key]

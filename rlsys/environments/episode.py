@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -26,9 +28,16 @@ from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, R
 from rlsys.environments.template import Message
 from rlsys.environments.token_tree import Trajectory, joined
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from rlsys.user_functions import printable
 
 # Of the names of rewards: what the function returned.
 FINAL = "final"
+
+
+WENT_ON = "the environment went on after chat.done"
+
+# Of the last line of a transcript, behind the roles of those who spoke.
+ENDED = "ended"
 
 
 class Sampler(Protocol):
@@ -195,7 +204,7 @@ class Episode:
 
         def goes_on() -> Path:
             if self.is_over:
-                raise EpisodeOver
+                raise EpisodeOver(WENT_ON)
             return prompt()
 
         try:
@@ -203,7 +212,8 @@ class Episode:
         except NoRoom as reason:
             self.is_over = True
             self.is_truncated |= reason.is_truncated
-            raise EpisodeOver from None
+            why = "tokens or context are used up" if reason.is_truncated else WENT_ON
+            raise EpisodeOver(why) from None
         except FirstTooLong as error:
             self.failure = EpisodeFailed(f"{self.environment.name} {error}")
             raise self.failure from None
@@ -233,25 +243,30 @@ class Episode:
         since = 0.0 if self._num_sampling else _now() - self._resumed_s
         return self.environment.timeout_s - self._own_s - since
 
-    def played(self, returned: object, *, is_model_fault: bool = False) -> Played:
-        """Of an episode that has ended with what the function returned; `is_model_fault`: with
-        EpisodeOver, or a reply that `parse` refused. Raises EpisodeFailed."""
+    def played(self, returned: object, *, over: EpisodeOver | None = None) -> Played:
+        """Of an episode that has ended with what the function returned, or with `over`, which is
+        the model's fault. Raises EpisodeFailed."""
         environment = self.environment
         if not self.turns:
             raise EpisodeFailed(
                 f"{environment.name} ended without a reply of the policy, so that there is nothing "
                 "to train on; let it `await chat(...)` at least once."
             )
-        final = {FINAL: environment.format_reward} if is_model_fault else self._final(returned)
+        if over is not None:
+            final: Mapping[str, float] = {FINAL: environment.format_reward}
+        else:
+            final = numbers_of(environment.name, returned, or_none=bool(self.named))
         total = sum(final.values())
         self.turns[-1].reward += total
-        components = {**self.named, **final}
+        components = dict(self.named)
+        for name, value in final.items():  # of a name that turns have had too, both count
+            components[name] = components.get(name, 0.0) + value
         return Played(
             trajectory=self._trajectory(),
             total=sum(components.values()),
             components=components,
             finish_reason=FinishReason.LENGTH if self.is_truncated else FinishReason.STOP,
-            transcript=self.transcript(),
+            transcript=self._transcript(str(over) if over is not None else ""),
         )
 
     @property
@@ -268,25 +283,18 @@ class Episode:
         ]
         return functools.reduce(joined, made)
 
-    def transcript(self) -> list[Mapping[str, Any]]:
-        """For people: who said what, branch by branch."""
+    def _transcript(self, ended: str) -> list[Mapping[str, Any]]:
+        """For people: who said what, branch by branch, and at last what ended it, if it was not
+        its function."""
         told: list[Mapping[str, Any]] = []
         branches = [branch for one in self._conversations for branch in one.transcript()]
         for number, branch in enumerate(branches):
             for role, text, is_sampled in branch:
                 told.append({"branch": number, "role": role, "text": text, "sampled": is_sampled})
+        if ended:
+            last = len(branches) - 1
+            told.append({"branch": last, "role": ENDED, "text": ended, "sampled": False})
         return told
-
-    def _final(self, returned: object) -> Mapping[str, float]:
-        name = self.environment.name
-        if isinstance(returned, Mapping):
-            if not returned and not self.named:
-                raise EpisodeFailed(f"{name} returned an empty dict; return named numbers.")
-            told = f"{name} returned {dict(returned)!r}"
-            return {str(key): _number(number, told) for key, number in returned.items()}
-        if returned is None and self.named:
-            return {}  # the turns have had theirs
-        return {FINAL: _number(returned, f"{name} returned {returned!r}")}
 
     def _request(self, path: Path, max_tokens: int, stop: tuple[str, ...]) -> GenerationRequest:
         base, own = self.base, self.environment.stop
@@ -325,6 +333,31 @@ def _turn_seed(seed: int, turn: int) -> int:
     mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
     return mixed ^ (mixed >> 16)
+
+
+def numbers_of(name: str, returned: object, *, or_none: bool) -> dict[str, float]:
+    """What the function `name` returned as named numbers; of `or_none`, it may be nothing, since
+    turns have had rewards. Raises EpisodeFailed for what is none."""
+    if inspect.isawaitable(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()
+        raise EpisodeFailed(
+            f"{name} is a plain function that returned {printable(repr(returned))} instead of "
+            "awaiting it; make it async: write `async def`, and `return await ...`."
+        )
+    if isinstance(returned, Mapping):
+        if not returned and not or_none:
+            raise EpisodeFailed(f"{name} returned an empty dict; return named numbers.")
+        told = f"{name} returned {reprlib.repr(dict(returned))}"
+        return {str(key): _number(number, told) for key, number in returned.items()}
+    if returned is not None:
+        return {FINAL: _number(returned, f"{name} returned {reprlib.repr(returned)}")}
+    if not or_none:
+        raise EpisodeFailed(
+            f"{name} returned None, which is no finite number; let every way through it end with "
+            "`return` and a number, or named numbers, or give some turn a chat.reward(...)."
+        )
+    return {}
 
 
 def _number(value: object, what: str) -> float:

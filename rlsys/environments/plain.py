@@ -297,7 +297,9 @@ def _outcome(message: Mapping[str, Any]) -> Any:
         return message["returned"]
     if "told" in message:
         raise ToolError(message["told"])
-    if "over" in message or "left" in message:
+    if "over" in message:
+        raise EpisodeOver(message["over"])
+    if "left" in message:
         raise EpisodeOver
     if "ended" in message:
         raise ProcessEnded
@@ -310,16 +312,11 @@ async def _done(chats: dict[int, Chat], message: Mapping[str, Any]) -> dict[str,
     chat, given = chats[message["chat"]], message["given"]
     try:
         value = await _method(chats, chat, message["method"], given)
-    except EpisodeOver:
-        return {"over": True}
+    except EpisodeOver as over:
+        return {"over": str(over)}
     except ValueError as error:
         return {"error": str(error)}
-    state = {
-        "done": chat.done,
-        "truncated": chat.truncated,
-        "num_tool_calls": chat.num_tool_calls,
-    }
-    return {"value": value, "state": state}
+    return {"value": value, "state": {"done": chat.done, "truncated": chat.truncated}}
 
 
 async def _method(chats: dict[int, Chat], chat: Chat, method: str, given: Mapping[str, Any]) -> Any:
@@ -334,6 +331,8 @@ async def _method(chats: dict[int, Chat], chat: Chat, method: str, given: Mappin
             return chat.system(given["text"])
         case "messages":
             return chat.messages
+        case "num_tool_calls":
+            return chat.num_tool_calls
         case "fork" | "seat":
             made = chat.fork() if method == "fork" else chat.seat(given["name"])
             chats[len(chats)] = made

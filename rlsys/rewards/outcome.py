@@ -43,6 +43,7 @@ class RewardFailure:
     kind: FailureKind
     reward: str  # name of the function; of a judge, of its column
     message: str
+    what: str = "reward"  # it is; or an environment
 
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rlsys
@@ -57,6 +58,26 @@ def forks(chat: Any, task: Any) -> float:
     return float(chat("3")) + float(other("4")) + len(other.messages)
 
 
+@rlsys.environment(max_turns=3, seats=("first", "second"))
+def seats(chat: Any, task: Any) -> float:
+    one, two = chat.seat("first"), chat.seat("second")
+    two("1")
+    two("2")
+    assert not one.done
+    two("3")
+    return float(one.done and chat.done and one.fork().done)
+
+
+@rlsys.environment(num_retries=0)
+def numbers(chat: Any, task: Any) -> Any:
+    chat("1")
+    return {"numpy": np.float32(0.5), "bool": np.bool_(True)} if task["numpy"] else late()
+
+
+async def late() -> float:
+    return 1.0
+
+
 @asynccontextmanager
 async def hosting(environment: Environment, says: Any) -> AsyncIterator[EpisodeHost]:
     codec = Codec(build_tokenizer(CHARACTERS), chat_template="")
@@ -67,6 +88,28 @@ async def hosting(environment: Environment, says: Any) -> AsyncIterator[EpisodeH
         yield host
     finally:
         await host.close()
+
+
+def test_what_ends_for_one_chat_has_ended_for_the_others() -> None:
+    async def run() -> None:
+        async with hosting(seats, lambda text: "5") as host:
+            (ended,) = await played(host, [request()])
+        assert ended.played is not None, ended.failure
+        assert ended.played.total == 1.0
+
+    asyncio.run(run())
+
+
+def test_numbers_come_back_as_those_of_an_async_function_do() -> None:
+    async def run() -> None:
+        async with hosting(numbers, lambda text: "5") as host:
+            well, ill = await played(host, [request(n, task={"numpy": 1 - n}) for n in range(2)])
+        assert well.played is not None, well.failure
+        assert well.played.components == {"numpy": 0.5, "bool": 1.0}
+        assert ill.failure is not None
+        assert "make it async" in ill.failure.message
+
+    asyncio.run(run())
 
 
 def test_a_plain_environment_plays_as_an_async_one_does() -> None:
@@ -104,7 +147,7 @@ def test_refusals_and_forks_travel() -> None:
         ("hang", "timeout", "longer than 2 s"),
         ("hang in C", "timeout", "longer than 2 s"),
         ("exit", "crash", "the process of plain functions ended"),
-        ("nonsense", "exception", "object"),
+        ("nonsense", "type", "no finite number"),
     ],
 )
 def test_an_ill_function_costs_its_own_episode(does: str, kind: str, message: str) -> None:
