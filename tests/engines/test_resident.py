@@ -13,6 +13,7 @@ from rlsys.engines.training.adapters import AdaptedWeight
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.resident import lying_in_share
 from rlsys.layout.transport import staging
+from rlsys.layout.transport.staging import DamagedWeightsError
 from rlsys.layout.transport.weights import Weights
 from tests.engines.published import read_all
 from tests.engines.training_harness import (
@@ -160,6 +161,30 @@ def test_weights_that_change_unannounced_are_not_published(model_path: Path) -> 
         next(engine._model.parameters()).add_(1)
     with pytest.raises(AssertionError, match="call before_change first"):
         engine.publish()
+    engine.close()
+
+
+def test_damage_where_weights_are_published_is_found_before_it_is_passed_on(
+    model_path: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(model_path)
+    path = memory(tmp_path / "snapshots", engine.snapshot_bytes(1))
+    file = engine.open_snapshots(path, "snapshots")
+    engine.publish()
+    engine.snapshot(file)
+    assert engine._publisher is not None
+    engine._publisher._stage._kept[0].content[-8] ^= 1  # as another program may
+    passed_on: list[Callable[[], object]] = [
+        *(lambda: step(engine, 0), engine.publish, lambda: engine.snapshot(file)),
+        lambda: engine.export(tmp_path / "hf"),
+    ]
+    for pass_on in passed_on:
+        with pytest.raises(DamagedWeightsError, match=r"version 0 .* is damaged in 1 of its"):
+            pass_on()
+    assert not (tmp_path / "hf").exists()
+    before = make_engine(model_path)
+    before.restore(before.open_snapshots(path, "snapshots"), 0)  # what the next life begins with
+    assert_same(copies(before), copies(make_engine(model_path)))
     engine.close()
 
 
