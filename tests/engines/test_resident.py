@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,34 @@ def test_damage_where_weights_are_published_is_found_before_it_is_passed_on(
     before.restore(before.open_snapshots(path, "snapshots"), 0)  # what the next life begins with
     assert_same(copies(before), copies(make_engine(model_path)))
     engine.close()
+
+
+def test_beside_what_an_engine_computes_with_lie_two_versions_at_most(model_path: Path) -> None:
+    """One of them is the trainer's own weights: what rlsys.estimate counts."""
+    engine, num = make_engine(model_path), []
+    computes_with: Weights | None = None
+    for seed in range(5):
+        manifest = engine.publish()
+        assert manifest is not None
+        taken = Weights(manifest)  # the engine prepares it, while the trainer goes on
+        step(engine, seed)
+        num.append(len(memories()) - (computes_with is not None))
+        if computes_with is not None:
+            computes_with.close()
+        computes_with = taken
+    assert max(num) == 2
+    engine.close()
+    taken.close()
+
+
+def memories() -> set[int]:
+    """Of versions, that this process keeps open, by inode."""
+    found = set()
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            if "memfd:rlsys-weights" in os.readlink(one):
+                found.add(one.stat().st_ino)
+    return found
 
 
 def test_a_held_state_is_not_that_of_the_next_step(model_path: Path, tmp_path: Path) -> None:
