@@ -190,6 +190,16 @@ def test_damage_where_weights_are_published_is_found_before_it_is_passed_on(
     engine.close()
 
 
+def test_damage_that_makes_the_loss_no_number_is_not_told_as_the_users(model_path: Path) -> None:
+    engine = make_engine(model_path)
+    engine.publish()
+    assert engine._publisher is not None
+    engine._publisher._stage._kept[0].content[-1024:] = 0xFF  # NaN, in float32
+    with pytest.raises(DamagedWeightsError, match=r"version 0 .* is damaged"):
+        step(engine, 0)
+    engine.close()
+
+
 def test_beside_what_an_engine_computes_with_lie_two_versions_at_most(model_path: Path) -> None:
     """One of them is the trainer's own weights: what rlsys.estimate counts."""
     engine, num = make_engine(model_path), []

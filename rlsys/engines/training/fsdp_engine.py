@@ -280,7 +280,8 @@ class FSDPEngine:
             self._publisher.before_change()
 
     def _verify(self) -> None:
-        """Before weights go elsewhere, from which the trainer may have to start again."""
+        """Before weights go elsewhere, from which the trainer may have to start again, and before a
+        user is told that numbers are wrong. Raises DamagedWeightsError."""
         if self._publisher is not None:
             self._publisher.verify()
 
@@ -575,6 +576,7 @@ class FSDPEngine:
             sums = self._reduced(parameters)
         if not (np.isfinite(sums.loss) and np.isfinite(sums.grad_norm)):
             self._begin_batch()
+            self._verify()  # else it is the user's
             raise FloatingPointError(
                 f"loss {sums.loss} and gradient norm {sums.grad_norm} at {what}: not a number that "
                 "can be trained on; lower trainer.learning_rate, or look for infinite "
