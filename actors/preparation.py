@@ -41,7 +41,7 @@ from rlsys.estimate import ModelShape, model_shape
 from rlsys.held_out import evaluation_config, rewards_of
 from rlsys.held_out_loss import held_out_loss
 from rlsys.launching import HeldOut, WarmStart
-from rlsys.layout.fits import check_fits
+from rlsys.layout.fits import check_fits, check_replica_fits
 from rlsys.lora import check_lora
 from rlsys.model_evaluation import held_out_prompts
 from rlsys.rewards import as_rewards, pack_rewards
@@ -108,6 +108,8 @@ def load_prompts(
     for trainer in config.trainer.in_each_layout:
         with mistakes.noted():
             check_fits(trainer.layout, shape.config)
+    with mistakes.noted():
+        check_replica_fits(config.rollout.tensor_parallel, shape.config)
     with mistakes.noted():
         check_lora(config.model.lora, shape.linear_layers)
     with mistakes.noted():

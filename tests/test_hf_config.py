@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from rlsys.hf_config import largest, numbers
-from rlsys.layout.fits import check_fits
+from rlsys.layout.fits import check_fits, check_replica_fits
 
 
 def test_numbers_of_layers_that_differ() -> None:
@@ -51,3 +51,11 @@ def test_experts_are_divided() -> None:
     check_fits("ep3", config)
     with pytest.raises(ValueError, match="ep x tp = 4 does not divide this model's num_experts=6"):
         check_fits("ep4", config)
+
+
+def test_a_replica_is_cut_by_heads() -> None:
+    config = AutoConfig.for_model("llama", num_attention_heads=6, num_key_value_heads=2)
+    for tensor_parallel in (1, 2, 3, 6):  # keys and values are copied
+        check_replica_fits(tensor_parallel, config)
+    with pytest.raises(ValueError, match=r"tensor_parallel=4 .*num_attention_heads=6; use a"):
+        check_replica_fits(4, config)

@@ -30,3 +30,14 @@ def check_fits(said: str, config: Any, *, setting: str = "trainer.layout") -> No
                     )
     if layout.ep > 1 and not any(numbers(text, name) for name in NUM_EXPERTS):
         raise ValueError(f"{setting}={said!r}: this model has no experts; leave ep out.")
+
+
+def check_replica_fits(tensor_parallel: int, config: Any) -> None:
+    """Raise ValueError where vLLM would not cut the model of this configuration so: it has as many
+    heads on each rank. Keys and values it copies, vocabularies it pads."""
+    for number in numbers(config.get_text_config(), "num_attention_heads"):
+        if number % tensor_parallel:
+            raise ValueError(
+                f"rollout.tensor_parallel={tensor_parallel} does not divide this model's "
+                f"num_attention_heads={number}; use a number that does."
+            )

@@ -73,6 +73,7 @@ def test_a_wrong_option_ends_with_code_2(
         (["--trainer.layout", "dp4,dp1tp3"], "trainer.layout='dp1tp3': tp = 3 does not divide"),
         (["--trainer.layout", "pp3"], "pp = 3 does not divide this model's num_hidden_layers=4"),
         (["--trainer.layout", "ep2"], "trainer.layout='ep2': this model has no experts"),
+        (["--rollout.engine=vllm", "--rollout.tensor-parallel=3"], "tensor_parallel=3 does not"),
     ],
 )
 def test_what_cannot_work_is_told_before_anything_waits(
