@@ -54,7 +54,9 @@ def test_experts_are_divided() -> None:
 
 
 def test_a_replica_is_cut_by_heads() -> None:
-    config = AutoConfig.for_model("llama", num_attention_heads=6, num_key_value_heads=2)
+    config = AutoConfig.for_model(
+        "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=2
+    )
     for tensor_parallel in (1, 2, 3, 6):  # keys and values are copied
         check_replica_fits(tensor_parallel, config)
     with pytest.raises(ValueError, match=r"tensor_parallel=4 .*num_attention_heads=6; use a"):
