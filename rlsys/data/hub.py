@@ -46,6 +46,8 @@ def unreadable() -> tuple[type[Exception], ...]:
 
 def in_short(error: Exception) -> str:
     """The first line of its message, with its type where there is none or it is a mere name."""
+    if isinstance(error, UnpicklingError):
+        return "its .bin file is damaged, or holds more than tensors, which is not run"
     first, *_ = [*str(error).strip().splitlines(), ""]
     return first if " " in first else f"{type(error).__name__}: {first}".rstrip(": ")
 
