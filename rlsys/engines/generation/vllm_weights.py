@@ -24,7 +24,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -305,10 +305,10 @@ def _loaded(module: Any) -> dict[str, torch.Tensor]:
 def _hollow(module: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """As a loader takes it, on the meta device."""
     hollow = to_meta_tensor(_loaded(module).get(name, tensor))
-    restored: torch.Tensor = restore_layer_refs(hollow, module)
+    restored: Any = restore_layer_refs(hollow, module)
     if _is_quantized(module):  # whose loaders keep all for later
         restored.weight_loader = _get_original_loader(restored)
-    return restored
+    return cast("torch.Tensor", restored)
 
 
 def _is_packed(name: str, layer: Any) -> bool:
@@ -318,7 +318,8 @@ def _is_packed(name: str, layer: Any) -> bool:
     if (form := _unknown_form(layer, method)) is not None:
         raise ValueError(
             f"layer {name} keeps its weights in the form of {form}, which cannot be replaced in a "
-            "running vLLM; use an unquantized model without rollout.quantization, or the torch engine."
+            "running vLLM; use an unquantized model, without rollout.quantization, or the torch "
+            "engine."
         )
     if isinstance(method, UnquantizedFusedMoEMethod):
         return method.unquantized_backend not in AS_LOADED
