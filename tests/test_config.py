@@ -167,6 +167,11 @@ from rlsys.types import SamplingParams
         ),
         (
             RunConfig,
+            {"rollout": RolloutConfig(engine="vllm", quantization="fp8_per_channel")},
+            "use model.dtype=bfloat16",
+        ),
+        (
+            RunConfig,
             {"placement": "colocated", "asynchrony": AsyncConfig(weight_update="delayed")},
             "asynchrony.weight_update=delayed waits until what runs has ended",
         ),

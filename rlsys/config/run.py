@@ -528,6 +528,11 @@ class RunConfig:
             self.keep_checkpoints >= 1,
             f"keep_checkpoints={self.keep_checkpoints} would delete the newest one; use >= 1.",
         )
+        require(
+            self.rollout.quantization is None or self.model.dtype != "float32",
+            f"rollout.quantization={self.rollout.quantization!r} with model.dtype=float32: vLLM "
+            "quantizes models of 16 bits alone; use model.dtype=bfloat16, or leave it out.",
+        )
         if self.placement == "colocated":
             self._check_colocated()
         updates, eta = self.trainer.updates_per_step, self.asynchrony.max_staleness
