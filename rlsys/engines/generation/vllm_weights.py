@@ -279,13 +279,15 @@ def _places(model: Any) -> list[tuple[str, Any, dict[str, Any], str]]:
         for prefix, module in model.named_modules()
         for table in (module._parameters, module._buffers)
         for name, tensor in table.items()
-        if id(tensor) in of_model and not (_computes(module) and name not in _loaded(module))
+        if id(tensor) in of_model and not _is_computed(module, name, tensor)
     ]
 
 
-def _computes(module: Any) -> bool:
-    """Whether some of its tensors are computed by vLLM, of those that were loaded."""
-    return is_deferred_attention_layer(module) or _is_quantized(module)
+def _is_computed(module: Any, name: str, tensor: Any) -> bool:
+    """Whether vLLM makes it of those that were loaded."""
+    if is_deferred_attention_layer(module):
+        return name not in _loaded(module)
+    return _is_quantized(module) and getattr(tensor, "weight_loader", None) is None
 
 
 def _is_quantized(module: Any) -> bool:
