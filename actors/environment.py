@@ -44,7 +44,7 @@ from rlsys.types import (
 )
 from rlsys.workers import Collected, FinishedRollout, Part, ReplicaDied, RolloutText
 
-from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, begun
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError, begun
 from .rollout import COLLECT_WAIT_S, DEADLY, RayReplica
 from .store import StoreAddress
 from .store_shards import StoreShards
@@ -184,14 +184,14 @@ class EnvironmentActor(Heartbeat):
             if request.task.record:
                 self._records.add(request.request_id)
             self._tracer.job_begins()
-        host.submit([_episode(request) for request in requests])
+        host.submit([as_episode(request) for request in requests])
         self._tracer.counter("episodes", host.num_running)
 
     async def give_up(self, requests: list[GenerationRequest], failure: RewardFailure) -> None:
         """These have failed: tell it as of those that were played."""
         for request in requests:
             self._tracer.job_begins()
-            self._require_host().give_up(_episode(request), failure)
+            self._require_host().give_up(as_episode(request), failure)
 
     async def abort(self, request_ids: list[str]) -> None:
         self._require_host().abort(request_ids)
@@ -290,7 +290,7 @@ def _text(host: EpisodeHost, played: Any) -> RolloutText:
     )
 
 
-def _episode(request: GenerationRequest) -> EpisodeRequest:
+def as_episode(request: GenerationRequest) -> EpisodeRequest:
     task = request.task
     assert task is not None
     return EpisodeRequest(
@@ -306,7 +306,7 @@ def _episode(request: GenerationRequest) -> EpisodeRequest:
 
 class PlayingReplica:
     """A `Replica` whose rollouts are episodes: `replica` samples, workers play. `hire` starts the
-    actor of a worker, by its name."""
+    actor of a worker, by its name; `on_death` is told of one's death."""
 
     def __init__(
         self,
@@ -317,7 +317,9 @@ class PlayingReplica:
         *,
         num_workers: int,
         start_timeout_s: float,
+        on_death: Callable[[str], None],
     ) -> None:
+        self._on_death = on_death
         self._replica = replica
         self._hire = hire
         self._environment = environment
@@ -328,6 +330,7 @@ class PlayingReplica:
         self._workers: dict[str, Player] = {}
         self.spare: Player | None = None  # that plays nothing yet
         self._deaths: Counter[str] = Counter()  # of workers, by episode
+        self._num_fruitless = 0  # deaths in a row, with nothing told between them
         self._serving: asyncio.Future[Any] | None = None
         self._burials: list[str] = []  # actors whose memory in the store is to be taken back
 
@@ -386,9 +389,7 @@ class PlayingReplica:
             self._serving = serving
         for player in self._workers.values():
             if player.collecting is None:
-                player.collecting = begun(
-                    player.worker.call("collect", timeout_s=COLLECT_WAIT_S + BLOCKED_S)
-                )
+                player.collecting = begun(player.call("collect", COLLECT_WAIT_S + BLOCKED_S))
         waits = [player.collecting for player in self._workers.values() if player.collecting]
         await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -406,8 +407,9 @@ class PlayingReplica:
             try:
                 told: Collected = collecting.result()
             except DEADLY as death:
-                await self._replace(player, death)
+                self._replace(player, death)
                 continue
+            self._num_fruitless = 0
             for rollout in told.finished:
                 player.requests.pop(rollout.request_id, None)
                 self._deaths.pop(rollout.request_id, None)
@@ -424,7 +426,7 @@ class PlayingReplica:
             here = [name for name in request_ids if name in player.requests]
             if here:
                 with contextlib.suppress(*DEADLY):  # whoever collects from it notices
-                    await player.worker.call("abort", here)
+                    await player.call("abort", None, here)
 
     async def release(self) -> None:
         await self._replica.release()
@@ -453,27 +455,32 @@ class PlayingReplica:
     async def _give(self, player: Player, requests: Sequence[GenerationRequest]) -> None:
         player.requests.update((request.request_id, request) for request in requests)
         with contextlib.suppress(*DEADLY):  # whoever collects from it gives them to another
-            await player.worker.call("submit", list(requests))
+            await player.call("submit", None, list(requests))
 
-    async def _replace(self, player: Player, death: Exception) -> None:
-        """Its episodes go to its successor, which begins them anew; the engine remembers what they
-        had been told. One that several workers have died over has failed."""
+    def _replace(self, player: Player, death: Exception) -> None:
+        """Its episodes go to its successor, the spare worker, which begins them anew; the engine
+        remembers what they had been told. One that several workers have died over has failed."""
         del self._workers[player.name]
         player.worker.end(str(death))
-        self._burials.append(player.actor_id)
+        if player.actor_id:
+            self._burials.append(player.actor_id)
+        self._num_fruitless += 1
+        if self._num_fruitless > MAX_DEATHS * self._num_workers:
+            raise self._died("the deaths of its environment workers", death)
+        num = len(player.requests)
+        self._on_death(f"{death}; another plays its {num} episodes again, from what is known")
         self._deaths.update(player.requests.keys())
         left: list[GenerationRequest] = []
         lost: list[GenerationRequest] = []
         for name, request in player.requests.items():
             (lost if self._deaths[name] >= MAX_DEATHS else left).append(request)
-        try:
-            successor = await self._next()
-        except DEADLY as error:
-            raise self._died("starting an environment worker", error) from None
+        is_alive = self.spare is not None and not self.spare.worker.is_dead
+        successor = self.spare if self.spare is not None and is_alive else self._create()
         self._workers[successor.name] = successor
-        await self._give(successor, left)
+        self.spare = self._create()  # it has loaded everything by the next death
+        begun(self._give(successor, left))
         if lost:
-            await self._give_up(successor, lost, str(death))
+            begun(self._give_up(successor, lost, str(death)))
 
     async def _give_up(
         self, player: Player, requests: Sequence[GenerationRequest], reason: str
@@ -485,19 +492,7 @@ class PlayingReplica:
             message=f"{MAX_DEATHS} workers died while they played it: {reason}",
         )
         with contextlib.suppress(*DEADLY):  # whoever collects from it gives them to another
-            await player.worker.call("give_up", list(requests), failure)
-
-    async def _next(self) -> Player:
-        """The spare worker, or, if it has died, another."""
-        player = self.spare or self._create()
-        try:
-            await player.started()
-            await player.worker.call("place", timeout_s=BLOCKED_S)
-        except DEADLY:
-            player = self._create()
-            await player.started()
-        self.spare = self._create()  # for the death of another; it has loaded everything by then
-        return player
+            await player.call("give_up", None, list(requests), failure)
 
     def _create(self) -> Player:
         name = f"environment-{self.name.removeprefix('rollout-')}.{self._num_lives}"
@@ -506,7 +501,8 @@ class PlayingReplica:
 
     def _died(self, method: str, error: Exception) -> ReplicaDied:
         self._replica.worker.end(str(error))
-        return ReplicaDied(f"{self.name} died during {method}: {error}")
+        is_told = isinstance(error, WorkerError) and self.name in str(error)
+        return ReplicaDied(str(error) if is_told else f"{self.name} died during {method}: {error}")
 
 
 class Player:
@@ -524,6 +520,11 @@ class Player:
     async def started(self) -> None:
         """Raises what the start raised."""
         await asyncio.shield(self._starting)
+
+    async def call(self, method: str, timeout_s: float | None, *args: Any) -> Any:
+        """As soon as it has started. Raises what the start raised, or the call."""
+        await self.started()
+        return await self.worker.call(method, *args, timeout_s=timeout_s)
 
     @property
     def groups(self) -> set[int]:

@@ -29,9 +29,10 @@ from rlsys.engines.generation.mixed_engine import MixedEngine
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.environments.codec import Codec
 from rlsys.environments.environment import Environment
-from rlsys.environments.episode import EpisodeLimits, Sampler
+from rlsys.environments.episode import Sampler
 from rlsys.environments.host import EpisodeHost
 from rlsys.environments.plain import PlainFunctions
+from rlsys.environments.room import EpisodeLimits
 from rlsys.rewards import PackedRewards, RewardRunner
 
 from .inference import Numbers, Verdicts

@@ -294,11 +294,11 @@ class RayLearner:
         """What is held, as a state on disk. Raises OSError for an unwritable directory or a full
         disk; the trainer goes on."""
         parts: list[bytes] = []
-        for part in await self._held_by.write(_absolute(directory)):
+        for part in await self._held_by.write(absolute(directory)):
             if isinstance(part, OSError):
                 raise part
             parts.append(part)
-        await asyncio.to_thread(_finish, directory, parts)
+        await asyncio.to_thread(finish, directory, parts)
 
     async def save(self, directory: Path) -> None:
         """Both, one after the other."""
@@ -309,12 +309,12 @@ class RayLearner:
     async def load(self, directory: Path) -> None:
         # No rank may find an old snapshot beside another's new one.
         await self._crew.all("clear_snapshots")
-        await self._crew.all("load", _absolute(directory))
+        await self._crew.all("load", absolute(directory))
         await self._crew.all("snapshot")
 
     async def export(self, directory: Path) -> None:
         """Raises OSError for an unwritable directory or a full disk; the trainer goes on."""
-        refused: OSError | None = (await self._crew.all("export", _absolute(directory)))[0]
+        refused: OSError | None = (await self._crew.all("export", absolute(directory)))[0]
         if refused is not None:
             raise refused
 
@@ -487,12 +487,12 @@ async def _outliving_deaths(work: Callable[[], Awaitable[None]]) -> None:
             return
 
 
-def _absolute(directory: Path) -> Path:
+def absolute(directory: Path) -> Path:
     """As it holds in the ranks, whose working directory is another."""
     return directory.absolute()
 
 
-def _finish(directory: Path, parts: Sequence[bytes]) -> None:
+def finish(directory: Path, parts: Sequence[bytes]) -> None:
     from rlsys.engines.training.trainer_state import finish_state  # a second of imports
 
     finish_state(directory, parts)

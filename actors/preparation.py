@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.checkpoint import Checkpoint
-from rlsys.config import ModelConfig, RunConfig, TrainedRoleConfig, require
+from rlsys.config import DataConfig, ModelConfig, RunConfig, TrainedRoleConfig, require
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, TaskSource, load_tokenizer
@@ -186,6 +186,9 @@ def load_prompts(
                 )
             with mistakes.noted():
                 _check_environment(config, environment, tokenizer, shape)
+            with mistakes.noted():
+                if not config.evaluation.every:  # which reads prompts
+                    _check_settings_of_tasks(played.prompts.config)
     mistakes.tell()
     assert prompts is not None
     return prompts
@@ -213,7 +216,12 @@ def _check_environment(
     config: RunConfig, environment: Environment, tokenizer: Any, shape: ModelShape
 ) -> None:
     """Raise ValueError for an environment that cannot travel or has no use for this run's model."""
-    check_travels(f"environment {environment.name!r}", environment.function)
+    named = f"environment {environment.name!r}"
+    check_travels(named, environment.function)
+    if environment.group_reward is not None:
+        check_travels(f"group_reward of {named}", environment.group_reward)
+    for tool in environment.tools:
+        check_travels(f"a tool of {named}", tool)
     needed = config.data.max_prompt_tokens + config.sampling.max_tokens
     require(
         needed <= shape.max_context,
@@ -223,6 +231,22 @@ def _check_environment(
     )
     template = None if environment.plain_text else tokenizer.chat_template or None
     ToolUse(environment, template, asyncio.to_thread)
+
+
+def _check_settings_of_tasks(data: DataConfig) -> None:
+    """Raise ValueError for what is said of prompts, where an environment makes its own."""
+    default = DataConfig()
+    for field, instead in (
+        ("system_prompt", 'say it in the environment, with chat.system("...")'),
+        ("chat_template", "environments follow the model's unless they say plain_text=True"),
+        ("prompt_column", "the environment finds it in its task, by its name"),
+        ("skip_long_prompts", "a task has no prompt; leave rows out yourself"),
+    ):
+        given = getattr(data, field)
+        require(
+            given == getattr(default, field),
+            f"data.{field}={given!r} is of prompts, and flow.play has tasks: {instead}.",
+        )
 
 
 def _usable_paths(

@@ -102,7 +102,7 @@ async def hired(
         for node in ray.nodes():
             if node["Alive"]:
                 await shards.ensure(node["NodeID"])
-        actors = _Actors(config, flow, tokenizer, places, shards, checkpoints)
+        actors = _Actors(config, flow, tokenizer, places, shards, checkpoints, on_death)
         learners = {
             stage.model.name: actors.learner(stage, on_death) for stage in flow.all(TrainStage)
         }
@@ -266,7 +266,9 @@ class _Actors:
         places: Places,
         shards: StoreShards,
         checkpoints: Checkpoints,
+        on_death: Callable[[str], None],
     ) -> None:
+        self._on_death = on_death
         self._config = config
         self._flow = flow
         self._tokenizer = tokenizer
@@ -397,6 +399,7 @@ class _Actors:
             self._shards,
             num_workers=config.reward.num_workers,
             start_timeout_s=config.cluster.start_timeout_s,
+            on_death=self._on_death,
         )
 
     def reward(self, number: int) -> Worker:

@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 EngineFactory = Callable[[int, str, int], "TrainingEngine"]
 
 
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @ray.remote(concurrency_groups={"beside": 1, "writing": 1, **HEARTBEAT_GROUP})
 class TrainerActor(Heartbeat):
     """Calls run one at a time, in the order in which they were made; but what is `beside` the
@@ -65,9 +72,7 @@ class TrainerActor(Heartbeat):
     def rendezvous(self) -> tuple[str, str, int]:
         """Id and address of this rank's node, and a free port there for the others to meet at."""
         host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return ray.get_runtime_context().get_node_id(), host, probe.getsockname()[1]
+        return ray.get_runtime_context().get_node_id(), host, free_port(host)
 
     def start(self, host: str, port: int, num_snapshots: int) -> tuple[int, float]:
         """Build the engine; returns the bytes that so many snapshots need, and attention_tokens.

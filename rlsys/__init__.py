@@ -41,7 +41,7 @@ from rlsys.dataflow.stages import (
     Prompts,
     RewardFn,
 )
-from rlsys.environments.environment import agent, environment
+from rlsys.environments.environment import Endpoint, agent, environment
 from rlsys.errors import RunFailed
 from rlsys.launching import HeldOut, RunResult, WarmStart, launch, main
 from rlsys.rewards import Reward, example_rollout, reward
@@ -64,6 +64,7 @@ __all__ = [
     "ClusterConfig",
     "DataConfig",
     "Dataflow",
+    "Endpoint",
     "FrozenModelConfig",
     "HeldOut",
     "HeldOutConfig",

@@ -58,7 +58,7 @@ class Evidence:
     def sampled(self, record: Mapping[str, Any]) -> Sequence[int]:
         """Versions of those of a rollout's tokens that are trained on."""
         versions: Sequence[int] = record["policy_versions"]
-        injects = self.injects or record.get("is_greedy", False)
+        injects = self.injects or record.get("is_greedy", False) or bool(record.get("turns"))
         return [v for v in versions if v != INJECTED] if injects else versions
 
 
@@ -343,7 +343,9 @@ def _tokens(record: Mapping[str, Any], evidence: Evidence) -> list[str]:
             f"has a token of version {min(versions)}, {step - 1 - min(versions)} steps old where "
             f"{max_staleness} are allowed"
         )
-    if list(versions) != sorted(versions):
+    # Branches of an episode may have been sampled at the same time.
+    is_tree = any(turn["branch"] for turn in record.get("turns", ()))
+    if list(versions) != sorted(versions) and not is_tree:
         faults.append("has tokens whose versions go back")
     if record["staleness"] != step - 1 - min(versions):
         faults.append(

@@ -279,6 +279,7 @@ def _requests(config: EvaluationConfig, prompts: Sequence[Prompt]) -> Iterator[G
                 prompt_token_ids=prompt.token_ids,
                 sampling=config.params,
                 seed=request_seed(config.seed, prompt.index, i),
+                goes_on=False,
             )
 
 

@@ -134,6 +134,17 @@ class GenerationRequest:
     completion: Completion | None = None
     # It is only compared with: whoever writes it marks all of its tokens as INJECTED.
     is_baseline: bool = False
+    # Keys and values of a sequence are reused only for requests with the same salt.
+    cache_salt: str = ""
+    # Among waiting requests the highest is admitted first, equal ones in the order they came.
+    priority: int = 0
+    # The first tokens of the prompt that an earlier request of the same episode had too, where its
+    # author knows: all of them may be reused. Otherwise the torch engine reuses what reaches up to
+    # a sampled token (rlsys.engines.generation.prefixes).
+    num_shared_tokens: int = 0
+    # Whether a later request may begin with what this one comes to; otherwise the torch engine
+    # keeps nothing of it.
+    goes_on: bool = True
     # It is played by an environment, which makes its own prompt; None: the prompt is completed.
     task: Task | None = None
 

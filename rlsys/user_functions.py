@@ -6,18 +6,33 @@ Importing this takes no torch: reward processes do without.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import inspect
+import os
 import re
+import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 # Longer messages lose their middle: some exceptions quote all that they were given.
 MAX_MESSAGE = 4000
+
+# Of a traceback that is shown.
+MAX_FRAMES = 3
+
+# Where the files are that a user has not written: rlsys, Python, packages.
+OF_OTHERS = tuple(
+    os.path.join(path, "")
+    for path in (
+        os.path.dirname(os.path.abspath(__file__)),
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
+)
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -79,10 +94,23 @@ def called(what: str, function: Callable[..., T], *arguments: Any, **named: Any)
 
 def raised(what: str, error: BaseException) -> str:
     """`what` raised this: the exception, and the last frames of its traceback below the caller's,
-    which is the first."""
-    frames = error.__traceback__.tb_next if error.__traceback__ else None
-    lines = traceback.format_exception(type(error), error, frames, limit=-3, chain=False)
-    return printable(f"{what} raised {lines[-1]}{''.join(lines[:-1])}".rstrip())
+    which is the first. Frames before the function are left out, and the last line of the user's
+    own stands first where all that are shown would be of others."""
+    below = error.__traceback__.tb_next if error.__traceback__ else None
+    frame = below
+    while frame is not None:
+        if frame.tb_frame.f_code is contained.__code__ and frame.tb_next is not None:
+            below = frame.tb_next
+        frame = frame.tb_next
+    frames = traceback.extract_tb(below)
+    shown = frames[-MAX_FRAMES:]
+    own = [one for one in frames if not one.filename.startswith(OF_OTHERS)]
+    if own and own[-1] not in shown:
+        shown = [own[-1], *shown[1:]]
+    trace = traceback.format_list(shown)
+    *before, last = traceback.format_exception_only(type(error), error)
+    head = ["Traceback (most recent call last):\n"] if trace else []
+    return printable(f"{what} raised {last}{''.join([*head, *trace, *before])}".rstrip())
 
 
 def printable(text: str) -> str:
@@ -94,3 +122,34 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+class Escaped(RuntimeError):
+    """A function raised what is no Exception, the cause of this."""
+
+    def __init__(self, name: str, cause: BaseException) -> None:
+        super().__init__(f"{name} raised {type(cause).__name__}: {cause}")
+        self.__cause__ = cause
+
+
+async def contained(
+    function: Callable[..., Awaitable[T]],
+    *arguments: Any,
+    passing: tuple[type[BaseException], ...] = (),
+) -> T:
+    """What an async function returns. Raises Escaped for what is no Exception (SystemExit, which
+    would end the event loop, or CancelledError where nobody has cancelled it, which would look as
+    if somebody had), but for `passing`."""
+    try:
+        return await function(*arguments)
+    except Exception:
+        raise
+    except passing:
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Escaped(name_of(function), error) from error
+    except BaseException as error:
+        raise Escaped(name_of(function), error) from error

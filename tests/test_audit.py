@@ -324,6 +324,21 @@ def test_a_greedy_baseline_has_no_token_that_is_trained_on() -> None:
     assert audit(evidence).faults
 
 
+def test_an_episode_holds_what_nobody_sampled_and_branches_that_were_side_by_side() -> None:
+    evidence: Any = copy.deepcopy(made_up_run(3, max_staleness=1))
+    record = next(one for one in evidence.rollouts if one["step"] == 3)
+    version = record["policy_versions"][0]
+    record["policy_versions"] = [version, INJECTED, version, version]
+    assert audit(evidence).faults  # of a completion
+    record["turns"] = [{"branch": 0}]
+    assert audit(evidence).faults == []
+    record["policy_versions"] = [2, INJECTED, 1, 2]
+    record["staleness"] = 1
+    assert any("go back" in fault for fault in audit(evidence).faults)
+    record["turns"] = [{"branch": 0}, {"branch": 1}]
+    assert not any("go back" in fault for fault in audit(evidence).faults)
+
+
 def test_an_unfinished_run_may_lack_the_last_line_and_its_ends() -> None:
     evidence = made_up_run(3)
     last = max(surviving(evidence))

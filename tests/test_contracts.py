@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.agent import AgentConfig
 from recipes.grpo_gsm8k import GSM8KConfig
+from recipes.guess import GuessConfig
 from recipes.programs import ProgramsConfig
 from recipes.quickstart import QuickstartConfig
 from recipes.sums_in_words import Config as SumsInWordsConfig
@@ -25,6 +27,8 @@ CONFIGS: dict[str, type] = {
     "quickstart.py": QuickstartConfig,
     "grpo_gsm8k.py": GSM8KConfig,
     "programs.py": ProgramsConfig,
+    "agent.py": AgentConfig,
+    "guess.py": GuessConfig,
     "sums_in_words.py": SumsInWordsConfig,
     **{
         f"{name}.py": config_of(name)
@@ -63,7 +67,7 @@ ROOMS = (
     "environments",
     "dataflow",
     "engines",
-    "workers",
+    "workers primitives",
     "controller",
     "observe",
     "simulation audit estimate tiny_models scoreboard",

@@ -72,6 +72,16 @@ def test_what_episodes_are_worth_reaches_the_store() -> None:
     assert w.store.bytes_live == w.store.num_rows == 0
 
 
+def test_parts_that_no_episode_gives_are_told_once() -> None:
+    def plays(request: GenerationRequest) -> RewardResult:
+        return RewardResult(total=1.0, components={"final": 1.0, "bonus": 0.0})
+
+    w = playing(world(num_replicas=2), plays, parts=("bonus", "bonnus"))
+    run_in_virtual_time(w.run())
+    num_episodes = w.config.prompts_per_step * w.config.group_size
+    assert w.observer.missing == [(("bonnus",), ("bonus", "final"), num_episodes)]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

@@ -33,8 +33,8 @@ class FailedRewards:
         self._num_in_a_row += 1
         if self._num_in_a_row >= MAX_FAILED_STEPS * state.config.prompts_per_step:
             raise RewardsFailed(
-                f"{self._num_in_a_row} groups in a row were dropped because of reward "
-                f"{failure.reward!r}: {failure.message}\nNo step can be filled; mend the reward "
-                "function and run again."
+                f"{self._num_in_a_row} groups in a row were dropped because of {failure.what} "
+                f"{failure.reward!r}: {failure.message}\nNo step can be filled; mend the "
+                f"{failure.what} and run again."
             )
         state.drop(group_id, f"reward {failure.kind}")

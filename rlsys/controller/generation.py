@@ -72,7 +72,12 @@ class GenerationSide:
         self._carried_homes = carried.homes
         self._partials = PartialRollouts(state.store)
         self._router = Router()
-        self._placing = Placing(state, self._router, is_in_training=is_in_training)
+        self._placing = Placing(
+            state,
+            self._router,
+            is_in_training=is_in_training,
+            whole_groups=play is not None and play.environment.group_reward is not None,
+        )
         self.pool = ReplicaPool(
             state,
             turns,
@@ -169,6 +174,7 @@ class GenerationSide:
     def _request(self, group: Group, index: int) -> GenerationRequest:
         completions = group.prompt.completions
         is_greedy = group.rollouts[index].is_greedy
+        task = self._task(group, index) if self._outcomes else None
         return GenerationRequest(
             request_id=_request_id(group, index),
             prompt_token_ids=group.prompt.token_ids,
@@ -176,7 +182,8 @@ class GenerationSide:
             seed=request_seed(self._state.config.seed, group.group_id, index),
             completion=completions[index] if completions else None,
             is_baseline=is_greedy,
-            task=self._task(group, index) if self._outcomes else None,
+            task=task,
+            goes_on=task is not None,  # in turns
         )
 
     def _task(self, group: Group, index: int) -> Task:

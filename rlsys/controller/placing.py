@@ -18,11 +18,18 @@ from rlsys.dataflow.router import Router
 
 
 class Placing:
-    """`is_in_training`: the trainer has a group, and must not lose it."""
+    """`is_in_training`: the trainer has a group, and must not lose it. `whole_groups`: what is
+    placed of one is never split, since whoever makes its rollouts looks at them together."""
 
     def __init__(
-        self, state: RunState, router: Router, *, is_in_training: Callable[[int], bool]
+        self,
+        state: RunState,
+        router: Router,
+        *,
+        is_in_training: Callable[[int], bool],
+        whole_groups: bool = False,
     ) -> None:
+        self._may_split = not whole_groups
         self._state = state
         self._router = router
         self._is_in_training = is_in_training
@@ -86,7 +93,7 @@ class Placing:
         name = self._router.choose(num_rows, affinity=group_id, room=room)
         if name is not None:
             return {name: num_rows}
-        return self._router.split(num_rows, room=room) if may_split else {}
+        return self._router.split(num_rows, room=room) if may_split and self._may_split else {}
 
     def _make_room(self, group: Group) -> None:
         """Issue later groups again, the last of all first, as many as it takes until there is room

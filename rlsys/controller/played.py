@@ -20,6 +20,8 @@ class PlayedOutcomes:
         self._state = state
         self._stage = stage
         self._failures = FailedRewards(state)
+        self._named: set[str] = set()  # numbers that episodes gave
+        self._num_heard = 0
 
     def take(self, group: Group, index: int, rollout: FinishedRollout) -> bool:
         """Note what an episode is worth. False: it is worth nothing that could be told, and its
@@ -29,12 +31,25 @@ class PlayedOutcomes:
             note = group.rollouts[index]
             note.components = outcome.components
             note.text = rollout.text
+            self._hear(outcome)
             return True
         if outcome is not None:
             self._failures.failed(group.rows[index], group.group_id, outcome)
         else:
             assert rollout.finish_reason is FinishReason.ABORTED, "played, and worth nothing"
         return False
+
+    def _hear(self, outcome: RewardResult) -> None:
+        """After as many episodes as a step has: whether each part is a number that one gave."""
+        config = self._state.config
+        num_episodes = config.prompts_per_step * self._stage.group_size
+        if self._num_heard == num_episodes:
+            return
+        self._num_heard += 1
+        self._named.update(outcome.components)
+        missing = [part for part in self._stage.parts if part not in self._named]
+        if self._num_heard == num_episodes and missing:
+            self._state.observer.parts_missing(missing, sorted(self._named), num_episodes)
 
     def scalars(self, rollouts: Sequence[FinishedRollout]) -> Mapping[str, Sequence[float]]:
         """The columns of these rollouts."""

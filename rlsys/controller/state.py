@@ -157,6 +157,10 @@ class Observer(Protocol):
     def group_refused(self, function: str, columns: Mapping[str, Sequence[float]]) -> None:
         """A function over groups gave None for one with these values, one a rollout."""
 
+    def parts_missing(self, parts: Sequence[str], given: Sequence[str], num_episodes: int) -> None:
+        """Columns of flow.play(parts=) of which none of the first episodes gave a number; those of
+        which they did."""
+
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None: ...
 
     def replica_joined(self, name: str, *, version: int) -> None: ...

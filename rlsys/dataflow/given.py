@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlsys.config import VLLM_TEMPERATURES, JudgeConfig, RoleConfig, require
-from rlsys.dataflow.stages import ROW_COLUMNS, Column, Head, Model
+from rlsys.dataflow.stages import ROW_COLUMNS, Column, Episodes, Head, Model
+from rlsys.environments.environment import Environment
 from rlsys.fields import checked
 from rlsys.rewards.reward import takes_rollout
 from rlsys.user_functions import is_deferred, misfit, name_of
@@ -26,6 +27,11 @@ LOSSES: dict[Head, tuple[Kind, str]] = {
 def check_is(stage: str, what: str, given: Any, kind: Any, fix: str) -> None:
     """`kind`: the class, or classes, of what a stage can use."""
     require(
+        isinstance(given, kind) or not isinstance(given, Environment),
+        f"flow.{stage} is given environment {getattr(given, 'name', '')!r} for its {what}; "
+        "environments are played: flow.play(policy, environment, tasks, group_size=...).",
+    )
+    require(
         isinstance(given, kind),
         f"flow.{stage} is given {reprlib.repr(given)} for its {what}; give {fix}.",
     )
@@ -37,11 +43,17 @@ def check_columns(stage: str, *lists: Sequence[Any]) -> None:
             isinstance(columns, list | tuple),
             f"flow.{stage} is given {columns!r} for a list of columns; give one, such as [reward].",
         )
+        require(
+            not any(isinstance(one, Episodes) for one in (columns, *columns)),
+            f"flow.{stage} is given all that flow.play returns; give what it needs of that: "
+            "episodes.rollouts, or a column such as episodes.reward.",
+        )
         for column in columns:
             require(
                 isinstance(column, Column),
-                f"flow.{stage} is given {column!r} for a column; give what another stage returns "
-                "(flow.generate, flow.dataset and flow.per_batch return a tuple of columns).",
+                f"flow.{stage} is given {reprlib.repr(column)} for a column; give what another "
+                "stage returns (flow.generate, flow.dataset and flow.per_batch return a tuple of "
+                "columns).",
             )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rlsys.config import JudgeConfig, TrainedRoleConfig, require
 from rlsys.dataflow.given import (
@@ -60,6 +60,7 @@ from rlsys.dataflow.stages import (
     Controller,
     ControlStage,
     DatasetStage,
+    Episodes,
     GenerateStage,
     GroupFn,
     Head,
@@ -100,17 +101,6 @@ if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes se
     from rlsys.algorithms.aggregation import Aggregation
 
 S = TypeVar("S", bound=Stage)
-
-
-class Episodes(NamedTuple):
-    """What flow.play writes; `turn_rewards`, `turns` and `seats` have a value per token."""
-
-    rollouts: tuple[Column, ...]
-    reward: Column
-    turn_rewards: Column
-    turns: Column
-    seats: Column
-    parts: tuple[Column, ...]
 
 
 A_SOURCE = "Prompts(config=cfg.data), with rows=... for rows of your own"
@@ -226,6 +216,12 @@ class Dataflow:
             "out.",
         )
         check_names("play(parts=", parts, "calls")
+        taken = {writes, *ROLLOUT_COLUMNS, TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN}
+        require(
+            not (clash := sorted(taken.intersection(parts))),
+            f"flow.play(parts={[*parts]}): it writes {clash} by itself; name numbers that the "
+            "environment returns, or gives with chat.reward, in words of their own.",
+        )
         self._check_first_source()
         rollouts = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
         turn_rewards, turns, seats = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from rlsys.config import DataConfig, RoleConfig, TrainedRoleConfig, require
 from rlsys.data.shared import Shared
@@ -68,6 +68,17 @@ class Column:
     width: int = 1  # values of each row or token; those of a token stand one after another
     value_bytes: int = BYTES_PER_VALUE
     is_fact: bool = False  # no stage writes it
+
+
+class Episodes(NamedTuple):
+    """What flow.play writes; `turn_rewards`, `turns` and `seats` have a value per token."""
+
+    rollouts: tuple[Column, ...]
+    reward: Column
+    turn_rewards: Column
+    turns: Column
+    seats: Column
+    parts: tuple[Column, ...]
 
 
 # Its bytes lie in the store as those of tokens do; of a row it has so many for each branch.

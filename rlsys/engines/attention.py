@@ -11,13 +11,15 @@ transformers hands a model's keyword arguments through to its attention function
 cache gets here. Instead of a mask it gets a Band: which tokens a layer's tokens see besides those
 that causality hides.
 
-Shape legend: B rows, T tokens, H key/value heads, G query heads per key/value head, D head width.
+Shape legend: B rows, T tokens, C places of a cache, H key/value heads, G query heads per key/value
+head, D head width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -119,27 +121,63 @@ def causal_attention(
         chunk = None
     if rule.softcap is None and rule.sinks is None:
         is_plain = window is None and chunk is None
-        attended = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
+        fused = partial(
+            F.scaled_dot_product_attention,
             attn_mask=None if is_plain else causal_mask(num_tokens, window, chunk, query.device),
             is_causal=is_plain,
             dropout_p=dropout,
             scale=rule.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return attended.transpose(1, 2)
-    # torch's fused attention knows neither soft caps nor sinks.
+        return fused(query, key, value).transpose(1, 2)
+    visible = causal_mask(num_tokens, window, chunk, query.device)
+    return _grouped_attention(query, key, value, rule, visible, dropout)
+
+
+def attention_behind(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: AttentionRule,
+    first: torch.Tensor,
+) -> torch.Tensor:
+    """Causal attention of each row's tokens `first` .. `first` + T − 1, with first [B], to all that
+    stand in the row's places: the token at position i in place i.
+
+    query [B, H·G, T, D], key and value [B, H, C, D]; returns [B, T, H·G, D].
+    """
+    place = torch.arange(key.shape[2], device=key.device)
+    position = first[:, None] + torch.arange(query.shape[2], device=key.device)  # [B, T]
+    visible = _visible(position[:, :, None], place, rule.sliding_window, rule.chunk)  # [B, T, C]
+    if rule.softcap is not None or rule.sinks is not None:
+        return _grouped_attention(query, key, value, rule, visible[:, None, None], 0.0)
+    fused = partial(
+        F.scaled_dot_product_attention,
+        attn_mask=visible[:, None],
+        scale=rule.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return fused(query, key, value).transpose(1, 2)
+
+
+def _grouped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: AttentionRule,
+    visible: torch.Tensor,
+    dropout: float,
+) -> torch.Tensor:
+    """With soft caps and sinks, of which torch's fused attention knows neither; `visible` is
+    broadcast to [B, H, G, T, C]."""
     grouped = query.unflatten(1, (key.shape[1], -1))  # [B, H, G, T, D]
     scores = grouped @ key.unsqueeze(2).mT * rule.scaling
     if rule.softcap is not None:
         scores = soft_cap(scores, rule.softcap)
-    hidden = ~causal_mask(num_tokens, window, chunk, query.device)  # [T, T]
-    scores = scores.masked_fill(hidden, float("-inf"))
+    scores = scores.masked_fill(~visible, float("-inf"))
     sinks = None if rule.sinks is None else rule.sinks.view(key.shape[1], -1, 1)  # [H, G, 1]
     weights = softmax_with_sinks(scores, sinks)
-    weights = F.dropout(weights.to(query.dtype), dropout)  # [B, H, G, T, T]
+    weights = F.dropout(weights.to(query.dtype), dropout)  # [B, H, G, T, C]
     return (weights @ value.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
 
 
@@ -155,7 +193,8 @@ def packed_attention(
     """The same within each of the rows of a packing: query [1, H·G, M, D], key and value
     [1, H, M, D]; returns [1, M, H·G, D]."""
     if packing.calls and _follows_tree(query, value, rule, packing, dropout):
-        return tree_attention(query, key, value, packing.calls, rule.scaling)
+        along = partial(tree_attention, calls=packing.calls, scaling=rule.scaling)
+        return along(query, key, value)
     if block_attention.takes(query, value) and not dropout:
         return block_attention.block_attention(
             query,
@@ -189,13 +228,19 @@ def causal_mask(
 ) -> torch.Tensor:
     """[T, T] bool: True where the row's token sees the column's."""
     position = torch.arange(num_tokens, device=device)
-    distance = position[:, None] - position[None, :]
+    return _visible(position[:, None], position, window, chunk)
+
+
+def _visible(
+    position: torch.Tensor, place: torch.Tensor, window: int | None, chunk: int | None
+) -> torch.Tensor:
+    """Does a token at `position` [..., 1] see those at `place` [C]?"""
+    distance = position - place
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
     if chunk is not None:
-        number = position // chunk
-        visible &= number[:, None] == number[None, :]
+        visible &= position // chunk == place // chunk
     return visible
 
 

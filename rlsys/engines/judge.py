@@ -77,6 +77,7 @@ class JudgeEngine:
                     prompt_token_ids=tokens,
                     sampling=self._sampling,
                     seed=request_seed(self._seed, rollout.group_id, rollout.index),
+                    goes_on=False,
                 )
             )
         replies = self._loop.run_until_complete(self._replies(requests))

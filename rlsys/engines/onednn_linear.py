@@ -20,6 +20,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+# Of so many numbers a weight does not stay in a core's cache, and the call itself costs nothing
+# beside its product.
+LARGE = 2**20
+
 LinearFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -64,16 +68,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return output if x.ndim == 2 else output.view(*x.shape[:-1], -1)
 
 
-def laid_out(weight: torch.Tensor) -> torch.Tensor:
-    """The same numbers [O, I] as they lie best in memory for products with few rows: MKL reads
-    along the output, and is up to twice as fast for it."""
-    return weight if is_faster() else weight.t().contiguous().t()
+def is_best_turned(weight: torch.Tensor) -> bool:
+    """Whether products of few rows are best with a weight [O, I] that lies column by column: MKL
+    reads along the output, and is up to twice as fast for it. Of large weights oneDNN is as fast,
+    as they are."""
+    return not is_faster() and not _is_large(weight)
+
+
+def _is_large(weight: torch.Tensor) -> bool:
+    is_possible = torch.backends.mkldnn.is_available() and _is_plain_float32(weight)
+    return is_possible and weight.numel() >= LARGE
 
 
 def linear_function(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFunction:
     """x ↦ linear(x, weight, bias) for plain x [N, I], N > 0, without gradient; looks at the weight
     once, not in every call."""
-    if is_faster() and _is_plain_float32(weight):
+    if (is_faster() and _is_plain_float32(weight)) or _is_large(weight):
         return lambda x: _linear(x, weight, bias)
     transposed = weight.t()  # [I, O]
     if bias is None:

@@ -36,11 +36,14 @@ class Chat:
         tools: ToolUse,
         *,
         seat: int = 0,
+        seats: dict[str, Chat] | None = None,
         messages: Sequence[Message] = (),
     ) -> None:
         self._episode = episode
         self._tools = tools
         self._seat = seat
+        # Those of the episode that somebody has asked for; the first one's is what it begins with.
+        self._seats = {episode.environment.seats[0]: self} if seats is None else seats
         self._messages: list[Message] = list(messages)
         self._turn: Turn | None = None
 
@@ -127,19 +130,30 @@ class Chat:
     def fork(self) -> Chat:
         """A conversation that begins with this one, and goes on by itself: a branch of the same
         rollout, trained too. Both share what stands before."""
-        forked = Chat(self._episode, self._tools, seat=self._seat, messages=self._messages)
+        forked = Chat(
+            self._episode,
+            self._tools,
+            seat=self._seat,
+            seats=self._seats,
+            messages=self._messages,
+        )
         forked._turn = self._turn
         return forked
 
     def seat(self, name: str) -> Chat:
-        """The conversation of a seat, empty; a seat has one rollout's tokens of its own."""
+        """The conversation of a seat, the same one at each call; that of the first seat is the
+        chat which the environment was given."""
         seats = self._episode.environment.seats
         if name not in seats:
             raise ValueError(
                 f"chat.seat({name!r}) is none of {list(seats)}; name it in "
                 f"@environment(seats=[..., {name!r}])."
             )
-        return Chat(self._episode, self._tools, seat=seats.index(name))
+        if name not in self._seats:
+            self._seats[name] = Chat(
+                self._episode, self._tools, seat=seats.index(name), seats=self._seats
+            )
+        return self._seats[name]
 
     def _add(self, role: str, text: str) -> None:
         if not isinstance(text, str):
@@ -164,4 +178,4 @@ def parsed(parse: Callable[[str], Any], reply: str) -> Any:
     try:
         return parse(reply)
     except REFUSALS as error:
-        raise Refused(f"{reply!r} was refused: {error}") from None
+        raise Refused(f"parse refused {reply!r}: {type(error).__name__}: {error}") from None

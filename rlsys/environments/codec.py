@@ -49,14 +49,15 @@ class Codec:
         self.template: ChatTemplate | None = None
         self.opening: list[int] = []
         self._end_of_turn = ""
-        end_token: tuple[int, int] | None = None
+        self._end_token_ids: list[int] = []  # special ones, that the end of turn begins with
         if own:
             self.template = ChatTemplate(tokenizer, chat_template, template_kwargs)
             self._end_of_turn = self.template.end_of_turn
-            end_token = self.text.leading_special(self._end_of_turn)
+            specials = self.text.leading_specials(self._end_of_turn)
+            self._end_token_ids = [token_id for token_id, _ in specials]
         else:
             self.opening = self.text.opening()
-        named = [tokenizer.eos_token_id, end_token[0] if end_token else None, *stop_token_ids]
+        named = [tokenizer.eos_token_id, *self._end_token_ids[:1], *stop_token_ids]
         self._stops = {int(one) for one in named if one is not None}
         self._specials = set(self.text.special_token_ids.values())
         # Kinds of conversation for which rendering the new messages alone was compared with
@@ -73,14 +74,18 @@ class Codec:
         return self.template.thinking if self.template else None
 
     @property
+    def renders_tools(self) -> bool:
+        return self.template is not None and self.template.renders_tools
+
+    @property
     def num_encoded(self) -> int:
         """Characters given to the tokenizer since the start."""
         return self.text.num_encoded
 
     def read(self, generation: Generation) -> Reading:
         token_ids: list[int] = generation.token_ids.tolist()
-        if generation.finish_reason == FinishReason.STOP and self._ends(token_ids):
-            token_ids = token_ids[:-1]
+        if generation.finish_reason == FinishReason.STOP:
+            token_ids = token_ids[: len(token_ids) - self._num_end_tokens(token_ids)]
         text = self.text.decode(token_ids)
         if self.ends_turn(text, generation):
             text = text[: -len(self._end_of_turn)]
@@ -95,8 +100,12 @@ class Codec:
             before = before.lstrip().removeprefix(thinking.start)
         return Reading(after.lstrip("\n"), before.strip("\n"))
 
-    def _ends(self, token_ids: Sequence[int]) -> bool:
-        return bool(token_ids) and (token_ids[-1] in self._stops or token_ids[-1] in self._specials)
+    def _num_end_tokens(self, token_ids: Sequence[int]) -> int:
+        """How many of a reply's last tokens say that it has ended."""
+        if num_end_tokens := _num_shared_ends(token_ids, self._end_token_ids):
+            return num_end_tokens
+        is_end = token_ids and (token_ids[-1] in self._stops or token_ids[-1] in self._specials)
+        return int(bool(is_end))
 
     def ends_turn(self, text: str, generation: Generation) -> bool:
         """Whether a reply ended with the template's own end of turn, written as plain text."""
@@ -105,15 +114,24 @@ class Codec:
 
     def without_end(self, tail: str, generation: Generation) -> str:
         """What stands behind a reply, less the end of turn that was sampled with it."""
-        token_ids = generation.token_ids
-        special = self.text.leading_special(tail)
-        if special is not None and len(token_ids) and token_ids[-1] == special[0]:
-            return tail[special[1] :]
-        if special is None and tail.startswith(self._end_of_turn):
-            last = self.text.decode(token_ids[-64:].tolist())
+        token_ids: list[int] = generation.token_ids.tolist()
+        specials = self.text.leading_specials(tail)[: max(len(self._end_token_ids), 1)]
+        if num_sampled := _num_shared_ends(token_ids, [token_id for token_id, _ in specials]):
+            return tail[specials[num_sampled - 1][1] :]
+        if not specials and tail.startswith(self._end_of_turn):
+            last = self.text.decode(token_ids[-64:])
             if self.ends_turn(last, generation):
                 return tail[len(self._end_of_turn) :]
         return tail
+
+    def num_rewritten(self, tail: str, generation: Generation) -> int:
+        """How many of a reply's last tokens end a conversation, where the template ends a turn with
+        other special tokens once something follows (gpt-oss: <|return|>, then <|end|>)."""
+        end, specials = self._end_token_ids, self.text.leading_specials(tail)
+        token_ids: list[int] = generation.token_ids.tolist()
+        if not end or not specials or specials[0][0] == end[0]:
+            return 0
+        return len(end) if token_ids[-len(end) :] == end else 0
 
     def content_start(self, generation: Generation) -> int | None:
         """The token that the content begins with, behind the reasoning; None: it begins within
@@ -135,3 +153,11 @@ class Codec:
         while low < len(token_ids) and not self.text.decode(token_ids[low : low + 1]).strip("\n"):
             low += 1
         return low
+
+
+def _num_shared_ends(token_ids: Sequence[int], end: Sequence[int]) -> int:
+    """The most tokens that `end` begins with and `token_ids` ends with."""
+    for number in range(min(len(token_ids), len(end)), 0, -1):
+        if list(token_ids[-number:]) == list(end[:number]):
+            return number
+    return 0

@@ -71,7 +71,7 @@ class Conversation:
         codec = self._codec
         if not messages:
             raise ValueError("messages=[] is no prompt; give at least one message.")
-        if tools and not (codec.template and codec.template.renders_tools):
+        if tools and not codec.renders_tools:
             what = "does not render tools" if codec.template else "is missing"
             raise ValueError(
                 f"{len(tools)} tools are given, and the model's chat template {what}, so that the "
@@ -130,6 +130,11 @@ class Conversation:
         self._replies.append(path._node.child(dict(message), reply))
         return message
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all branches, that of the first prompt included; no fewer than the trajectory has."""
+        return self._tree.num_tokens
+
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> Trajectory:
         """turn_rewards: one a reply, in the order in which `reply` was called; missing ones are 0.
         That of a reply without tokens goes to the one before it."""
@@ -186,7 +191,7 @@ class Conversation:
             return None
         said = Said(anchor.has_reasoning, reply.said.call_ids)
         tail = codec.template.tail(said, messages, tools, has_system=anchor.has_system)
-        if tail is None:
+        if tail is None or codec.num_rewritten(tail, reply.generation):
             codec.is_append_only[kind] = False
             return None
         tail = codec.without_end(tail, reply.generation)
@@ -208,7 +213,10 @@ class Conversation:
                 token_ids += kept
                 last = reply.generation if is_ended else None
                 continue
-            text = piece if last is None else self._codec.without_end(piece, last)
+            text = piece
+            if last is not None:
+                text = self._codec.without_end(piece, last)
+                token_ids = token_ids[: len(token_ids) - self._codec.num_rewritten(piece, last)]
             token_ids += self._encode(text, not token_ids, "messages")
             last = None
         return token_ids

@@ -14,69 +14,64 @@ temperature, top_p, seed and penalties are not followed, and the answer says so 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from aiohttp import web
 
-from rlsys.environments.episode import Episode, EpisodeFailed, EpisodeOver, Turn
-from rlsys.environments.tool_formats import ToolFormat, detect
+from rlsys.environments.environment import Endpoint, Environment
+from rlsys.environments.episode import Episode, EpisodeOver, Turn
+from rlsys.environments.openai_answers import (
+    MODELS,
+    Answer,
+    chat_answer,
+    error_fields,
+    text_answer,
+    without_stop,
+)
+from rlsys.environments.openai_requests import (
+    Asked,
+    Refused,
+    asked_of,
+    body_of,
+    messages_of,
+    prompt_of,
+    tools_of,
+)
+from rlsys.environments.tool_formats import ToolFormat, chosen_format
 
 # Of one episode at a time; agents that fan out further are told to wait.
 MAX_CALLS = 64
 
-# Of one request, in answers (`n`).
-MAX_ANSWERS = 64
-
 # Of a request's body.
 MAX_BODY_BYTES = 16 * 2**20
 
-# What a request may ask for that is not followed.
-IGNORED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """What an agent is given. `url` ends with /v1, as clients take it."""
-
-    url: str
-    key: str
-    model: str = "policy"
-
-
-class _Refused(Exception):
-    """A request that cannot be answered; the message says the value, the rule and the fix."""
-
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
+# For connections to end when the server does; no call is under way by then.
+SHUTDOWN_TIMEOUT_S = 1.0
 
 
 @dataclass(kw_only=True, eq=False)
 class _Session:
+    """What one key opens."""
+
     episode: Episode
-    num_running: int = 0
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)  # under way
+    is_told_over: bool = False
+    is_shut: bool = False
 
 
 class EndpointServer:
-    """`template`: the chat template's text, which says how the model writes calls of tools."""
+    """Of the episodes of one worker. `template`: the chat template's text, which says how the model
+    writes calls of tools where the environment does not."""
 
-    def __init__(self, template: str | None) -> None:
+    def __init__(self, environment: Environment, template: str | None) -> None:
+        self._environment = environment
         self._template = template
-        self._format: ToolFormat | None = None
         self._sessions: dict[str, _Session] = {}
         self._runner: web.AppRunner | None = None
         self._url = ""
@@ -84,13 +79,18 @@ class EndpointServer:
     async def start(self) -> None:
         """Listens on a free port of 127.0.0.1."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._completion)
+        app.router.add_post("/v1/chat/completions", self._answers(self._chat))
+        app.router.add_post("/v1/completions", self._answers(self._completion))
         app.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,  # a client that has gone wants no reply
+            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         host, port = self._runner.addresses[0][:2]
         self._url = f"http://{host}:{port}/v1"
 
@@ -98,65 +98,72 @@ class EndpointServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def open(self, episode: Episode) -> Endpoint:
-        """For one episode; `shut` must follow."""
+    @contextlib.contextmanager
+    def opened(self, episode: Episode) -> Iterator[Endpoint]:
+        """What an agent is given, for as long as it runs: behind it the key opens nothing, and what
+        was still asked with it is given up. Raises EpisodeOver where the agent was told that its
+        episode is over, and raised because it could not go on."""
         key = secrets.token_urlsafe(24)
-        self._sessions[key] = _Session(episode=episode)
-        return Endpoint(url=self._url, key=key)
+        session = self._sessions[key] = _Session(episode=episode)
+        try:
+            yield Endpoint(url=self._url, key=key)
+        except Exception as error:
+            if session.is_told_over:
+                told = f"the agent raised {type(error).__name__} when it was told that it is over"
+                raise EpisodeOver(told) from None
+            raise
+        finally:
+            del self._sessions[key]
+            session.is_shut = True
+            for call in session.calls:
+                call.cancel()
 
-    def shut(self, endpoint: Endpoint) -> None:
-        """Its key opens nothing any more."""
-        self._sessions.pop(endpoint.key, None)
+    # Requests
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
             self._session(request)
-        except _Refused as refusal:
-            return _error(refusal)
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlsys"}
-        return web.json_response({"object": "list", "data": [model]})
+        except Refused as refusal:
+            return _refused(refusal)
+        return web.json_response(MODELS)
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, self._chat_answers)
-
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, self._text_answers)
-
-    async def _answered(self, request: web.Request, answer: Any) -> web.StreamResponse:
-        try:
-            session = self._session(request)
-            if session.num_running >= MAX_CALLS:
-                raise _Refused(
-                    f"this episode has {session.num_running} calls under way; it may have "
-                    f"{MAX_CALLS} at a time. Wait for one to end.",
-                    status=429,
-                    code="rate_limit_exceeded",
-                )
-            session.num_running += 1
-            try:
-                body = await _body(request)
-                response: web.StreamResponse = await answer(request, session.episode, body)
-                return response
-            finally:
-                session.num_running -= 1
-        except _Refused as refusal:
-            return _error(refusal)
-        except EpisodeOver:
-            return _error(
-                _Refused(
-                    "this episode is over: its turns (max_turns), its tokens (sampling.max_tokens) "
-                    "or its context are used up. Return what it is worth.",
-                    code="context_length_exceeded",
-                )
+    async def _unknown(self, request: web.Request) -> web.StreamResponse:
+        return _refused(
+            Refused(
+                f"{request.method} {request.path} is not served here; there are POST "
+                "/v1/chat/completions, POST /v1/completions and GET /v1/models.",
+                status=404,
+                code="not_found",
             )
-        except (ValueError, EpisodeFailed) as error:
-            return _error(_Refused(str(error)))
+        )
+
+    def _answers(
+        self, answer: Callable[[Episode, Mapping[str, Any], Asked], Coroutine[Any, Any, Answer]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """The handler of a route."""
+
+        async def work(request: web.Request, session: _Session) -> tuple[Answer, Asked]:
+            body = body_of(await _read(request))
+            asked = asked_of(body)
+            return await answer(session.episode, body, asked), asked
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                session = self._session(request)
+                made, asked = await self._done(session, work(request, session))
+            except Refused as refusal:
+                return _refused(refusal)
+            if not asked.is_stream:
+                return web.json_response(made.whole)
+            return await _streamed(request, made.chunks(has_usage=asked.has_usage))
+
+        return handle
 
     def _session(self, request: web.Request) -> _Session:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
         if session is None:
-            raise _Refused(
+            raise Refused(
                 "the key is of no episode that runs; use the one that the agent was given "
                 "(endpoint.key), while its function runs.",
                 status=401,
@@ -164,225 +171,143 @@ class EndpointServer:
             )
         return session
 
-    async def _chat_answers(
-        self, request: web.Request, episode: Episode, body: Mapping[str, Any]
-    ) -> web.StreamResponse:
-        messages = _messages(body.get("messages"))
-        tools = _tools(body)
-        asked = _asked(body)
+    async def _done(
+        self, session: _Session, work: Coroutine[Any, Any, tuple[Answer, Asked]]
+    ) -> tuple[Answer, Asked]:
+        """Raises Refused for whatever the client is to be told, and CancelledError where it has
+        gone."""
+        episode = session.episode
+        if (num_calls := len(session.calls)) >= MAX_CALLS:
+            work.close()
+            raise Refused(
+                f"this episode has {num_calls} calls under way; it may have {MAX_CALLS} at a "
+                "time. Wait for one to end.",
+                status=429,
+                code="rate_limit_exceeded",
+            )
+        call = asyncio.create_task(work)
+        session.calls.add(call)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if not session.is_shut:
+                raise
+            raise Refused(
+                "the agent's function has ended, and with it the calls that were under way; await "
+                "them before it returns.",
+                status=401,
+                code="invalid_api_key",
+            ) from None
+        except EpisodeOver:
+            session.is_told_over = True
+            raise _over(episode) from None
+        except Refused:
+            raise
+        # Of what a sampler raises nothing is known.
+        except Exception as error:
+            if episode.failure is None and isinstance(error, ValueError):
+                raise Refused(str(error)) from None
+            episode.failure = episode.failure or error
+            raise Refused(
+                f"the episode cannot go on, through no fault of the agent's: {episode.failure!r}",
+                status=500,
+                code="episode_failed",
+            ) from error
+        finally:
+            session.calls.discard(call)
+
+    # Answers
+
+    async def _chat(self, episode: Episode, body: Mapping[str, Any], asked: Asked) -> Answer:
+        messages, tools = messages_of(body), tools_of(body)
+        tool_format = self._format if tools else None
         turns = await _side_by_side(
             episode.turn(messages, tools=tools, max_tokens=asked.max_tokens, stop=asked.stop)
             for _ in range(asked.num_answers)
         )
         for turn in turns:
-            if tools:
-                self._split_calls(episode, turn, tools)
-        choices = [
-            {
-                "index": index,
-                "message": turn.message,
-                "logprobs": {"content": _logprobs(episode, turn)} if asked.logprobs else None,
-                "finish_reason": _reason(turn),
-            }
-            for index, turn in enumerate(turns)
-        ]
-        head = _head("chat.completion", turns, body)
-        if asked.stream:
-            return await _streamed(request, head, [_deltas(choice) for choice in choices])
-        return web.json_response({**head, "choices": choices, "usage": _usage(turns)})
+            without_stop(turn, asked.stop)
+            if tool_format is not None:
+                _split_calls(episode, turn, tool_format, tools)
+        return chat_answer(turns, asked, episode.codec.text.decode)
 
-    async def _text_answers(
-        self, request: web.Request, episode: Episode, body: Mapping[str, Any]
-    ) -> web.StreamResponse:
-        prompt = body.get("prompt")
-        if not isinstance(prompt, str) or not prompt:
-            raise _Refused(f"prompt={prompt!r:.80} is no text; give one, not empty.")
-        asked = _asked(body)
+    async def _completion(self, episode: Episode, body: Mapping[str, Any], asked: Asked) -> Answer:
+        prompt = prompt_of(body)
         turns = await _side_by_side(
             episode.complete(prompt, max_tokens=asked.max_tokens, stop=asked.stop)
             for _ in range(asked.num_answers)
         )
-        choices: list[dict[str, Any]] = [
-            {
-                "index": index,
-                "text": turn.text,
-                "logprobs": _text_logprobs(episode, turn) if asked.logprobs else None,
-                "finish_reason": _reason(turn),
-            }
-            for index, turn in enumerate(turns)
-        ]
-        head = _head("text_completion", turns, body)
-        if asked.stream:
-            return await _streamed(request, head, [[choice] for choice in choices])
-        return web.json_response({**head, "choices": choices, "usage": _usage(turns)})
+        for turn in turns:
+            without_stop(turn, asked.stop)
+        return text_answer(turns, asked, episode.codec.text.decode)
 
-    def _split_calls(
-        self, episode: Episode, turn: Turn, tools: Sequence[Mapping[str, Any]]
-    ) -> None:
-        if self._format is None:
-            self._format = detect(self._template)
-        reply = self._format.parse(
-            turn.message["content"], tools, num_before=episode.num_tool_calls
+    @cached_property
+    def _format(self) -> ToolFormat:
+        return chosen_format(self._environment.tool_format, self._template)
+
+
+def _split_calls(
+    episode: Episode, turn: Turn, tool_format: ToolFormat, tools: list[Mapping[str, Any]]
+) -> None:
+    message = turn.message
+    reply = tool_format.parse(message["content"], tools, num_before=episode.num_tool_calls)
+    if reply.calls:
+        episode.num_tool_calls += len(reply.calls)
+        message["content"] = reply.content
+        message["tool_calls"] = reply.tool_calls
+
+
+def _over(episode: Episode) -> Refused:
+    if episode.is_truncated:
+        return Refused(
+            "this episode is over: its tokens (sampling.max_tokens) or its context are used up. "
+            "Return what it is worth.",
+            code="context_length_exceeded",
         )
-        if reply.calls:
-            episode.num_tool_calls += len(reply.calls)
-            turn.message["content"] = reply.content
-            turn.message["tool_calls"] = reply.tool_calls
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    num_answers: int
-    logprobs: bool
-    stream: bool
-
-
-def _asked(body: Mapping[str, Any]) -> _Asked:
-    for name in ("response_format", "audio", "functions", "echo", "suffix", "best_of"):
-        if body.get(name) not in (None, False, 1, {"type": "text"}):
-            raise _Refused(f"{name}={body[name]!r:.80} is not supported here; leave it out.")
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise _Refused(f"max_tokens={limit!r:.40} is no number of tokens; give at least 1.")
-    stop = body.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(one, str) for one in stop):
-        raise _Refused(f"stop={stop!r:.80} is no list of texts; give some.")
-    num = body.get("n") or 1
-    if not isinstance(num, int) or not 1 <= num <= MAX_ANSWERS:
-        raise _Refused(f"n={num!r:.40} is no number of answers; give 1 to {MAX_ANSWERS}.")
-    return _Asked(
-        max_tokens=limit,
-        stop=stop,
-        num_answers=num,
-        logprobs=bool(body.get("logprobs")),
-        stream=bool(body.get("stream")),
+    return Refused(
+        f"this episode is over: its {episode.environment.max_turns} turns (max_turns) are used up. "
+        "Return what it is worth.",
+        code="max_turns_exceeded",
     )
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
-    """As a chat template takes them: contents of parts become their texts."""
-    if not isinstance(given, list) or not given:
-        raise _Refused(f"messages={given!r:.80} is no list of messages; give at least one.")
-    messages = []
-    for number, message in enumerate(given):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _Refused(f"messages[{number}]={message!r:.80} has no role; give one.")
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = [part.get("text") for part in content if isinstance(part, dict)]
-            if len(parts) < len(content) or not all(isinstance(part, str) for part in parts):
-                raise _Refused(f"messages[{number}] has parts that are no text; give text alone.")
-            message = {**message, "content": "".join(map(str, parts))}
-        if message["role"] == "developer":
-            message = {**message, "role": "system"}
-        messages.append({key: value for key, value in message.items() if value is not None})
-    return messages
-
-
-def _tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-        raise _Refused(f"tools={tools!r:.80} is no list of schemas; give some in OpenAI's shape.")
-    if body.get("tool_choice") not in (None, "auto", "none"):
-        raise _Refused(f"tool_choice={body['tool_choice']!r:.80} cannot be forced; use 'auto'.")
-    return [] if body.get("tool_choice") == "none" else tools
-
-
-async def _body(request: web.Request) -> Mapping[str, Any]:
+async def _read(request: web.Request) -> bytes:
     try:
-        body = json.loads(await request.read())
+        return await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise _Refused(
-            f"the request is longer than {MAX_BODY_BYTES} bytes; send less.", status=413
+        raise Refused(
+            f"the request is longer than {MAX_BODY_BYTES} bytes; send less.",
+            status=413,
+            code="request_too_large",
         ) from None
-    except ValueError as error:
-        raise _Refused(f"the body is no JSON ({error}); send an object.") from None
-    if not isinstance(body, dict):
-        raise _Refused(f"the body is {body!r:.80}; send an object.")
-    return body
 
 
-async def _side_by_side(works: Any) -> list[Turn]:
-    """The turns, in order; the first error of any, once the others were ended."""
-    works = list(works)
-    if len(works) == 1:
-        return [await works[0]]
+async def _side_by_side(works: Iterator[Coroutine[Any, Any, Turn]]) -> list[Turn]:
+    """The turns, in order; the first error of any, once the others have ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
+    if len(tasks) == 1:
+        return [await tasks[0]]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.wait(tasks)
 
 
-def _reason(turn: Turn) -> str:
-    if turn.message.get("tool_calls"):
-        return "tool_calls"
-    return "length" if turn.is_truncated else "stop"
-
-
-def _head(kind: str, turns: Sequence[Turn], body: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{secrets.token_hex(12)}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": "policy",
-        # Beside OpenAI's: which weights sampled it, and what of the request was not followed.
-        "policy_version": max(turn.policy_version for turn in turns),
-        "ignored": [name for name in IGNORED if body.get(name) is not None],
-    }
-
-
-def _usage(turns: Sequence[Turn]) -> dict[str, int]:
-    prompt, said = turns[0].num_prompt_tokens, sum(len(turn.token_ids) for turn in turns)
-    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
-
-
-def _logprobs(episode: Episode, turn: Turn) -> list[dict[str, Any]]:
-    texts = [episode.codec.text.decode([token]) for token in turn.token_ids]
-    return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(texts, turn.logprobs, strict=True)
-    ]
-
-
-def _text_logprobs(episode: Episode, turn: Turn) -> dict[str, Any]:
-    return {
-        "tokens": [episode.codec.text.decode([token]) for token in turn.token_ids],
-        "token_logprobs": list(turn.logprobs),
-    }
-
-
-def _deltas(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A choice as the chunks of a stream: the message, then why it ended."""
-    message = dict(choice["message"])
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
-    first = {"index": choice["index"], "delta": message, "finish_reason": None}
-    if choice["logprobs"] is not None:
-        first["logprobs"] = choice["logprobs"]
-    last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
-    return [first, last]
-
-
-async def _streamed(
-    request: web.Request, head: Mapping[str, Any], chunks: Sequence[Sequence[Mapping[str, Any]]]
-) -> web.StreamResponse:
-    """Server-sent events. The reply is whole by now: a stream of it is a convenience of clients."""
-    kind = head["object"]
-    told = {**head, "object": f"{kind}.chunk" if kind.startswith("chat") else kind}
+async def _streamed(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
+    """Server-sent events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    for of_choice in chunks:
-        for chunk in of_choice:
-            await response.write(f"data: {json.dumps({**told, 'choices': [chunk]})}\n\n".encode())
-    await response.write(b"data: [DONE]\n\n")
+    told = [*(json.dumps(chunk) for chunk in chunks), "[DONE]"]
+    await response.write("".join(f"data: {one}\n\n" for one in told).encode())
     return response
 
 
-def _error(refusal: _Refused) -> web.Response:
-    error = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
-    return web.json_response({"error": {**error, "param": None}}, status=refusal.status)
+def _refused(refusal: Refused) -> web.Response:
+    """OpenAI's client tries again what was refused for its number, and, but for the header, what
+    failed."""
+    status = refusal.status
+    headers = {429: {"Retry-After": "1"}, 500: {"x-should-retry": "false"}}.get(status, {})
+    fields = error_fields(str(refusal), refusal.code, status)
+    return web.json_response(fields, status=status, headers=headers)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, overload
 
 from rlsys.fields import checked
+from rlsys.rewards.reward import Reward
 from rlsys.types import Rollout
-from rlsys.user_functions import misfit
+from rlsys.user_functions import misfit, name_of
 
 if TYPE_CHECKING:  # with pydantic, which takes a while to import
     from rlsys.environments.tool_formats import ToolFormat
@@ -28,6 +30,16 @@ GroupReward = Callable[[Sequence[Rollout]], Sequence[float]]
 
 # Of the environment's own time, all turns together.
 TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """What an agent is given: where it asks the policy, and the key of its episode. `url` ends with
+    /v1, as OpenAI's clients take it."""
+
+    url: str
+    key: str
+    model: str = "policy"  # any name is; there is one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +63,11 @@ class Environment:
     group_reward: GroupReward | None = None
     required_columns: tuple[str, ...] = ()
     plain_text: bool = False
-    fresh_cache: bool = False
     is_agent: bool = False
 
     def __post_init__(self) -> None:
         checked(self.name, str, "name of an environment")
-        given = f"environment {self.name!r}"
+        given = f"{'agent' if self.is_agent else 'environment'} {self.name!r}"
         _check_function(given, self.function, self.is_agent)
         for field, least in (("max_turns", 1), ("turn_tokens", 1), ("num_retries", 0)):
             number = getattr(self, field)
@@ -74,6 +85,14 @@ class Environment:
         if self.timeout_s <= 0:
             raise ValueError(
                 f"timeout_s={self.timeout_s} of {given} ends every episode; use a positive time."
+            )
+        if self.group_reward is not None and (
+            not callable(self.group_reward) or misfit(self.group_reward, [])
+        ):
+            raise ValueError(
+                f"group_reward={name_of(self.group_reward)} of {given} is called with a list of "
+                "rollouts, those of a group, which it does not take; give a function of one "
+                "argument, which returns a number for each of them."
             )
         if self.tools:
             from rlsys.environments.tools import ToolSet
@@ -112,7 +131,6 @@ def environment(
     group_reward: GroupReward | None = None,
     required_columns: Sequence[str] = (),
     plain_text: bool = False,
-    fresh_cache: bool = False,
 ) -> Callable[[EnvironmentFunction], Environment]: ...
 def environment(
     function: EnvironmentFunction | None = None,
@@ -131,7 +149,6 @@ def environment(
     group_reward: GroupReward | None = None,
     required_columns: Sequence[str] = (),
     plain_text: bool = False,
-    fresh_cache: bool = False,
 ) -> Environment | Callable[[EnvironmentFunction], Environment]:
     """Make a function an environment: `@environment`, or `@environment(max_turns=6)`.
 
@@ -151,11 +168,10 @@ def environment(
     group_reward: `(rollouts of a group) -> a number each`, added to what each episode returned.
     required_columns: of the dataset's rows, which come as `task`.
     plain_text: texts stand one behind the other as they are, without the chat template.
-    fresh_cache: keys and values that other weights have computed are not used in later turns.
     """
 
     def decorate(function: EnvironmentFunction) -> Environment:
-        own_name: str = getattr(function, "__name__", type(function).__name__)
+        own_name = _name_of(function)
         return Environment(
             function=function,
             name=own_name if name is None else name,
@@ -163,7 +179,7 @@ def environment(
             turn_tokens=turn_tokens,
             stop=_names("stop", stop, own_name),
             timeout_s=timeout_s,
-            tools=tuple(tools),
+            tools=_tools(tools, own_name),
             tool_format=tool_format,
             format_reward=format_reward,
             num_retries=num_retries,
@@ -171,7 +187,6 @@ def environment(
             group_reward=group_reward,
             required_columns=_names("required_columns", required_columns, own_name),
             plain_text=plain_text,
-            fresh_cache=fresh_cache,
         )
 
     return decorate if function is None else decorate(function)
@@ -189,6 +204,8 @@ def agent(
     num_retries: int = 2,
     required_columns: Sequence[str] = (),
     tool_format: str | ToolFormat = "",
+    format_reward: float = 0.0,
+    group_reward: GroupReward | None = None,
 ) -> Callable[[EnvironmentFunction], Environment]: ...
 def agent(
     function: EnvironmentFunction | None = None,
@@ -201,14 +218,21 @@ def agent(
     num_retries: int = 2,
     required_columns: Sequence[str] = (),
     tool_format: str | ToolFormat = "",
+    format_reward: float = 0.0,
+    group_reward: GroupReward | None = None,
 ) -> Environment | Callable[[EnvironmentFunction], Environment]:
     """Make a function of `(endpoint, task)` an environment in which any program that speaks to an
-    OpenAI-compatible endpoint is the policy's hands: it is given `endpoint.url` and `endpoint.key`,
-    and what it asks there becomes the rollout, token by token. The arguments are those of
-    `environment`."""
+    OpenAI-compatible endpoint is the policy's hands: it is given an `Endpoint`, and what it asks
+    there becomes the rollout, token by token. It returns what that is worth, a number or named
+    ones.
+
+    The arguments are those of `environment`. format_reward: what an episode ends with that raises
+    after it was told that its turns, tokens or context are used up. tool_format: of tools that the
+    agent sends along with its requests.
+    """
 
     def decorate(function: EnvironmentFunction) -> Environment:
-        own_name: str = getattr(function, "__name__", type(function).__name__)
+        own_name = _name_of(function)
         return Environment(
             function=function,
             name=own_name if name is None else name,
@@ -218,6 +242,8 @@ def agent(
             num_retries=num_retries,
             required_columns=_names("required_columns", required_columns, own_name),
             tool_format=tool_format,
+            format_reward=format_reward,
+            group_reward=group_reward,
             is_agent=True,
         )
 
@@ -229,9 +255,22 @@ def as_environment(given: Any) -> Environment:
     return given if isinstance(given, Environment) else environment(given)
 
 
+def _name_of(function: Any) -> str:
+    """Its own; of what another decorator made, or a partial, that of the function inside."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", None) or getattr(function, "name", None)
+    return name if isinstance(name, str) else type(function).__name__
+
+
 def _check_function(given: str, function: object, is_agent: bool) -> None:
     """Raise ValueError for what cannot be called with (chat, task), and nothing else."""
     first = "endpoint" if is_agent else "chat"
+    if (other := _decorated(function)) is not None:
+        raise ValueError(
+            f"{given} is {other} already; decorate a function of ({first}, task) once, with all "
+            "arguments in one place."
+        )
     if not callable(function):
         raise ValueError(
             f"{given} is {function!r}, which is no function; give one of ({first}, task)."
@@ -244,6 +283,25 @@ def _check_function(given: str, function: object, is_agent: bool) -> None:
             "take these two: columns of the dataset are in task, other values come with "
             "functools.partial."
         )
+
+
+def _decorated(function: object) -> str | None:
+    """What a function is that another decorator of rlsys has made into something else."""
+    if isinstance(function, Environment):
+        return "an agent" if function.is_agent else "an environment"
+    if isinstance(function, Reward):
+        return "a reward"
+    tools = sys.modules.get("rlsys.environments.tools")  # nobody has made one before its import
+    return "a tool" if tools is not None and isinstance(function, tools.Tool) else None
+
+
+def _tools(tools: object, name: str) -> tuple[Any, ...]:
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise ValueError(
+            f"tools={tools!r} of environment {name!r} is no list of tools; give one, even of one "
+            "tool: tools=[search]."
+        )
+    return tuple(tools)
 
 
 def _is_finite(number: Any) -> bool:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Protocol
@@ -22,12 +24,20 @@ import numpy as np
 from rlsys.environments.codec import Codec
 from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.environment import Environment
+from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms
 from rlsys.environments.template import Message
 from rlsys.environments.token_tree import Trajectory, joined
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from rlsys.user_functions import printable
 
 # Of the names of rewards: what the function returned.
 FINAL = "final"
+
+
+WENT_ON = "the environment went on after chat.done"
+
+# Of the last line of a transcript, behind the roles of those who spoke.
+ENDED = "ended"
 
 
 class Sampler(Protocol):
@@ -45,15 +55,6 @@ class EpisodeFailed(RuntimeError):
     which."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpisodeLimits:
-    """In tokens, of a whole rollout."""
-
-    max_prompt_tokens: int  # of what stands before the first reply
-    max_tokens: int  # of all that follows, in all branches
-    max_context: int  # of one branch
-
-
 @dataclass(kw_only=True, eq=False)
 class Turn:
     """One reply of the policy."""
@@ -68,6 +69,20 @@ class Turn:
     num_prompt_tokens: int
     policy_version: int  # of its newest token; -1 where it has none
     reward: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Text:
+    """A text without a chat template, and its continuation, as messages."""
+
+    text: str
+    messages: list[Message]
+    is_open: bool = False  # cut, not ended
+
+    def is_begun_by(self, prompt: str) -> bool:
+        """Whether a prompt goes on from it. Where the policy had ended, nothing can be asked behind
+        its end but what has a text of its own: the same again is another text."""
+        return prompt.startswith(self.text) and (self.is_open or len(prompt) > len(self.text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +110,7 @@ class Episode:
     seed: int
     is_over: bool = False
     is_truncated: bool = False
+    failure: Exception | None = None  # no reward of it counts, whatever its function returns
     num_tool_calls: int = 0
     turns: list[Turn] = field(default_factory=list)
     named: dict[str, float] = field(default_factory=dict)  # rewards of turns, by name
@@ -105,9 +121,12 @@ class Episode:
     def __post_init__(self) -> None:
         self._conversation = Conversation(self.codec)
         self._raw: Conversation | None = None  # of texts without a chat template
-        self._texts: list[tuple[str, list[Message]]] = []  # its paths
-        self._num_tokens = 0  # beyond the first prompt, those that are being sampled included
+        self._texts: list[_Text] = []
         self._num_asked = 0
+        environment = self.environment
+        self._rooms = Rooms(
+            self.limits, max_turns=environment.max_turns, turn_tokens=environment.turn_tokens
+        )
 
     # What the environment does
 
@@ -122,55 +141,50 @@ class Episode:
     ) -> Turn:
         """The policy's reply to the messages. Raises EpisodeOver where there is no room for one, or
         no turn left; ValueError for messages that cannot be rendered."""
-        self._check_goes_on()
         conversation = self._conversation
-        path = conversation.prompt(messages, tools, seat=seat)
-        return await self._asked(conversation, path, seat, max_tokens, stop)
+        return await self._asked(
+            conversation,
+            lambda: conversation.prompt(messages, tools, seat=seat),
+            max_tokens,
+            stop,
+        )
 
     async def complete(
         self, prompt: str, *, max_tokens: int | None = None, stop: tuple[str, ...] = ()
     ) -> Turn:
         """The policy's continuation of a text, without the chat template. One that begins with an
         earlier text and its continuation goes on from there. Raises as `turn` does."""
-        self._check_goes_on()
         if self._raw is None:
             self._raw = Conversation(self.codec.without_template)
-        conversation = self._raw
-        messages = self._known_beginning(prompt)
-        path = conversation.prompt(messages)
-        turn = await self._asked(conversation, path, 0, max_tokens, stop)
-        self._texts.append((prompt + turn.text, [*messages, turn.message]))
+        conversation, messages = self._raw, self._known_beginning(prompt)
+        turn = await self._asked(
+            conversation, lambda: conversation.prompt(messages), max_tokens, stop
+        )
+        if turn.text:
+            text, chain = prompt + turn.text, [*messages, turn.message]
+            self._texts.append(_Text(text=text, messages=chain, is_open=turn.is_truncated))
         return turn
-
-    def _check_goes_on(self) -> None:
-        max_turns = self.environment.max_turns
-        self.is_over |= max_turns is not None and self._num_asked >= max_turns
-        if self.is_over:
-            raise EpisodeOver
 
     async def _asked(
         self,
         conversation: Conversation,
-        path: Path,
-        seat: int,
+        prompt: Callable[[], Path],
         max_tokens: int | None,
         stop: tuple[str, ...],
     ) -> Turn:
-        room = self._take_room(path)
-        limits = (room, self.environment.turn_tokens, max_tokens)
-        wanted = min(limit for limit in limits if limit is not None)
-        self._num_tokens += wanted
-        self._num_asked += 1
-        generation = await self._sampled(self._request(path, wanted, stop))
-        self._num_tokens -= wanted - len(generation.token_ids)
+        room = await self._room(conversation, prompt, max_tokens)
+        path = room.path
+        generation: Generation | None = None
+        try:
+            generation = await self._sampled(self._request(path, room.wanted, stop))
+        finally:
+            self._rooms.give_back(room, has_reply=generation is not None)
         is_cut = generation.finish_reason is FinishReason.LENGTH
         message = conversation.reply(path, generation)
-        self.is_truncated |= is_cut and wanted == room
-        self.is_over |= self.is_truncated
-        max_turns = self.environment.max_turns
-        self.is_over |= max_turns is not None and self._num_asked >= max_turns
+        self.is_truncated |= is_cut and room.wanted == room.most
+        self.is_over |= self.is_truncated or not self._rooms.has_turns
         turn = Turn(
-            seat=seat,
+            seat=path.seat,
             conversation=conversation,
             message=message,
             text=str(message.get("content") or ""),
@@ -183,12 +197,33 @@ class Episode:
         self.turns.append(turn)
         return turn
 
+    async def _room(
+        self, conversation: Conversation, prompt: Callable[[], Path], max_tokens: int | None
+    ) -> Room:
+        """Raises EpisodeOver where there is none, EpisodeFailed for a first prompt too long."""
+
+        def goes_on() -> Path:
+            if self.is_over:
+                raise EpisodeOver(WENT_ON)
+            return prompt()
+
+        try:
+            return await self._rooms.take(conversation, goes_on, max_tokens)
+        except NoRoom as reason:
+            self.is_over = True
+            self.is_truncated |= reason.is_truncated
+            why = "tokens or context are used up" if reason.is_truncated else WENT_ON
+            raise EpisodeOver(why) from None
+        except FirstTooLong as error:
+            self.failure = EpisodeFailed(f"{self.environment.name} {error}")
+            raise self.failure from None
+
     def _known_beginning(self, prompt: str) -> list[Message]:
         """A text as messages: the longest that is known, and what follows it."""
-        known = [one for one in self._texts if prompt.startswith(one[0])]
-        text, messages = max(known, key=lambda one: len(one[0]), default=("", []))
-        rest = prompt[len(text) :]
-        return [*messages, {"role": "user", "content": rest}] if rest or not messages else messages
+        known = [one for one in self._texts if one.is_begun_by(prompt)]
+        longest = max(known, key=lambda one: len(one.text), default=_Text(text="", messages=[]))
+        rest = prompt[len(longest.text) :]
+        return [*longest.messages, {"role": "user", "content": rest}] if rest else longest.messages
 
     def reward(self, turn: Turn | None, value: object, name: str) -> None:
         """For a turn. Raises ValueError for what is no finite number, and before the first turn."""
@@ -208,30 +243,36 @@ class Episode:
         since = 0.0 if self._num_sampling else _now() - self._resumed_s
         return self.environment.timeout_s - self._own_s - since
 
-    def played(self, returned: object, *, is_model_fault: bool = False) -> Played:
-        """Of an episode that has ended with what the function returned; `is_model_fault`: with
-        EpisodeOver, or a reply that `parse` refused. Raises EpisodeFailed."""
+    def played(self, returned: object, *, over: EpisodeOver | None = None) -> Played:
+        """Of an episode that has ended with what the function returned, or with `over`, which is
+        the model's fault. Raises EpisodeFailed."""
         environment = self.environment
         if not self.turns:
             raise EpisodeFailed(
                 f"{environment.name} ended without a reply of the policy, so that there is nothing "
                 "to train on; let it `await chat(...)` at least once."
             )
-        final = {FINAL: environment.format_reward} if is_model_fault else self._final(returned)
+        if over is not None:
+            final: Mapping[str, float] = {FINAL: environment.format_reward}
+        else:
+            final = numbers_of(environment.name, returned, or_none=bool(self.named))
         total = sum(final.values())
         self.turns[-1].reward += total
-        components = {**self.named, **final}
+        components = dict(self.named)
+        for name, value in final.items():  # of a name that turns have had too, both count
+            components[name] = components.get(name, 0.0) + value
         return Played(
             trajectory=self._trajectory(),
             total=sum(components.values()),
             components=components,
             finish_reason=FinishReason.LENGTH if self.is_truncated else FinishReason.STOP,
-            transcript=self.transcript(),
+            transcript=self._transcript(str(over) if over is not None else ""),
         )
 
     @property
     def _conversations(self) -> list[Conversation]:
-        return [one for one in (self._conversation, self._raw) if one is not None]
+        """In the order of their first replies."""
+        return list(dict.fromkeys(turn.conversation for turn in self.turns))
 
     def _trajectory(self) -> Trajectory:
         made = [
@@ -242,55 +283,29 @@ class Episode:
         ]
         return functools.reduce(joined, made)
 
-    def transcript(self) -> list[Mapping[str, Any]]:
-        """For people: who said what, branch by branch."""
+    def _transcript(self, ended: str) -> list[Mapping[str, Any]]:
+        """For people: who said what, branch by branch, and at last what ended it, if it was not
+        its function."""
         told: list[Mapping[str, Any]] = []
         branches = [branch for one in self._conversations for branch in one.transcript()]
         for number, branch in enumerate(branches):
             for role, text, is_sampled in branch:
                 told.append({"branch": number, "role": role, "text": text, "sampled": is_sampled})
+        if ended:
+            last = len(branches) - 1
+            told.append({"branch": last, "role": ENDED, "text": ended, "sampled": False})
         return told
-
-    def _final(self, returned: object) -> Mapping[str, float]:
-        name = self.environment.name
-        if isinstance(returned, Mapping):
-            if not returned and not self.named:
-                raise EpisodeFailed(f"{name} returned an empty dict; return named numbers.")
-            told = f"{name} returned {dict(returned)!r}"
-            return {str(key): _number(number, told) for key, number in returned.items()}
-        if returned is None and self.named:
-            return {}  # the turns have had theirs
-        return {FINAL: _number(returned, f"{name} returned {returned!r}")}
-
-    def _take_room(self, path: Path) -> int:
-        """Tokens that a reply may have behind this path, whose own new ones are counted; raises
-        EpisodeOver where it is none."""
-        limits, num_new = self.limits, len(path.token_ids) - path.num_reused
-        if not self._num_asked:
-            if len(path.token_ids) > limits.max_prompt_tokens:
-                raise EpisodeFailed(
-                    f"{self.environment.name} begins with {len(path.token_ids)} tokens; it may "
-                    f"have {limits.max_prompt_tokens} (data.max_prompt_tokens). Shorten its first "
-                    "text, or raise that."
-                )
-            num_new = 0
-        room = min(
-            limits.max_tokens - self._num_tokens - num_new,
-            limits.max_context - len(path.token_ids),
-        )
-        if room < 1:
-            self.is_truncated = self.is_over = True
-            raise EpisodeOver
-        self._num_tokens += num_new
-        return room
 
     def _request(self, path: Path, max_tokens: int, stop: tuple[str, ...]) -> GenerationRequest:
         base, own = self.base, self.environment.stop
+        turn, self._num_asked = self._num_asked, self._num_asked + 1
         return GenerationRequest(
-            request_id=f"{self.key}.{self._num_asked}",
+            request_id=f"{self.key}.{turn}",
             prompt_token_ids=path.token_ids,
             sampling=replace(base, max_tokens=max_tokens, stop=(*base.stop, *own, *stop)),
-            seed=_turn_seed(self.seed, self._num_asked),
+            seed=_turn_seed(self.seed, turn),
+            num_shared_tokens=path.num_reused,
+            priority=min(turn, 1),  # keys and values of later turns are there
         )
 
     async def _sampled(self, request: GenerationRequest) -> Generation:
@@ -299,6 +314,9 @@ class Episode:
         self._num_sampling += 1
         try:
             return await self.sampler.sample(request)
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
         finally:
             self._num_sampling -= 1
             if not self._num_sampling:
@@ -315,6 +333,31 @@ def _turn_seed(seed: int, turn: int) -> int:
     mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
     return mixed ^ (mixed >> 16)
+
+
+def numbers_of(name: str, returned: object, *, or_none: bool) -> dict[str, float]:
+    """What the function `name` returned as named numbers; of `or_none`, it may be nothing, since
+    turns have had rewards. Raises EpisodeFailed for what is none."""
+    if inspect.isawaitable(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()
+        raise EpisodeFailed(
+            f"{name} is a plain function that returned {printable(repr(returned))} instead of "
+            "awaiting it; make it async: write `async def`, and `return await ...`."
+        )
+    if isinstance(returned, Mapping):
+        if not returned and not or_none:
+            raise EpisodeFailed(f"{name} returned an empty dict; return named numbers.")
+        told = f"{name} returned {reprlib.repr(dict(returned))}"
+        return {str(key): _number(number, told) for key, number in returned.items()}
+    if returned is not None:
+        return {FINAL: _number(returned, f"{name} returned {reprlib.repr(returned)}")}
+    if not or_none:
+        raise EpisodeFailed(
+            f"{name} returned None, which is no finite number; let every way through it end with "
+            "`return` and a number, or named numbers, or give some turn a chat.reward(...)."
+        )
+    return {}
 
 
 def _number(value: object, what: str) -> float:

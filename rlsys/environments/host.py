@@ -16,7 +16,9 @@ ended.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,24 +27,45 @@ import numpy as np
 from rlsys.environments.chat import Chat
 from rlsys.environments.codec import Codec
 from rlsys.environments.endpoint import EndpointServer
-from rlsys.environments.environment import Environment
+from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import (
     Episode,
     EpisodeFailed,
-    EpisodeLimits,
     EpisodeOver,
     Played,
     Sampler,
 )
-from rlsys.environments.plain import PlainFailed
+from rlsys.environments.plain import PlainFailed, ProcessEnded
+from rlsys.environments.room import EpisodeLimits
 from rlsys.environments.tool_use import ToolUse
 from rlsys.rewards import RewardFailure
 from rlsys.rewards.outcome import failure_from
 from rlsys.signal import Signal
 from rlsys.types import MAX_BRANCHES, Rollout, SamplingParams
+from rlsys.user_functions import contained
 
 # A function that goes on after it was cancelled is left to itself after this.
 CANCEL_TIMEOUT_S = 1.0
+
+# Of the names of rewards: what group_reward gave.
+GROUP = "group"
+
+# By what Python says where `await` is missing, or is too many.
+HINTS = {
+    "'coroutine'": "An async environment has a reply with `await chat(...)`, not with `chat(...)`.",
+    "NoneType can't be used in 'await' expression": (
+        "chat(...) and chat.until_answer(...) are awaited; chat.reward, chat.system, chat.fork and "
+        "chat.seat are not."
+    ),
+}
+
+# Deaths of the process that plain functions share, after which an episode has one to itself. They
+# are no failures of its own: who ends the process, ends all that run there.
+MAX_SHARED_DEATHS = 2
+
+
+class TookTooLong(RuntimeError):
+    """The function has used up its environment's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +96,15 @@ class Plain(Protocol):
     async def start(self) -> None:
         """Raises ValueError for functions that cannot be loaded there."""
 
+    def place(self, *, alone: bool) -> AbstractAsyncContextManager[None]:
+        """Of one episode, while it is entered: what it calls runs with others, or `alone`. Raises
+        ValueError as `start` does."""
+
     async def play(self, chat: Chat, task: Mapping[str, Any]) -> Any:
         """The environment's function, whose chat works without await; what it returns or raises."""
+
+    async def act(self, endpoint: Endpoint, task: Mapping[str, Any]) -> Any:
+        """The environment's function, which is an agent."""
 
     async def execute(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         """Another function, such as a tool's."""
@@ -100,8 +130,10 @@ class EpisodeHost:
         self._sampler = sampler
         self._limits = limits
         self._plain = plain
-        self._endpoints = EndpointServer(template) if environment.is_agent else None
-        self._tools = ToolUse(environment, template, plain.execute)
+        self._endpoints = EndpointServer(environment, template) if environment.is_agent else None
+        # Who names a format for a template without tools describes them by itself.
+        is_shown = not environment.tool_format or codec.renders_tools
+        self._tools = ToolUse(environment, template, plain.execute, is_shown=is_shown)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._left: set[asyncio.Task[Any]] = set()  # functions that would not end
         self._ended: list[Ended] = []
@@ -129,7 +161,7 @@ class EpisodeHost:
 
     def give_up(self, request: EpisodeRequest, failure: RewardFailure) -> None:
         """An episode that is not to be played: it has failed."""
-        self._ended.append(Ended(request=request, failure=failure))
+        self._ended.append(Ended(request=request, failure=_ours(failure)))
         self._something_ended.notify()
 
     async def collect(self) -> list[Ended]:
@@ -160,29 +192,45 @@ class EpisodeHost:
         failure: RewardFailure | None = None
         played: Played | None = None
         try:
-            for _ in range(1 + self._environment.num_retries):
+            num_deaths = num_failures = 0
+            while num_failures <= self._environment.num_retries:
+                alone = num_deaths >= MAX_SHARED_DEATHS
                 try:
-                    played = await self._attempt(request)
+                    async with self._plain.place(alone=alone):
+                        played = await self._attempt(request)
                     break
                 except EpisodeFailed as error:
                     failure = RewardFailure(
                         kind="type", reward=self._environment.name, message=str(error)
                     )
                     break
+                except TookTooLong as error:
+                    failure = RewardFailure(
+                        kind="timeout", reward=self._environment.name, message=str(error)
+                    )
                 except PlainFailed as error:
                     failure = RewardFailure(
                         kind=error.kind, reward=self._environment.name, message=str(error)
                     )
+                    if isinstance(error, ProcessEnded):
+                        if alone:
+                            break
+                        num_deaths += 1
+                        continue
                 # Whatever a user's function raises is the outcome of its episode.
                 except Exception as error:  # noqa: BLE001
-                    failure = failure_from(self._environment.name, error)
+                    failure = _hinted(failure_from(self._environment.name, error))
+                num_failures += 1
         except asyncio.CancelledError:
             failure = None
             if not self._is_aborted():
                 raise
         finally:
             del self._running[request.request_id]
-        self._tell(Ended(request=request, played=played, failure=None if played else failure))
+        if played is not None or failure is None:  # it went well at last, or was aborted
+            self._tell(Ended(request=request, played=played))
+        else:
+            self._tell(Ended(request=request, failure=_ours(failure)))
 
     def _is_aborted(self) -> bool:
         """Cancelled by `abort`: what is left is to tell so."""
@@ -191,7 +239,7 @@ class EpisodeHost:
         return task.uncancel() == 0
 
     async def _attempt(self, request: EpisodeRequest) -> Played:
-        """Raises whatever the function raised, TimeoutError, or EpisodeFailed."""
+        """Raises whatever the function raised, TookTooLong, or EpisodeFailed."""
         environment = self._environment
         episode = Episode(
             key=request.request_id,
@@ -203,25 +251,21 @@ class EpisodeHost:
             seed=request.seed,
         )
         task = asyncio.create_task(self._call(episode, request))
+        task.add_done_callback(_heard)
         try:
             while (left_s := episode.own_time_left_s()) > 0:
                 done, _ = await asyncio.wait({task}, timeout=left_s)
                 if done:
                     break
             else:
-                raise TimeoutError(
+                raise TookTooLong(
                     f"{environment.name} took longer than {environment.timeout_s:g} s of its own "
                     "time; find out why, or raise its timeout_s."
                 )
         finally:
             if not task.done():
                 await self._end(task)
-        try:
-            returned = task.result()
-        except EpisodeOver:
-            played = episode.played(None, is_model_fault=True)
-        else:
-            played = episode.played(returned)
+        played = self._outcome(episode, task)
         if (num_branches := played.trajectory.num_branches) > MAX_BRANCHES:
             raise EpisodeFailed(
                 f"an episode of {environment.name} has {num_branches} branches, and at most "
@@ -229,23 +273,34 @@ class EpisodeHost:
             )
         return played
 
+    def _outcome(self, episode: Episode, task: asyncio.Task[Any]) -> Played:
+        """Raises what the function did, and a failure of the episode even where the function took
+        it for something else."""
+        try:
+            returned = task.result()
+        except EpisodeOver as over:
+            return episode.played(None, over=over)
+        except Exception:
+            if episode.failure is not None:
+                raise episode.failure from None
+            raise
+        if episode.failure is not None:
+            raise episode.failure
+        return episode.played(returned)
+
     async def _call(self, episode: Episode, request: EpisodeRequest) -> Any:
-        environment, task = self._environment, request.task
+        environment = self._environment
+        task = copy.deepcopy(request.task)  # what one attempt changes in it no other sees
         if self._endpoints is not None:
-            endpoint = self._endpoints.open(episode)
-            try:
+            with self._endpoints.opened(episode) as endpoint:
                 if environment.is_async:
-                    return await environment.function(endpoint, task)
-                return await self._plain.execute(environment.function, endpoint, task)
-            except Exception:
-                if not episode.is_over:
-                    raise
-                raise EpisodeOver from None  # it was told so, and could not go on
-            finally:
-                self._endpoints.shut(endpoint)
+                    return await contained(
+                        environment.function, endpoint, task, passing=(EpisodeOver,)
+                    )
+                return await self._plain.act(endpoint, task)
         chat = Chat(episode, self._tools)
         if environment.is_async:
-            return await environment.function(chat, task)
+            return await contained(environment.function, chat, task, passing=(EpisodeOver,))
         return await self._plain.play(chat, task)
 
     async def _end(self, task: asyncio.Task[Any]) -> None:
@@ -288,8 +343,8 @@ class EpisodeHost:
                     f"{name} returned {len(values)} numbers for {len(together)} rollouts."
                 )
             return [_raised(one, float(x)) for one, x in zip(together, values, strict=True)]
-        except Exception as error:  # noqa: BLE001 - a user's function, as above
-            failure = failure_from(name, error)
+        except BaseException as error:  # noqa: BLE001 - a user's function, SystemExit included
+            failure = _ours(failure_from(name, error))
             return [replace(one, played=None, failure=failure) for one in together]
 
     def _rollout(self, ended: Ended) -> Rollout:
@@ -309,6 +364,24 @@ class EpisodeHost:
         )
 
 
+def _heard(task: asyncio.Task[Any]) -> None:
+    """Of an episode that was aborted nobody asks what its function raised."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _ours(failure: RewardFailure) -> RewardFailure:
+    return replace(failure, what="environment")
+
+
+def _hinted(failure: RewardFailure) -> RewardFailure:
+    """With the fix, where Python's own words for a mistake are of no help."""
+    for said, fix in HINTS.items():
+        if said in failure.message:
+            return replace(failure, message=f"{failure.message}\n{fix}")
+    return failure
+
+
 def _raised(ended: Ended, value: float) -> Ended:
     """With so much more reward, at its last sampled token."""
     played = ended.played
@@ -318,7 +391,7 @@ def _raised(ended: Ended, value: float) -> Ended:
     trajectory = played.trajectory
     rewards = trajectory.turn_rewards.copy()
     rewards[int(np.flatnonzero(trajectory.policy_versions >= 0)[-1])] += np.float32(value)
-    components = {**played.components, "group": value}
+    components = {**played.components, GROUP: played.components.get(GROUP, 0.0) + value}
     return replace(
         ended,
         played=replace(

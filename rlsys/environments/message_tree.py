@@ -86,7 +86,13 @@ def find(root: Node, messages: Sequence[Message]) -> Node:
     is no message."""
     node = root
     for message in messages:
-        known = _known_child(node, message)
+        # The usual case, which long conversations have at each of their messages.
+        known = node.children[0] if len(node.children) == 1 else None
+        if known is not None and not (
+            known.message == message if known.reply is None else known.reply.message is message
+        ):
+            known = None
+        known = known or _known_child(node, message)
         node = known or node.child(_checked(message, node.depth + 1))
     return node
 
@@ -140,4 +146,6 @@ def _checked(message: Message, number: int) -> dict[str, Any]:
             f"messages[{number}]: content={reprlib.repr(content)} is no text; give a string, or "
             "parts of type text."
         )
-    return copy.deepcopy({**message, "content": content})
+    copied = {**message, "content": content}
+    is_flat = all(isinstance(value, str) for value in copied.values())
+    return copied if is_flat else copy.deepcopy(copied)

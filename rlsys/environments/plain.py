@@ -3,8 +3,9 @@
     Chat (event loop) ◄──asks── thread of the function        plain_service.py, in the process
          └────────────answers──────►
 
-One that hangs costs its own episode. When too many hang, or the process dies, another takes its
-place; what ran in it is tried again as after any failure of the environment.
+One that hangs costs its own episode. When too many hang, the process dies, or it falls silent
+because a function in C keeps Python's lock, another takes its place. Whose fault that was, nobody
+knows: what ran in it is tried again, and what has been in several such deaths, alone.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from rlsys.environments.chat import Chat
-from rlsys.environments.environment import Environment
+from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import EpisodeOver
 from rlsys.environments.tools import ToolError
 from rlsys.json_text import parse_json
@@ -42,6 +44,12 @@ MAX_STUCK = 64
 # Processes that plain functions may start, all together.
 MAX_PROCESSES = 1024
 
+# A process that is silent for so long is held up by one function, and another takes its place.
+SILENT_S = 30.0
+
+# Episodes that are played alone, each in a process of its own, at the same time.
+MAX_ALONE = 4
+
 # Far more than an episode says at once.
 MAX_MESSAGE_BYTES = 2**28
 
@@ -52,6 +60,13 @@ class PlainFailed(RuntimeError):
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+class ProcessEnded(PlainFailed):
+    """The process that it ran in, which others may have shared, has ended."""
+
+    def __init__(self) -> None:
+        super().__init__("crash", "the process of plain functions ended; see its log.")
 
 
 class PlainFunctions:
@@ -68,29 +83,52 @@ class PlainFunctions:
         self._numbers = itertools.count(1)
         self._process: _Process | None = None
         self._starting = asyncio.Lock()
+        self._places = asyncio.Semaphore(MAX_ALONE)
+        self._own: ContextVar[_Process | None] = ContextVar("own", default=None)
 
     async def start(self) -> None:
         if not self._environment.is_async:
             await self._running()
 
+    @contextlib.asynccontextmanager
+    async def place(self, *, alone: bool) -> AsyncIterator[None]:
+        if not alone:
+            await self.start()  # if it has died: its start is none of the episode's time
+            yield
+            return
+        async with self._places:
+            process = await self._started()
+            token = self._own.set(process)
+            try:
+                yield
+            finally:
+                self._own.reset(token)
+                await process.close()
+
+    async def act(self, endpoint: Endpoint, task: Mapping[str, Any]) -> Any:
+        process = self._own.get() or await self._running()
+        number = next(self._numbers)
+        with process.call(number) as messages:
+            process.send("act", number, (endpoint, dict(task)))
+            return _outcome(await messages.get())
+
     async def play(self, chat: Chat, task: Mapping[str, Any]) -> Any:
-        process = await self._running()
+        process = self._own.get() or await self._running()
         number = next(self._numbers)
         chats = {0: chat}
         with process.call(number) as messages:
             process.send("play", number, dict(task))
-            while True:
-                message = await messages.get()
-                if "method" not in message:
-                    return _outcome(message)
+            while "method" in (message := await messages.get()):
                 process.send("answer", number, await _done(chats, message))
+        return _outcome(message)
 
     async def execute(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        process = await self._running()
+        process = self._own.get() or await self._running()
         number = next(self._numbers)
         with process.call(number) as messages:
             process.send("call", number, cloudpickle.dumps((function, args, named)))
-            return _outcome(await messages.get())
+            message = await messages.get()
+        return _outcome(message)
 
     async def close(self) -> None:
         if self._process is not None:
@@ -100,14 +138,17 @@ class PlainFunctions:
         async with self._starting:
             if self._process is None or self._process.is_worn:
                 worn, self._process = self._process, None
-                process = _Process()
-                await process.start(
-                    self._packed, memory_gib=self._memory_gib, timeout_s=self._start_timeout_s
-                )
-                self._process = process
+                self._process = await self._started()
                 if worn is not None:
                     worn.retire()
             return self._process
+
+    async def _started(self) -> _Process:
+        process = _Process()
+        await process.start(
+            self._packed, memory_gib=self._memory_gib, timeout_s=self._start_timeout_s
+        )
+        return process
 
 
 class _Process:
@@ -117,6 +158,7 @@ class _Process:
         self._calls: dict[int, asyncio.Queue[dict[str, Any]]] = {}
         self._stuck: set[int] = set()
         self._is_dead = self._is_retired = False
+        self._heard = asyncio.Event()
 
     @property
     def is_worn(self) -> bool:
@@ -157,17 +199,18 @@ class _Process:
                 f"every module that it uses must be found: {answer['failed']}"
             )
         self._serving = asyncio.create_task(self._serve())
+        self._watching = asyncio.create_task(self._watch())
 
     @contextlib.contextmanager
-    def call(self, number: int) -> Any:
+    def call(self, number: int) -> Iterator[asyncio.Queue[dict[str, Any]]]:
         """The messages of a call; left before its outcome has come, it is given up."""
         messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._calls[number] = messages
         try:
             if self._is_dead:
-                raise PlainFailed("crash", "the process of plain functions has died.")
+                raise ProcessEnded
             yield messages
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or what it asked for has failed
             if not self._is_dead:
                 self._stuck.add(number)
                 self.send("give_up", number, None)
@@ -200,10 +243,11 @@ class _Process:
 
     async def _serve(self) -> None:
         # Of the latter two, where a function wrote to every descriptor that it found.
-        gone = (asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError)
+        gone = (asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError, TypeError)
         with contextlib.suppress(*gone):
             while True:
                 message = await self._receive()
+                self._heard.set()
                 number = message["number"]
                 if "method" not in message:
                     self._stuck.discard(number)
@@ -211,11 +255,23 @@ class _Process:
                     messages.put_nowait(message)
         self._is_dead = True
         for messages in self._calls.values():
-            messages.put_nowait(
-                {"failed": ["crash", "the process of plain functions ended; see its log."]}
-            )
+            messages.put_nowait({"ended": True})
+        self._watching.cancel()
         self.kill()
         self._control.close()
+
+    async def _watch(self) -> None:
+        """Ends it when it is silent."""
+        while True:
+            self._heard.clear()
+            self.send("ping", 0, None)
+            try:
+                async with asyncio.timeout(SILENT_S):
+                    await self._heard.wait()
+            except TimeoutError:
+                self.kill()
+                return
+            await asyncio.sleep(SILENT_S / 2)
 
     async def _receive(self) -> Any:
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
@@ -241,8 +297,12 @@ def _outcome(message: Mapping[str, Any]) -> Any:
         return message["returned"]
     if "told" in message:
         raise ToolError(message["told"])
-    if "over" in message or "left" in message:
+    if "over" in message:
+        raise EpisodeOver(message["over"])
+    if "left" in message:
         raise EpisodeOver
+    if "ended" in message:
+        raise ProcessEnded
     kind, text = message["failed"]
     raise PlainFailed(kind if kind in KINDS else "exception", str(text))
 
@@ -252,16 +312,11 @@ async def _done(chats: dict[int, Chat], message: Mapping[str, Any]) -> dict[str,
     chat, given = chats[message["chat"]], message["given"]
     try:
         value = await _method(chats, chat, message["method"], given)
-    except EpisodeOver:
-        return {"over": True}
+    except EpisodeOver as over:
+        return {"over": str(over)}
     except ValueError as error:
         return {"error": str(error)}
-    state = {
-        "done": chat.done,
-        "truncated": chat.truncated,
-        "num_tool_calls": chat.num_tool_calls,
-    }
-    return {"value": value, "state": state}
+    return {"value": value, "state": {"done": chat.done, "truncated": chat.truncated}}
 
 
 async def _method(chats: dict[int, Chat], chat: Chat, method: str, given: Mapping[str, Any]) -> Any:
@@ -276,6 +331,8 @@ async def _method(chats: dict[int, Chat], chat: Chat, method: str, given: Mappin
             return chat.system(given["text"])
         case "messages":
             return chat.messages
+        case "num_tool_calls":
+            return chat.num_tool_calls
         case "fork" | "seat":
             made = chat.fork() if method == "fork" else chat.seat(given["name"])
             chats[len(chats)] = made

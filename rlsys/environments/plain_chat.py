@@ -18,10 +18,13 @@ Ask = Callable[[int, str, dict[str, Any]], dict[str, Any]]
 class PlainChat:
     """What rlsys.environments.chat.Chat is, without await."""
 
-    def __init__(self, ask: Ask, number: int = 0) -> None:
+    def __init__(
+        self, ask: Ask, number: int = 0, *, episode: dict[str, bool] | None = None
+    ) -> None:
         self._ask = ask
         self._number = number
-        self._state: dict[str, Any] = {"done": False, "truncated": False, "num_tool_calls": 0}
+        # Of all chats of an episode: what ends for one of them has ended for the others.
+        self._episode = {"done": False, "truncated": False} if episode is None else episode
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -30,15 +33,16 @@ class PlainChat:
 
     @property
     def done(self) -> bool:
-        return bool(self._state["done"])
+        return self._episode["done"]
 
     @property
     def truncated(self) -> bool:
-        return bool(self._state["truncated"])
+        return self._episode["truncated"]
 
     @property
     def num_tool_calls(self) -> int:
-        return int(self._state["num_tool_calls"])
+        num_tool_calls: int = self._do("num_tool_calls")
+        return num_tool_calls
 
     def system(self, text: str) -> None:
         self._do("system", text=text)
@@ -68,12 +72,12 @@ class PlainChat:
         self._do("reward", value=float(value), name=name)
 
     def fork(self) -> PlainChat:
-        return PlainChat(self._ask, self._do("fork"))
+        return PlainChat(self._ask, self._do("fork"), episode=self._episode)
 
     def seat(self, name: str) -> PlainChat:
-        return PlainChat(self._ask, self._do("seat", name=name))
+        return PlainChat(self._ask, self._do("seat", name=name), episode=self._episode)
 
     def _do(self, method: str, **arguments: Any) -> Any:
         answer = self._ask(self._number, method, arguments)
-        self._state = answer["state"]
+        self._episode.update(answer["state"])
         return answer["value"]

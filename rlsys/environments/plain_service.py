@@ -19,9 +19,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rlsys.environments.chat import Refused
 from rlsys.environments.environment import Environment
-from rlsys.environments.episode import EpisodeOver
+from rlsys.environments.episode import EpisodeFailed, EpisodeOver, numbers_of
 from rlsys.environments.plain_chat import PlainChat
 from rlsys.environments.tools import ToolError
 from rlsys.rewards.outcome import failure_from
@@ -54,7 +53,15 @@ class _Calls:
 
     def play(self, number: int, task: Any) -> None:
         chat = PlainChat(lambda chat, method, given: self._ask(number, chat, method, given))
-        self.begin(number, lambda: self._environment.function(chat, task))
+        self.begin(number, lambda: self._numbers(self._environment.function(chat, task)))
+
+    def act(self, number: int, given: Any) -> None:
+        self.begin(number, lambda: self._numbers(self._environment.function(*given)))
+
+    def _numbers(self, returned: object) -> dict[str, float] | None:
+        """As they travel; whether there must be any is the episode's to say."""
+        name = self._environment.name
+        return None if returned is None else numbers_of(name, returned, or_none=True)
 
     def answer(self, number: int, answer: dict[str, Any]) -> None:
         if (waiting := self._answers.get(number)) is not None:
@@ -65,7 +72,7 @@ class _Calls:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(thread), ctypes.py_object(GivenUp)
             )
-        self.answer(number, {"over": True})
+        self.answer(number, {"over": ""})
 
     # In a thread:
 
@@ -85,10 +92,12 @@ class _Calls:
             json.dumps(outcome)
         except GivenUp:
             raise
-        except (EpisodeOver, Refused):
-            outcome = {"over": True}
+        except EpisodeOver as over:
+            outcome = {"over": str(over)}
         except ToolError as error:
             outcome = {"told": str(error)}
+        except EpisodeFailed as error:
+            outcome = {"failed": ["type", str(error)]}
         # Whatever a user's function raises, SystemExit included, is the outcome of its episode.
         except BaseException as error:  # noqa: BLE001
             failure = failure_from(self._environment.name, error)
@@ -98,8 +107,10 @@ class _Calls:
     def _ask(self, number: int, chat: int, method: str, given: dict[str, Any]) -> dict[str, Any]:
         self.send({"number": number, "chat": chat, "method": method, "given": given})
         answer = self._answers[number].get()
-        if answer is None or "over" in answer:
+        if answer is None:
             raise EpisodeOver
+        if "over" in answer:
+            raise EpisodeOver(answer["over"])
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer
@@ -116,6 +127,8 @@ def serve(channel: socket.socket, environment: Environment) -> None:
         name, number, given = message
         if name == "play":
             calls.play(number, given)
+        elif name == "act":
+            calls.act(number, given)
         elif name == "call":
             function, args, named = pickle.loads(given)
             calls.begin(number, _bound(function, args, named))
@@ -123,6 +136,8 @@ def serve(channel: socket.socket, environment: Environment) -> None:
             calls.answer(number, given)
         elif name == "give_up":
             calls.give_up(number)
+        elif name == "ping":
+            calls.send({"number": number, "alive": True})
 
 
 def _bound(function: Any, args: Any, named: Any) -> Callable[[], Any]:

@@ -290,9 +290,14 @@ def _by_number(marks: Sequence[re.Match[str]]) -> list[list[re.Match[str]]]:
     return groups
 
 
+PLAIN = {"role", "content"}  # of a message that only says something
+
+
 def for_template(message: Message, guarded: Callable[[Any], Any]) -> dict[str, Any]:
     """A message of others as templates want it: no special tokens in its texts, and the arguments
     of tool calls as objects, not as JSON."""
+    if message.keys() == PLAIN:
+        return {"role": guarded(message["role"]), "content": guarded(message["content"])}
     made: dict[str, Any] = {**message, "content": message.get("content") or ""}
     if made.get("tool_calls"):
         made["tool_calls"] = [_with_object(call) for call in made["tool_calls"]]

@@ -20,7 +20,8 @@ from rlsys.data.alphabet import Alphabet
 # Noncharacters of Unicode, which no text should hold. One that does is guarded as well.
 SENTINEL = "\ufdd0"
 GUARD = "\ufdd1"
-GUARDED = re.compile(f"{GUARD}(?:_|([0-9]+);)")  # nothing, to part a token; or a character
+NOTHING = "\ufdd2"  # behind a guard: it parts a token
+GUARDED = re.compile(f"{GUARD}(?:{NOTHING}|([0-9]+);)")  # nothing, or a character
 
 Segment = tuple[str, bool]  # a text without special tokens, whether a path begins with it
 Cache = MutableMapping[Segment, list[int]]
@@ -60,13 +61,17 @@ class TextEncoder:
             text = re.sub(f"[{SENTINEL}{GUARD}]", lambda one: f"{GUARD}{ord(one.group())};", text)
         if self._is_special is None:
             return text
-        while (found := self._is_special.search(text)) is not None:
-            first, rest = text[found.start()], text[found.start() + 1 :]
-            if len(found.group()) == 1:
-                text = f"{text[: found.start()]}{GUARD}{ord(first)};{rest}"
-            else:
-                text = f"{text[: found.start() + 1]}{GUARD}_{rest}"
-        return text
+        parts: list[str] = []
+        end = 0  # of what has been guarded; other tokens may begin within one
+        while (found := self._is_special.search(text, end)) is not None:
+            start = found.start()
+            is_one = len(found.group()) == 1
+            parts.append(text[end:start])
+            parts.append(
+                f"{GUARD}{ord(text[start])};" if is_one else f"{text[start]}{GUARD}{NOTHING}"
+            )
+            end = start + 1
+        return "".join([*parts, text[end:]])
 
     def encode(self, text: str, *, at_start: bool, cache: Cache, where: str) -> list[int]:
         """A new list. `cache`: of the episode; what it has is not encoded again.
@@ -85,10 +90,15 @@ class TextEncoder:
             token_ids += self._segment(text[end:], at_start, cache, where)
         return token_ids
 
-    def leading_special(self, text: str) -> tuple[int, int] | None:
-        """The special token that a rendered text begins with, and how many characters it takes."""
-        found = self._splits.match(text) if self._splits is not None else None
-        return (self._special[found.group().strip()], found.end()) if found else None
+    def leading_specials(self, text: str) -> list[tuple[int, int]]:
+        """The special tokens that a rendered text begins with, one after another, and how many
+        characters the text takes up to the end of each."""
+        specials: list[tuple[int, int]] = []
+        end = 0
+        while self._splits is not None and (found := self._splits.match(text, end)) is not None:
+            end = found.end()
+            specials.append((self._special[found.group().strip()], end))
+        return specials
 
     def _segment(self, text: str, at_start: bool, cache: Cache, where: str) -> list[int]:
         at_start = at_start and self._first is not self._later

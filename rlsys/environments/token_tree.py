@@ -140,6 +140,10 @@ class TokenTree:
     def num_replies(self) -> int:
         return len(self._ends)
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(branch.token_ids) for branch in self._branches)
+
     def tokens(self, place: Place) -> list[int]:
         """The path up to there; a new list."""
         parts: list[list[int]] = []

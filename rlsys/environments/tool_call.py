@@ -27,6 +27,8 @@ class Call:
         What the model may have written wrong becomes an `error`."""
         function = message["function"]
         name, given = function["name"], function["arguments"]
+        if message.get("error"):
+            return cls(message["id"], name, {}, message["error"], given)
         try:
             arguments = parse_json(given) if isinstance(given, str) else given
         except ValueError as error:
@@ -37,10 +39,13 @@ class Call:
 
     @property
     def message(self) -> dict[str, Any]:
-        """OpenAI's shape, for the `tool_calls` of an assistant message."""
+        """OpenAI's shape, for the `tool_calls` of an assistant message; with "error" beside, where
+        the call cannot be read: what it holds for arguments then is no more than what was
+        written."""
         arguments = self.text if self.error else json.dumps(self.arguments, ensure_ascii=False)
         function = {"name": self.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        told = {"error": self.error} if self.error else {}
+        return {"id": self.id, "type": "function", "function": function, **told}
 
 
 NO_OBJECT = "the arguments are no JSON object, such as {}"

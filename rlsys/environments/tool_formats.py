@@ -18,6 +18,9 @@ from rlsys.environments.tool_call import NO_OBJECT, Call, Piece, Reply, Written
 from rlsys.environments.tool_json import hermes, llama3, mistral, plain_json
 from rlsys.environments.tool_xml import qwen3_coder
 
+# Of one reply; what follows is not read. More than a ToolSet makes, so that it says so.
+MAX_CALLS_READ = 64
+
 # Of what a model wrote wrong, this much is quoted back.
 MAX_QUOTED = 200
 
@@ -36,8 +39,14 @@ class ToolFormat:
         its calls share an id; ids have the nine letters and digits that Mistral's templates ask
         for, and are the model's own where it wrote such. A reply without calls is its text as it
         is."""
-        found = list(self.pieces(text, tools))
-        calls = [one for one in found if isinstance(one, Written)]
+        found: list[Piece] = []
+        calls: list[Written] = []
+        for one in self.pieces(text, tools):
+            found.append(one)
+            if isinstance(one, Written):
+                calls.append(one)
+            if len(calls) == MAX_CALLS_READ:
+                break
         if not calls:
             return Reply(text)
         around = [one.strip() for one in found if isinstance(one, str)]
@@ -111,3 +120,11 @@ def detect(template: str | None) -> ToolFormat:
         "the chat template writes calls of tools in a format that is not known; say how this model "
         f"writes them with tool_format=, one of {', '.join(FORMATS)}."
     )
+
+
+def chosen_format(given: str | ToolFormat, template: str | None) -> ToolFormat:
+    """What an environment's `tool_format` means: itself, the format of a name, or, where it is
+    empty, that of the chat template. Raises ValueError."""
+    if isinstance(given, ToolFormat):
+        return given
+    return tool_format(given) if given else detect(template)

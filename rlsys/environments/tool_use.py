@@ -6,22 +6,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys.environments.environment import Environment
-from rlsys.environments.tool_formats import ToolFormat, detect, tool_format
+from rlsys.environments.tool_formats import chosen_format
 from rlsys.environments.tools import Execute, ToolSet
 
 
 class ToolUse:
-    """`template`: the chat template's text, which renders the tools and tells how the model writes
-    calls; None where texts stand as they are: then nothing renders them, and the environment says
-    how calls are written. `execute` runs plain tools. Raises ValueError for tools without a format
-    to call them in."""
+    """`template`: the chat template's text, which tells how the model writes calls; None where
+    texts stand as they are. `is_shown`: it renders the tools, too; where it does not, the
+    environment tells the model of them in a message. `execute` runs plain tools. Raises ValueError
+    for tools without a format to call them in."""
 
-    def __init__(self, environment: Environment, template: str | None, execute: Execute) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        template: str | None,
+        execute: Execute,
+        *,
+        is_shown: bool = True,
+    ) -> None:
+        self._is_shown = is_shown and template is not None
         self._tools = ToolSet(environment.tools, execute=execute)
-        self._template = template
-        self._given = environment.tool_format
         self._schemas: Sequence[Mapping[str, Any]] = []
-        self._format = self._chosen() if self._tools else None
+        self._format = chosen_format(environment.tool_format, template) if self._tools else None
         self._render()
 
     async def open(self) -> None:
@@ -35,7 +41,7 @@ class ToolUse:
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """What the chat template renders; the same object each time."""
-        return self._schemas
+        return self._schemas if self._is_shown else ()
 
     def split_calls(self, message: dict[str, Any], *, num_before: int = 0) -> None:
         """Take the calls out of a sampled message's content. `num_before`: calls of the episode so
@@ -52,9 +58,4 @@ class ToolUse:
         return await self._tools.call_all(calls)
 
     def _render(self) -> None:
-        self._schemas = self._tools.schemas if self._template is not None else []
-
-    def _chosen(self) -> ToolFormat:
-        if isinstance(self._given, ToolFormat):
-            return self._given
-        return tool_format(self._given) if self._given else detect(self._template)
+        self._schemas = self._tools.schemas

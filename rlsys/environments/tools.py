@@ -23,7 +23,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from rlsys.environments.tool_call import Call
 from rlsys.environments.tool_schema import Signature, WrongArguments
 from rlsys.errors import first_error
-from rlsys.user_functions import is_deferred
+from rlsys.user_functions import contained, is_deferred
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -182,8 +182,8 @@ class FunctionTool(Tool, Generic[P, R]):
     async def output(self, arguments: Mapping[str, Any], execute: Execute) -> Any:
         given = self.signature.arguments(arguments)
         if self.is_async:
-            called: Any = self.function(**given)  # type: ignore[call-arg]
-            return await called
+            called: Any = functools.partial(self.function, **given)
+            return await contained(called)
         return await execute(self.function, **given)
 
 

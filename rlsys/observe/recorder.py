@@ -96,7 +96,7 @@ class Recorder:
         """Shown in full the first time that a kind of failure comes, then only counted."""
         if failure.kind not in self._shown_failures:
             self._shown_failures.add(failure.kind)
-            self._console.warn(f"reward {failure.reward!r} failed: {failure.message}")
+            self._console.warn(f"{failure.what} {failure.reward!r} failed: {failure.message}")
         self._num_failed[failure.kind] += 1
         total = self._num_failed.total()
         if total < self._failed_told_at:
@@ -107,6 +107,14 @@ class Recorder:
             f"{total:,} rollouts failed since step {self._ledger.step} ({by}). Each drops its "
             f"group, and a step needs {self._groups_per_step:,} that are whole: mend what fails "
             f"most, here {failure.reward!r}."
+        )
+
+    def parts_missing(self, parts: Sequence[str], given: Sequence[str], num_episodes: int) -> None:
+        self._console.warn(
+            f"flow.play(parts={[*parts]}): none of the first {num_episodes:,} episodes has "
+            "returned a number of that name, or given one with chat.reward, so that its column is "
+            f"0; what they give is called {[*given]}. Name one of these, or let every episode "
+            "return it."
         )
 
     def group_refused(self, function: str, columns: Mapping[str, Sequence[float]]) -> None:

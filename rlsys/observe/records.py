@@ -45,7 +45,7 @@ class RolloutRecord:
     """The run that sampled it, where that was another."""
     is_greedy: bool = False
     """The baseline of its group (flow.generate(greedy_baseline=True)), which is not trained on."""
-    turns: Sequence[Mapping[str, Any]] = ()
+    turns: Sequence[Mapping[str, Any]] = field(default_factory=list)
     """Of an episode: who said what, branch by branch."""
     run_id: str = ""
     """Of the run that wrote it (RunDirectory.run_id), by which it knows its own in a copy."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlsys.rewards.packing import PackedReward
 from rlsys.rewards.reward import Reward
-from rlsys.user_functions import printable, raised
+from rlsys.user_functions import Escaped, printable, raised
 
 # "nan" stands for infinities too, "type" for what is no number, "crash" for the end of the process.
 # Of judges: "question" for one that it cannot read, "reply" for one without a number.
@@ -43,6 +43,7 @@ class RewardFailure:
     kind: FailureKind
     reward: str  # name of the function; of a judge, of its column
     message: str
+    what: str = "reward"  # it is; or an environment
 
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -92,6 +93,8 @@ def _type_failure(reward: Reward, returned: object) -> RewardFailure:
 def failure_from(reward: str, error: BaseException, what: str = "") -> RewardFailure:
     """The failure of a function that raised, with the last frames of its traceback. `what` names
     it, where it is not called as the reward is."""
+    if isinstance(error, Escaped) and error.__cause__ is not None:
+        error = error.__cause__
     kind: FailureKind = "exception"
     if isinstance(error, TimeoutError):  # a verifier that keeps a limit of its own says so with it
         kind = "timeout"

@@ -16,7 +16,7 @@ import builtins
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from rlsys.sandbox.host import host
 from rlsys.sandbox.programs import finished, job, limits
@@ -28,8 +28,9 @@ EXAMINER = "from rlsys.sandbox.inside import examiner\nexaminer.main()\n"
 async def check(
     program: str, tests: str | Sequence[str], *, timeout_s: float = 5.0, memory_mib: int = 256
 ) -> list[bool]:
-    """Which of the tests the program passes: each assert statement and each call of a function at
-    the top of `tests` is one; other statements prepare those below them.
+    """Which of the tests the program passes: at the top of `tests` each assert statement and each
+    call of a function is one, and so is a loop or another block that asserts, raises, or calls a
+    function of the tests; other statements prepare those below them.
 
     timeout_s: of all tests together; those that are left when it is over have failed. Values
     between the two are plain data: numbers, texts, bytes, None, and lists, tuples, sets and
@@ -64,10 +65,10 @@ def read_tests(tests: str | Sequence[str]) -> tuple[list[dict[str, str]], list[s
         ) from error
     steps: list[dict[str, str]] = []
     before: list[str] = []
+    own = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
     for statement in tree.body:
         source = ast.get_source_segment(text, statement) or ""
-        is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-        if is_call or isinstance(statement, ast.Assert):
+        if _is_test(statement, own):
             steps.append({"before": "\n".join(before), "test": source})
             before = []
         else:
@@ -75,6 +76,37 @@ def read_tests(tests: str | Sequence[str]) -> tuple[list[dict[str, str]], list[s
     if not steps:
         raise ValueError(f"the tests hold none: {text[:200]!r}; give assert statements.")
     return steps, _asked(tree, steps)
+
+
+def _is_test(statement: ast.stmt, own: Collection[str]) -> bool:
+    """`own`: functions that the tests define."""
+    match statement:
+        case ast.Assert() | ast.Expr(value=ast.Call()):
+            return True
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return False
+        case _:
+            return any(_examines(inner, own) for inner in _statements(statement))
+
+
+def _examines(statement: ast.stmt, own: Collection[str]) -> bool:
+    match statement:
+        case ast.Assert() | ast.Raise():
+            return True
+        case ast.Expr(value=ast.Call(func=ast.Name(id=name))):
+            return name in own
+        case _:
+            return False
+
+
+def _statements(block: ast.AST) -> Iterator[ast.stmt]:
+    """Those within, but for what functions and classes hold that are defined there."""
+    for inner in ast.iter_child_nodes(block):
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if isinstance(inner, ast.stmt):
+            yield inner
+        yield from _statements(inner)
 
 
 def _asked(tree: ast.Module, steps: list[dict[str, str]]) -> list[str]:

@@ -506,6 +506,7 @@ class Record:
     staleness: list[int] = field(default_factory=list)
     failures: list[RewardFailure] = field(default_factory=list)
     refused: list[Mapping[str, Sequence[float]]] = field(default_factory=list)
+    missing: list[tuple[tuple[str, ...], tuple[str, ...], int]] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     restarts: list[str] = field(default_factory=list)
@@ -528,6 +529,9 @@ class Record:
 
     def reward_failed(self, failure: RewardFailure) -> None:
         self.failures.append(failure)
+
+    def parts_missing(self, parts: Sequence[str], given: Sequence[str], num_episodes: int) -> None:
+        self.missing.append((tuple(parts), tuple(given), num_episodes))
 
     def group_refused(self, function: str, columns: Mapping[str, Sequence[float]]) -> None:
         self.refused.append(columns)

@@ -4,7 +4,8 @@ and what its death costs.
     python scripts/bench/environment_actors.py             # all parts
     python scripts/bench/environment_actors.py --only kill
 
-steps      steps/s of one worker: episodes of a null environment, an engine that answers at once
+steps      steps/s of one worker: 2,000 episodes at once of a null environment, an engine that
+           answers at once; and what a step costs its processor
 blocking   256 episodes of 3 turns whose environment blocks for 3 s before each: seconds
 kill       a worker with 1,000 episodes is killed: seconds until each is played again; how many are
            lost
@@ -31,11 +32,12 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
+import psutil
 import ray
 
 import rlsys
 from actors.calls import Worker, end_all
-from actors.environment import EnvironmentActor, PlayingReplica
+from actors.environment import EnvironmentActor, PlayingReplica, as_episode
 from actors.factories import EnvironmentFactory
 from actors.rollout import RayReplica, RolloutActor
 from actors.store_shards import StoreShards
@@ -58,6 +60,24 @@ LIMIT_S = 120.0
 CHARACTERS = "0123456789?<>"
 
 
+CONFIG = rlsys.RunConfig(
+    name="bench",
+    model=rlsys.ModelConfig(path="none"),
+    data=rlsys.DataConfig(max_prompt_tokens=64),
+    sampling=rlsys.SamplingConfig(max_tokens=4096),
+)
+
+
+def said(request: GenerationRequest) -> Generation:
+    return Generation(
+        request_id=request.request_id,
+        token_ids=np.array([8, 2], np.int32),
+        sampler_logprobs=np.zeros(2, np.float32),
+        policy_versions=np.zeros(2, np.int32),
+        finish_reason=FinishReason.STOP,
+    )
+
+
 class NullEngine:
     """Answers each request with `5<eos>`, `delay_s` after it came."""
 
@@ -76,17 +96,8 @@ class NullEngine:
             self._answer(requests)
 
     def _answer(self, requests: Sequence[GenerationRequest]) -> None:
-        for request in requests:
-            self._num_tokens += 2
-            self._ended.append(
-                Generation(
-                    request_id=request.request_id,
-                    token_ids=np.array([8, 2], np.int32),
-                    sampler_logprobs=np.zeros(2, np.float32),
-                    policy_versions=np.zeros(2, np.int32),
-                    finish_reason=FinishReason.STOP,
-                )
-            )
+        self._num_tokens += 2 * len(requests)
+        self._ended += map(said, requests)
         self._has_ended.notify()
 
     async def collect(self) -> list[Generation]:
@@ -133,12 +144,6 @@ async def playing(
     environment: Environment, *, delay_s: float = 0.0, num_workers: int = 1
 ) -> AsyncIterator[PlayingReplica]:
     """A replica whose engine computes nothing, with workers of this environment. Ray is running."""
-    config = rlsys.RunConfig(
-        name="bench",
-        model=rlsys.ModelConfig(path="none"),
-        data=rlsys.DataConfig(max_prompt_tokens=64),
-        sampling=rlsys.SamplingConfig(max_tokens=4096),
-    )
     shards = StoreShards(
         capacity_bytes=256 << 20,
         timeout_s=LIMIT_S,
@@ -154,7 +159,7 @@ async def playing(
 
     sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s)), None, shards)  # type: ignore[arg-type]
     make_host = EnvironmentFactory(
-        config=config,
+        config=CONFIG,
         environment=cloudpickle.dumps(environment),
         tokenizer=build_tokenizer(CHARACTERS),
         max_context=4160,
@@ -166,6 +171,7 @@ async def playing(
         shards,
         num_workers=num_workers,
         start_timeout_s=LIMIT_S,
+        on_death=print,
     )
     try:
         await replica.start(LIMIT_S)
@@ -214,13 +220,20 @@ def blocks(chat: Any, task: Any) -> float:
 @rlsys.environment(plain_text=True, timeout_s=3600)
 async def open_ended(chat: Any, task: Any) -> float:
     """Turns until a file is there; each is told in a file of its own, by a byte."""
-    told, stop = Path(task["told"]), Path(task["stop"])
-    while not stop.exists():
+    while not is_there(task["stop"]):
         await chat("5")
-        with told.open("ab") as file:
-            file.write(b".")
+        add_byte(task["told"])
         await asyncio.sleep(0.2)
     return 1.0
+
+
+def is_there(path: str) -> bool:
+    return Path(path).exists()
+
+
+def add_byte(path: str) -> None:
+    with Path(path).open("ab") as file:
+        file.write(b".")
 
 
 @rlsys.environment(plain_text=True, timeout_s=3600, num_retries=0)
@@ -235,12 +248,47 @@ async def steps(num: int = 2000, turns: int = 20) -> dict[str, float]:
     async with playing(null) as replica:
         await replica.submit(requests(64, lambda n: {"turns": 4}), {})
         await all_of(replica, 64)  # warm
+        (player,) = replica.players
+        worker = psutil.Process(player.pid)
+        cpu_s = -sum(worker.cpu_times()[:2])
         start = time.perf_counter()
         await replica.submit(requests(num, lambda n: {"turns": turns}), {})
         finished = await all_of(replica, num)
         seconds = time.perf_counter() - start
-    assert all(one.outcome is not None for one in finished)
-    return {"live_episodes": num, "steps_per_s": num * turns / seconds}
+        cpu_s += sum(worker.cpu_times()[:2])
+    assert all(one.num_tokens == 3 * turns - 1 for one in finished)
+    return {
+        "live_episodes": num,
+        "steps_per_s": num * turns / seconds,
+        "step_cpu_us": 1e6 * cpu_s / (num * turns),  # of the worker, which has one core
+    }
+
+
+class AtOnce:
+    """Samples `5<eos>` in no time."""
+
+    async def sample(self, request: GenerationRequest) -> Generation:
+        return said(request)
+
+
+async def host_steps(num: int = 2000, turns: int = 20) -> dict[str, float]:
+    """The same without Ray and without calls: what the worker's event loop can do."""
+    make_host = EnvironmentFactory(
+        config=CONFIG,
+        environment=cloudpickle.dumps(null),
+        tokenizer=build_tokenizer(CHARACTERS),
+        max_context=4160,
+    )
+    host = make_host(AtOnce())
+    await host.start()
+    start = time.perf_counter()
+    host.submit([as_episode(one) for one in requests(num, lambda n: {"turns": turns})])
+    num_ended = 0
+    while num_ended < num:
+        num_ended += len(await host.collect())
+    seconds = time.perf_counter() - start
+    await host.close()
+    return {"host_steps_per_s": num * turns / seconds}
 
 
 async def blocking(num: int = 256) -> dict[str, float]:
@@ -328,7 +376,7 @@ def measure(parts: Sequence[str]) -> dict[str, float]:
         try:
             found: dict[str, float] = {}
             if "steps" in parts:
-                found |= asyncio.run(steps())
+                found |= asyncio.run(steps()) | asyncio.run(host_steps())
             if "blocking" in parts:
                 found |= asyncio.run(blocking())
             if "kill" in parts:

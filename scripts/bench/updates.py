@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import multiprocessing
 import os
@@ -34,7 +35,7 @@ from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.layout.holdings import Box, Holder, whole
 from rlsys.layout.link_bytes import minimal_bytes
 from rlsys.layout.transport.parcels import Inbox
-from rlsys.layout.transport.shared_memory import SharedMemory
+from rlsys.layout.transport.shared_memory import Bytes, SharedMemory
 from rlsys.layout.transport.staging import NAME
 from rlsys.layout.transport.weights import Weights
 from rlsys.mesh import Layout
@@ -49,9 +50,6 @@ STEP_S = 0.3  # between two updates, in which readers let go of the version befo
 TIMEOUT_S = 600.0
 
 T = TypeVar("T")
-
-Publish = Callable[[], tuple[WeightManifest, float]]
-"""The manifest, and the seconds that the trainer waited."""
 
 
 def build_model(directory: Path, num_bytes: int) -> Path:
@@ -103,13 +101,16 @@ def _train(path: Path, pipe: Any) -> None:
     pipe.send(_resident_mb())
     while pipe.recv():
         engine.policy_version += 1
+        _forget_peak()
+        start = time.perf_counter()
+        engine._before_change()
+        moving_s = time.perf_counter() - start
         with torch.no_grad():
             for parameter in engine._parameters.values():
                 parameter.mul_(1.001)
-        _forget_peak()
         start = time.perf_counter()
         manifest = engine.publish()
-        pipe.send((manifest, time.perf_counter() - start, _peak_mb()))
+        pipe.send((manifest, time.perf_counter() - start, moving_s, _peak_mb()))
     engine.close()
 
 
@@ -120,11 +121,13 @@ class _Trainer:
         self._pid, self._pipe = pid, pipe
         self._resident_mb: float = pipe.recv()  # before it ever published
         self._peak_mb = self._resident_mb  # while it published last
+        self.num_bytes = 2**20  # of a version, once one is published
+        self.moving_s = 0.0  # before it changed its weights
 
     def publish(self) -> tuple[WeightManifest, float]:
         self._pipe.send(True)
-        published: tuple[WeightManifest, float, float] = self._pipe.recv()
-        manifest, seconds, self._peak_mb = published
+        published: tuple[WeightManifest, float, float, float] = self._pipe.recv()
+        manifest, seconds, self.moving_s, self._peak_mb = published
         return manifest, seconds
 
     def extra_mb(self) -> float:
@@ -180,14 +183,17 @@ def measure_memory(path: Path) -> dict[str, float]:
     return {"alone_mb": round(max(alone), 1), "beside_reader_mb": round(max(beside), 1)}
 
 
-async def _update(engine: GenerationEngine, publish: Publish) -> dict[str, float]:
-    """Medians over some updates."""
+async def _update(engine: GenerationEngine, trainer: _Trainer) -> dict[str, float]:
+    """Medians over some updates; between them the machine's memcpy, which other programs slow down
+    as they do an update."""
     found: dict[str, list[float]] = {}
     for number in range(REPEATS + 1):
         await asyncio.sleep(STEP_S)
         if engine.stats().num_running:
             await _until_more_is_sampled(engine)
-        manifest, wait_s = await asyncio.to_thread(publish)
+        copy_s = memcpy_s(trainer.num_bytes, repeats=1)
+        manifest, wait_s = await asyncio.to_thread(trainer.publish)
+        trainer.num_bytes = manifest.num_bytes
         published = time.perf_counter()
         await engine.prepare(manifest)
         prepared = time.perf_counter()
@@ -203,6 +209,8 @@ async def _update(engine: GenerationEngine, publish: Publish) -> dict[str, float
                 ("last_pass_ms", 1000 * (before - prepared)),
                 ("pause_ms", 1000 * (end - before)),
                 ("update_ms", 1000 * (end - published)),
+                ("moving_ms", 1000 * trainer.moving_s),
+                ("memcpy_ratio", copy_s / (wait_s + end - published)),
                 ("gb_per_s", manifest.num_bytes / (wait_s + end - published) / 1e9),
             ):
                 found.setdefault(name, []).append(value)
@@ -220,12 +228,13 @@ async def _measure(engine: GenerationEngine, path: Path) -> dict[str, float]:
     await engine.start()
     try:
         with _trainer(path) as trainer:
-            alone = await _update(engine, trainer.publish)
+            alone = await _update(engine, trainer)
             running = asyncio.create_task(_keep_running(engine))
             await _until_more_is_sampled(engine)
-            found = await _update(engine, trainer.publish)
+            found = await _update(engine, trainer)
             running.cancel()
-            return {**found, "gb_per_s": alone["gb_per_s"]}
+            told = {name: alone[name] for name in ("gb_per_s", "memcpy_ratio", "moving_ms")}
+            return {**found, "alone": alone["update_ms"], "alone_wait": alone["wait_ms"], **told}
     finally:
         await engine.close()
 
@@ -266,16 +275,21 @@ def measure_update(path: Path, engine: str, *, num_threads: int = 1) -> dict[str
     return asyncio.run(_measure(_engine(path, engine, num_threads), path))
 
 
-def memcpy_s(num_bytes: int) -> float:
+def memcpy_s(num_bytes: int, *, repeats: int = REPEATS) -> float:
     """Median seconds of the C library's copy, on one thread."""
-    source = np.random.default_rng(0).integers(0, 255, num_bytes, np.uint8)
-    target = np.zeros_like(source)
+    source, target = _to_copy(num_bytes)
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start = time.perf_counter()
         np.copyto(target, source)
         seconds.append(time.perf_counter() - start)
     return median(seconds)
+
+
+@functools.lru_cache(maxsize=1)
+def _to_copy(num_bytes: int) -> tuple[Bytes, Bytes]:
+    source = np.random.default_rng(0).integers(0, 255, num_bytes, np.uint8)
+    return source, np.zeros_like(source)
 
 
 def measure_peer(path: Path, layout: str) -> dict[str, float]:
@@ -471,7 +485,7 @@ def measure(num_bytes: int, parts: Sequence[str]) -> dict[str, float]:
         if "torch" in parts:
             found = measure_update(large, "torch")
             print(f"to the torch engine: {found}", flush=True)
-            told["gb_per_s"] = found["gb_per_s"]
+            told["gb_per_s"], told["memcpy_ratio"] = found["gb_per_s"], found["memcpy_ratio"]
         if "memory" in parts:
             memory = measure_memory(large)
             print(f"memory of the trainer: {memory}", flush=True)

@@ -18,7 +18,8 @@ move    a trainer's state of that model, with moments, from dp2 to tp2
 Prints one line of JSON last. `plan_s`, `part_s`: seconds (of one core) of the slowest plan, and
 until a node of engines knows its part; `bytes_moved` of all plans beside the least that any has to
 move. GB/s (medians) of staging with digests, of verifying, and of one thread's memcpy. `gb_per_s`:
-from the trainer's call until the engine can go on, while nothing runs. `vllm_update_ms`,
+from the trainer's call until the engine can go on, while nothing runs; `memcpy_ratio`: of a memcpy
+of as much before each update over that. `vllm_update_ms`,
 `vllm_pause_ms` of the small model, `pause_500mb_ms` of the large one beside memcpy of as much, with
 requests that run.
 `wait_ratio_*`: the trainer's wait over that for a gathered file; `gather_broadcast_ratio`: of the

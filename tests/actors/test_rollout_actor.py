@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors import rollout as rollout_module
+from actors import store_writer
 from actors.rollout import RolloutActor
 from rlsys.dataflow.blocks import BlockRef, Cell, layout_of
 from rlsys.engines.generation.protocol import EngineStats
@@ -75,7 +75,7 @@ class Engine:
 def test_nothing_of_a_baseline_is_trained_on_also_where_it_goes_on_from_another_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rollout_module, "StoreClient", Store)
+    monkeypatch.setattr(store_writer, "StoreClient", Store)
     actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
     actor = actor_class(Engine, None, Tracer("rollout-0"))
     part = BlockRef("shard", 0, 0, layout_of({"token_ids": [np.zeros(2, np.int32)]})), 0
@@ -96,7 +96,7 @@ def test_nothing_of_a_baseline_is_trained_on_also_where_it_goes_on_from_another_
         return await actor.collect()
 
     collected = asyncio.run(asyncio.wait_for(scenario(), 60))
-    (columns,) = actor._store.written
+    (columns,) = actor._store.client.written
     assert [row.tolist() for row in columns["token_ids"]] == [[3, 4], [3, 4], [1, 2, 3, 4]]
     assert [row.tolist() for row in columns["policy_versions"]] == [
         [VERSION] * 2,

@@ -45,13 +45,14 @@ from rlsys.algorithms import (
 from rlsys.algorithms.groups import needs_group
 from rlsys.config import DataConfig, JudgeConfig, RoleConfig, TrainedRoleConfig
 from rlsys.data.shared import Shared
-from rlsys.dataflow.graph import Dataflow, Episodes
+from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import (
     BRANCHES,
     IS_GREEDY,
     NUM_TOKENS,
     PREFERENCE,
     Column,
+    Episodes,
     GenerateStage,
     InferStage,
     Model,
@@ -59,6 +60,7 @@ from rlsys.dataflow.stages import (
     TrainStage,
 )
 from rlsys.environments.environment import environment
+from rlsys.rewards import exact_match
 from rlsys.rewards.reward import reward as reward_function
 from rlsys.types import Rollout
 
@@ -437,6 +439,30 @@ def played(flow: Dataflow, policy: Model) -> Episodes:
         return float(await chat("1"))
 
     return flow.play(policy, ask, PROMPTS, group_size=2)
+
+
+def test_what_is_mixed_up_around_play_is_told_with_its_fix() -> None:
+    flow: Any = Dataflow()
+    policy = flow.model("policy")
+    episodes = played(flow, policy)
+    settings = {"loss": clipped_surrogate(), "aggregation": token_mean}
+    for mixed_up in (
+        lambda: flow.score(episodes, [exact_match()]),
+        lambda: flow.per_group(grpo_advantage, episodes),
+        lambda: flow.train(policy, episodes, episodes.reward, **settings),
+    ):
+        with pytest.raises(ValueError, match=r"is given all that flow\.play returns; give what it"):
+            mixed_up()
+    other: Any = Dataflow()
+    policy = other.model("policy")
+    with pytest.raises(ValueError, match=r"environment 'ask_once' for its prompts; .*flow\.play"):
+        other.generate(policy, environment(ask_once), group_size=2)
+    with pytest.raises(ValueError, match=r"parts=\['turns'\]\): it writes \['turns'\] by itself"):
+        other.play(policy, ask_once, PROMPTS, group_size=2, parts=["turns"])
+
+
+async def ask_once(chat: Any, task: Any) -> float:
+    return float(await chat("1"))
 
 
 def test_every_model_reads_the_branches_of_rollouts() -> None:

@@ -111,7 +111,8 @@ def test_a_torch_engine_that_took_new_weights_equals_a_freshly_loaded_one(
     trainer.export(tmp_path / "hf")
     model = load_causal_lm(paths[1], dtype=dtype)
     with Weights(manifest) as weights:
-        Backbone(model).load(weights)
+        served = Backbone(model)
+        served.load(weights, served.prepare(weights))
     fresh = model_tensors(load_causal_lm(tmp_path / "hf", dtype=dtype))
     for name, tensor in model_tensors(model).items():
         assert tensor.dtype is fresh[name].dtype, name

@@ -62,9 +62,9 @@ def test_an_engine_that_was_released_goes_on_as_if_it_never_was(
             await switch.switch(publish(models[1], 2))
             await generate(switch, "others")
 
-            held = anonymous_bytes(running)
+            held = resident_bytes(running)
             await switch.release()
-            let_go = held - anonymous_bytes(running)
+            let_go = held - resident_bytes(running)
             # The embedded engine's cache is as large as what has run.
             cache_bytes = CACHE_GIB * 2**30 if engine == "vllm" else 0
             assert let_go > 0.9 * (weight_bytes + cache_bytes)
@@ -117,10 +117,12 @@ def assert_same(
         np.testing.assert_allclose(one.sampler_logprobs, other.sampler_logprobs, atol=atol, rtol=0)
 
 
-def anonymous_bytes(engine: Any) -> int:
-    """Of the processes that have the model: memory that is no file's."""
+def resident_bytes(engine: Any) -> int:
+    """Of the processes that have the model: memory that is no file's, or a share's."""
     pids = [os.getpid()]
     if isinstance(engine, VLLMEngine):
         pids = [process.pid for process in engine_processes(engine)]
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+    return sum(
+        int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem"))
+    )

@@ -47,7 +47,7 @@ pytestmark = [
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 RANDOM = np.random.default_rng(0)
-# The long one fills two blocks of the prefix cache (128 tokens each on the CPU), the last is short.
+# The long one fills nine blocks of the prefix cache (32 tokens each on the CPU), the last is short.
 PROMPTS = [RANDOM.integers(3, 259, size=n).tolist() for n in (5, 17, 300, 1)]
 BOS, EOS = 1, 2
 
@@ -349,7 +349,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
     damage(tensors)
     manifest = published.publish(1, tensors.items())
     if damage is with_changed_bytes:
-        published.STAGES[-1]._bytes[-1] ^= 1
+        published.STAGES[-1]._kept[0].content[-1] ^= 1
     with pytest.raises(ValueError, match=message):
         run(engine.prepare(manifest))
     for a, b in zip(before, run(greedy(engine, "after")), strict=True):

@@ -54,6 +54,10 @@ def request(
     *,
     seed: int = 0,
     num_prior_tokens: int = 0,
+    cache_salt: str = "",
+    priority: int = 0,
+    num_shared_tokens: int = 0,
+    goes_on: bool = True,
     **sampling: Any,
 ) -> GenerationRequest:
     return GenerationRequest(
@@ -62,6 +66,10 @@ def request(
         sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
         seed=seed,
         num_prior_tokens=num_prior_tokens,
+        cache_salt=cache_salt,
+        priority=priority,
+        num_shared_tokens=num_shared_tokens,
+        goes_on=goes_on,
     )
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 
 from rlsys.environments.chat import Chat
 from rlsys.environments.codec import Codec
-from rlsys.environments.environment import Environment
-from rlsys.environments.episode import EpisodeLimits
+from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest
+from rlsys.environments.room import EpisodeLimits
 from rlsys.tiny_models import build_tokenizer
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
@@ -23,28 +24,33 @@ Says = Callable[[str], str]  # what the policy replies to the text so far
 
 
 class Scripted:
-    """Replies as `says` has it, each with `<eos>`, as long as it fits; version 7 throughout."""
+    """Replies as `says` has it, each with the token `end`, as long as it fits; version 7
+    throughout."""
 
-    def __init__(self, codec: Codec, says: Says, delay_s: float = 0.0) -> None:
+    def __init__(self, codec: Codec, says: Says, delay_s: float = 0.0, end: int = 2) -> None:
         self._codec = codec
         self._says = says
         self._delay_s = delay_s
+        self._end = end
         self.asked: list[GenerationRequest] = []
+        self.sampled: list[Generation] = []
 
     async def sample(self, request: GenerationRequest) -> Generation:
         self.asked.append(request)
         await asyncio.sleep(self._delay_s)
         text = self._says(self._codec.text.decode(list(request.prompt_token_ids)))
-        token_ids = [*self._codec.text.encode(text, at_start=False, cache={}, where=""), 2]
+        token_ids = [*self._codec.text.encode(text, at_start=False, cache={}, where=""), self._end]
         is_cut = len(token_ids) > request.sampling.max_tokens
         token_ids = token_ids[: request.sampling.max_tokens]
-        return Generation(
+        generation = Generation(
             request_id=request.request_id,
             token_ids=np.array(token_ids, np.int32),
             sampler_logprobs=np.full(len(token_ids), -0.5, np.float32),
             policy_versions=np.full(len(token_ids), 7, np.int32),
             finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
         )
+        self.sampled.append(generation)
+        return generation
 
 
 class InThreads:
@@ -54,8 +60,15 @@ class InThreads:
 
     async def close(self) -> None: ...
 
+    @asynccontextmanager
+    async def place(self, *, alone: bool) -> AsyncIterator[None]:
+        yield
+
     async def play(self, chat: Chat, task: Any) -> Any:
         raise AssertionError("the environment is async")
+
+    async def act(self, endpoint: Endpoint, task: Any) -> Any:
+        raise AssertionError("the agent is async")
 
     async def execute(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         return await asyncio.to_thread(function, *args, **named)

@@ -163,6 +163,24 @@ FORGETTING = """\
 {%- if add_generation_prompt %}{{- '<|Assistant|><think>\\n' }}{%- endif %}
 """
 
+# As of gpt-oss: the end of a conversation is not the end of a turn.
+RETURNING = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' + m.content }}
+    {{- '<|eos|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+# As of Command A: a reply ends with two special tokens.
+TWO_ENDS = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' + m.content }}
+    {{- ('<|eot_id|>' if m.role == 'assistant' else '') + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
 CORPUS = (
     "user assistant system tool the answer is 42.\n\nWhat is it? Yes, no; {} [] \"name\": 'x'\n\n\n"
     "I think that the number lies between 10 and 20. \t The end .\n"

@@ -19,8 +19,10 @@ from tests.environments.templates import (
     CHATML,
     FORGETTING,
     MOVING_TOOLS,
+    RETURNING,
     THINKING,
     TRIMMING,
+    TWO_ENDS,
     tokenizer,
 )
 
@@ -370,6 +372,43 @@ def test_only_new_text_is_rendered_where_a_template_is_append_only() -> None:
         said = conversation.reply(conversation.prompt(messages), says(f"{turn}<|im_end|>"))
         messages = [*messages, said, user("on")]
     assert [size for size in sizes if size > 3] == [5, 9, 17]
+    assert conversation.trajectory().num_branches == 1
+
+
+def test_the_end_of_a_conversation_becomes_the_end_of_a_turn_in_another_branch() -> None:
+    conversation = talk(RETURNING)
+    messages = [user("Hi")]
+    for text in ("a<|eos|>", "b<|eos|>", "c"):  # the last is cut off
+        reply = says(text, is_cut=text == "c")
+        said = conversation.reply(conversation.prompt(messages), reply)
+        assert said["content"] == text[0]
+        messages = [*messages, said, user("on")]
+    shown = "<|im_start|>user\nHi<|im_end|>"
+    for text in "abc":
+        shown += f"<|im_start|>assistant\n{text}<|im_end|><|im_start|>user\non<|im_end|>"
+    assert decoded(conversation.prompt(messages).token_ids) == f"{shown}<|im_start|>assistant\n"
+    trajectory = conversation.trajectory()
+    assert trajectory.num_branches == 3
+    assert decoded(trajectory.token_ids[trajectory.policy_versions >= 0].tolist()) == (
+        "a<|eos|>b<|eos|>c"
+    )
+
+
+@pytest.mark.parametrize(
+    "ended", ["<|eot_id|><|im_end|>", "<|eot_id|>", ""], ids=["whole", "its first token", "cut"]
+)
+def test_an_end_of_two_tokens_stands_once(ended: str) -> None:
+    conversation = talk(TWO_ENDS)
+    said = conversation.reply(
+        conversation.prompt([user("Hi")]), says(f"5{ended}", is_cut=not ended)
+    )
+    assert said["content"] == "5"
+    path = conversation.prompt([user("Hi"), said, user("on")])
+    assert decoded(path.token_ids) == (
+        "<|im_start|>user\nHi<|im_end|><|im_start|>assistant\n5<|eot_id|><|im_end|>"
+        "<|im_start|>user\non<|im_end|><|im_start|>assistant\n"
+    )
+    conversation.reply(path, says("6<|eot_id|><|im_end|>"))
     assert conversation.trajectory().num_branches == 1
 
 

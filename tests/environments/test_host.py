@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
 
 import rlsys
-from rlsys.environments.episode import EpisodeLimits
-from rlsys.environments.host import Ended
+from rlsys.environments.codec import Codec
+from rlsys.environments.host import Ended, EpisodeHost
+from rlsys.environments.room import EpisodeLimits
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.types import MAX_BRANCHES
-from tests.environments.playing import LIMITS, hosted, played, request
+from tests.environments.playing import LIMITS, InThreads, Scripted, hosted, played, request
+from tests.environments.templates import CHATML, tokenizer
 
 
 def play(environment: Any, says: Any, task: Any = None, **named: Any) -> Ended:
@@ -170,6 +173,165 @@ def test_what_raises_is_tried_again_and_then_fails() -> None:
     assert "no server" in ended.failure.message
 
 
+def test_what_one_attempt_does_to_its_task_no_other_sees() -> None:
+    task = {"left": [1, 2, 3]}
+
+    @rlsys.environment(num_retries=1)
+    async def takes(chat: Any, task: Any) -> float:
+        await chat("1")
+        task["left"].pop()
+        if len(attempts := [*attempted, len(task["left"])]) == 1:
+            attempted[:] = attempts
+            raise OSError("no server")
+        return float(len(task["left"]))
+
+    attempted: list[int] = []
+    ended = play(takes, lambda text: "5", task)
+    assert ended.played is not None
+    assert ended.played.total == 2.0
+    assert task == {"left": [1, 2, 3]}
+
+
+def test_a_transcript_ends_with_why_the_function_did_not() -> None:
+    @rlsys.environment(max_turns=1)
+    async def goes_on(chat: Any, task: Any) -> float:
+        while True:
+            await chat("1", parse=task["parse"])
+
+    refused = play(goes_on, lambda text: "5", {"parse": {}.__getitem__})
+    assert refused.played is not None
+    assert refused.played.transcript[-1] == {
+        "branch": 0,
+        "role": "ended",
+        "text": "parse refused '5': KeyError: '5'",
+        "sampled": False,
+    }
+    over = play(goes_on, lambda text: "5", {"parse": int})
+    assert over.played is not None
+    assert over.played.transcript[-1]["text"] == "the environment went on after chat.done"
+
+
+def test_a_missing_await_is_told_with_its_fix_and_the_users_line() -> None:
+    @rlsys.environment(num_retries=0)
+    async def forgets(chat: Any, task: Any) -> float:
+        return float(chat("1") < 3)
+
+    @rlsys.environment(num_retries=0)
+    async def says_a_number(chat: Any, task: Any) -> float:
+        return float(await chat(1))
+
+    with pytest.warns(RuntimeWarning, match="never awaited"):
+        ended = play(forgets, lambda text: "5")
+    assert ended.failure is not None
+    assert "`await chat(...)`" in ended.failure.message
+    assert 'float(chat("1") < 3)' in ended.failure.message
+    assert "user_functions.py" not in ended.failure.message
+    ended = play(says_a_number, lambda text: "5")
+    assert ended.failure is not None
+    assert "float(await chat(1))" in ended.failure.message
+    assert ended.failure.what == "environment"
+
+
+def test_nobody_is_told_of_what_an_aborted_episode_raised(caplog: Any) -> None:
+    """By the event loop, as an exception that was never retrieved."""
+
+    @rlsys.environment
+    async def raises(chat: Any, task: Any) -> float:
+        try:
+            return float(await chat("1"))
+        finally:
+            raise OSError("no server")
+
+    async def run() -> None:
+        host, _ = hosted(raises, lambda text: "5", delay_s=1.0)
+        host.submit([request()])
+        await asyncio.sleep(0.5)
+        host.abort([request().request_id])
+        (ended,) = await host.collect()
+        assert ended.failure is None
+        await host.close()
+        gc.collect()
+
+    run_in_virtual_time(run())
+    assert "never retrieved" not in caplog.text
+
+
+def test_tools_that_no_template_renders_are_called_in_the_format_that_is_named() -> None:
+    """The environment tells the model of them, as the error without a format says."""
+
+    @rlsys.tool
+    def double(n: int) -> int:
+        """Doubles."""
+        return 2 * n
+
+    @rlsys.environment(tools=[double], tool_format="json")
+    async def doubles(chat: Any, task: Any) -> float:
+        return float(await chat.until_answer("Call double."))
+
+    def says(text: str) -> str:
+        asked = '{"name": "double", "arguments": {"n": 4}}'
+        return "8" if "tool\n8" in text else asked
+
+    async def run() -> Ended:
+        codec = Codec(tokenizer(), chat_template=CHATML)
+        assert not codec.renders_tools
+        limits = EpisodeLimits(max_prompt_tokens=200, max_tokens=400, max_context=600)
+        host = EpisodeHost(
+            doubles,
+            codec,
+            Scripted(codec, says),
+            limits=limits,
+            plain=InThreads(),
+            template=CHATML,
+        )
+        (ended,) = await played(host, [request()])
+        await host.close()
+        return ended
+
+    ended = asyncio.run(run())
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 8.0
+    assert [line["role"] for line in ended.played.transcript] == [
+        *("user", "assistant", "tool", "assistant")
+    ]
+
+
+class Unusual(BaseException):
+    """No Exception."""
+
+
+@pytest.mark.parametrize(
+    "error", [Unusual(), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()]
+)
+def test_what_is_no_exception_fails_too(error: BaseException) -> None:
+    """None ends the event loop, and none looks as if the episode had been aborted."""
+
+    @rlsys.environment(num_retries=1)
+    async def broken(chat: Any, task: Any) -> float:
+        await chat("1")
+        raise error
+
+    ended = play(broken, lambda text: "5")
+    assert ended.failure is not None
+    assert ended.failure.kind == "exception"
+    assert ended.failure.message.startswith("broken raised ")
+    assert type(error).__name__ in ended.failure.message
+
+
+def test_a_group_reward_that_exits_fails() -> None:
+    def exits(rollouts: Any) -> Any:
+        raise SystemExit(3)
+
+    @rlsys.environment(group_reward=exits)
+    async def fine(chat: Any, task: Any) -> float:
+        await chat("1")
+        return 1.0
+
+    ended = play(fine, lambda text: "5")
+    assert ended.failure is not None
+    assert "fine's group_reward raised SystemExit: 3" in ended.failure.message
+
+
 def test_what_fails_once_goes_on() -> None:
     attempts: list[int] = []
 
@@ -260,6 +422,36 @@ def test_seats_have_conversations_of_their_own() -> None:
     assert [path.tolist() for path in trajectory.paths()] == [[4, 8, 2], [5, 8, 2]]
     assert trajectory.policy_versions.tolist() == [7, 7, -1, 7, 7]
     assert trajectory.turn_rewards.tolist() == [0, 1, 0, 0, -1]
+
+
+def test_a_seat_has_one_conversation_whoever_asks_for_it() -> None:
+    @rlsys.environment(seats=("first", "second"))
+    async def game(chat: Any, task: Any) -> float:
+        await chat.seat("second")("1")
+        await chat.seat("second")("2")
+        assert chat.seat("first") is chat
+        assert chat.fork().seat("second") is chat.seat("second")
+        return float(len(chat.seat("second").messages))
+
+    ended = play(game, lambda text: "5")
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 4.0
+    assert ended.played.trajectory.num_branches == 1
+
+
+def test_numbers_of_one_name_add_up() -> None:
+    @rlsys.environment(group_reward=lambda rollouts: [0.5] * len(rollouts))
+    async def found(chat: Any, task: Any) -> dict[str, float]:
+        await chat("1")
+        chat.reward(-0.25, "found")
+        chat.reward(-0.125, "group")
+        return {"found": 1.0, "group": 2.0}
+
+    ended = play(found, lambda text: "5")
+    assert ended.played is not None
+    assert ended.played.components == {"found": 0.75, "group": 2.375}
+    assert ended.played.total == 3.125
+    assert ended.played.trajectory.turn_rewards.sum() == 3.125
 
 
 def test_a_group_reward_sees_the_whole_group() -> None:

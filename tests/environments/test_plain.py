@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rlsys
+from rlsys.environments import plain
 from rlsys.environments.codec import Codec
 from rlsys.environments.environment import Environment
 from rlsys.environments.host import EpisodeHost
@@ -55,16 +58,58 @@ def forks(chat: Any, task: Any) -> float:
     return float(chat("3")) + float(other("4")) + len(other.messages)
 
 
+@rlsys.environment(max_turns=3, seats=("first", "second"))
+def seats(chat: Any, task: Any) -> float:
+    one, two = chat.seat("first"), chat.seat("second")
+    two("1")
+    two("2")
+    assert not one.done
+    two("3")
+    return float(one.done and chat.done and one.fork().done)
+
+
+@rlsys.environment(num_retries=0)
+def numbers(chat: Any, task: Any) -> Any:
+    chat("1")
+    return {"numpy": np.float32(0.5), "bool": np.bool_(True)} if task["numpy"] else late()
+
+
+async def late() -> float:
+    return 1.0
+
+
 @asynccontextmanager
 async def hosting(environment: Environment, says: Any) -> AsyncIterator[EpisodeHost]:
     codec = Codec(build_tokenizer(CHARACTERS), chat_template="")
-    plain = PlainFunctions(environment, memory_gib=4.0, start_timeout_s=120.0)
-    host = EpisodeHost(environment, codec, Scripted(codec, says), limits=LIMITS, plain=plain)
+    functions = PlainFunctions(environment, memory_gib=4.0, start_timeout_s=120.0)
+    host = EpisodeHost(environment, codec, Scripted(codec, says), limits=LIMITS, plain=functions)
     await host.start()
     try:
         yield host
     finally:
         await host.close()
+
+
+def test_what_ends_for_one_chat_has_ended_for_the_others() -> None:
+    async def run() -> None:
+        async with hosting(seats, lambda text: "5") as host:
+            (ended,) = await played(host, [request()])
+        assert ended.played is not None, ended.failure
+        assert ended.played.total == 1.0
+
+    asyncio.run(run())
+
+
+def test_numbers_come_back_as_those_of_an_async_function_do() -> None:
+    async def run() -> None:
+        async with hosting(numbers, lambda text: "5") as host:
+            well, ill = await played(host, [request(n, task={"numpy": 1 - n}) for n in range(2)])
+        assert well.played is not None, well.failure
+        assert well.played.components == {"numpy": 0.5, "bool": 1.0}
+        assert ill.failure is not None
+        assert "make it async" in ill.failure.message
+
+    asyncio.run(run())
 
 
 def test_a_plain_environment_plays_as_an_async_one_does() -> None:
@@ -102,7 +147,7 @@ def test_refusals_and_forks_travel() -> None:
         ("hang", "timeout", "longer than 2 s"),
         ("hang in C", "timeout", "longer than 2 s"),
         ("exit", "crash", "the process of plain functions ended"),
-        ("nonsense", "exception", "object"),
+        ("nonsense", "type", "no finite number"),
     ],
 )
 def test_an_ill_function_costs_its_own_episode(does: str, kind: str, message: str) -> None:
@@ -113,6 +158,56 @@ def test_an_ill_function_costs_its_own_episode(does: str, kind: str, message: st
         assert ill.failure is not None
         assert (ill.failure.kind, message in ill.failure.message) == (kind, True)
         assert [one.played is not None for one in well] == [True] * 3
+
+    asyncio.run(run())
+
+
+@rlsys.environment(num_retries=0, timeout_s=60.0)
+def beside(chat: Any, task: Any) -> float:
+    """Some end the process, or hold Python's lock, while others are under way."""
+    chat("1")
+    if task["does"] == "crash":
+        ctypes.string_at(0)
+    if task["does"] == "hold":
+        ctypes.PyDLL(None).sleep(3600)
+    time.sleep(0.5)
+    return 1.0
+
+
+@pytest.mark.parametrize("does", ["crash", "hold"])
+def test_who_ends_the_process_fails_alone(does: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "SILENT_S", 5.0)
+
+    async def run() -> None:
+        async with hosting(beside, lambda text: "5") as host:
+            tasks = [{"does": does}, *[{"does": ""}] * 3]
+            ill, *well = await played(host, [request(n, task=t) for n, t in enumerate(tasks)])
+        assert ill.failure is not None
+        assert ill.failure.kind == "crash"
+        assert [one.failure for one in well] == [None] * 3
+
+    asyncio.run(run())
+
+
+@rlsys.environment(num_retries=0)
+def long(chat: Any, task: Any) -> float:
+    chat("1" * task["length"])
+    return float(threading.active_count())
+
+
+def test_a_function_whose_chat_failed_leaves_no_thread() -> None:
+    async def run() -> None:
+        async with hosting(long, lambda text: "5") as host:
+            ill = [request(n, task={"length": 1000}) for n in range(8)]
+            for one in await played(host, ill):
+                assert one.failure is not None
+                assert "begins with 1000 tokens" in one.failure.message
+            num_threads = 9.0
+            async with asyncio.timeout(30):
+                while num_threads > 2:  # the main one, and its own
+                    (one,) = await played(host, [request(9, task={"length": 1})])
+                    assert one.played is not None
+                    num_threads = one.played.total
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import time
@@ -13,8 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
+import rlsys
 from rlsys.environments.tool_call import Call
-from rlsys.environments.tool_formats import FORMATS, detect, tool_format
+from rlsys.environments.tool_formats import FORMATS, MAX_CALLS_READ, detect, tool_format
+from rlsys.environments.tool_use import ToolUse
+from rlsys.environments.tools import MAX_CALLS
 
 # How the models' own templates write calls, without all the rest of them.
 HERMES = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}
@@ -215,7 +219,32 @@ def test_a_malformed_call_is_one_that_can_be_told(name: str, text: str, told: st
     assert told in call.error
     assert call.arguments == {}
     assert len(call.error) < 500
-    json.dumps(call.message)
+    assert Call.of(json.loads(json.dumps(call.message))) == call
+
+
+def test_a_malformed_call_is_told_through_an_environments_tools() -> None:
+    calls = []
+
+    @rlsys.tool
+    def f(name: str = "", arguments: list[int] | None = None) -> str:
+        calls.append(name)
+        return "called"
+
+    @rlsys.environment(tools=[f])
+    async def play(chat: Any, task: Any) -> float:
+        return 0.0
+
+    tools = ToolUse(play, HERMES, asyncio.to_thread)
+    good = '<tool_call>{"name": "f", "arguments": {"name": "once"}}</tool_call>'
+    bad = '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'
+    message = {"role": "assistant", "content": f"Now. {bad}{good}"}
+    tools.split_calls(message, num_before=4)
+    assert message["content"] == "Now."
+    answers = asyncio.run(tools.call_all(message["tool_calls"]))  # type: ignore[arg-type]
+    assert "no JSON object, such as {}. It was: " in answers[0]["content"]
+    assert [one["tool_call_id"] for one in answers] == ["call00004", "call00005"]
+    assert answers[1]["content"] == "called"
+    assert calls == ["once"]
 
 
 def test_a_malformed_call_does_not_hide_the_next() -> None:
@@ -291,6 +320,11 @@ def test_long_nonsense_takes_linear_time(name: str, piece: str) -> None:
     begin = time.monotonic()
     tool_format(name).parse(piece * (200_000 // len(piece)))
     assert time.monotonic() - begin < 2
+
+
+def test_a_reply_of_nothing_but_calls_is_read_to_a_bound() -> None:
+    reply = FORMATS["mistral"].parse("[TOOL_CALLS]f[ARGS]{}" * 1000)
+    assert len(reply.calls) == MAX_CALLS_READ > MAX_CALLS
 
 
 def test_the_format_is_found_in_the_template() -> None:

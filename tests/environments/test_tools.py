@@ -93,6 +93,16 @@ def test_a_tool_error_is_told_and_any_other_is_raised() -> None:
         contents(ToolSet([fail]), call("fail", how="raise"))
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+def test_what_is_no_exception_is_raised_as_one(error: BaseException) -> None:
+    @tool
+    async def leaves() -> str:
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"leaves raised {type(error).__name__}"):
+        asyncio.run(ToolSet([leaves]).call_all([Call("call_0", "leaves", {})]))
+
+
 def test_an_exception_ends_the_other_calls() -> None:
     ended: list[str] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from rlsys.layout.holdings import Box
 from rlsys.layout.plan import ALIGNMENT, Segment
 from rlsys.layout.transport import staging
 from rlsys.layout.transport.shared_memory import MemoryGone
-from rlsys.layout.transport.staging import DamagedWeightsError, Share, Stage
+from rlsys.layout.transport.staging import DamagedWeightsError, Mappings, Share, Stage
 from rlsys.types import WeightShare
 
 TENSORS = {
@@ -103,9 +102,9 @@ def test_the_same_memory_takes_the_next_version_when_nobody_reads(stage: Stage) 
 
 def test_a_reader_keeps_what_it_has_opened(stage: Stage) -> None:
     share = Share(write(stage, 1))
-    memory = stage._memory
+    memory = stage._kept[0]
     second = write(stage, 2, scale=3)
-    assert stage._memory is not memory
+    assert stage._kept == [stage._kept[0], memory]
     share.verify()
     assert_holds(share)
     share.close()
@@ -125,7 +124,7 @@ sys.stdin.buffer.read()
 
 def test_a_reader_that_has_died_keeps_nothing(stage: Stage) -> None:
     staged = write(stage, 1)
-    memory = stage._memory
+    memory = stage._kept[0]
     with subprocess.Popen(
         [sys.executable, "-c", READER],
         stdin=subprocess.PIPE,
@@ -139,13 +138,13 @@ def test_a_reader_that_has_died_keeps_nothing(stage: Stage) -> None:
         assert reader.stdout.readline() == b"opened\n"
         reader.kill()
     write(stage, 2)
-    assert stage._memory is memory
+    assert stage._kept == [memory]
 
 
 @pytest.mark.parametrize("place", range(-8, 0))
 def test_damaged_numbers_are_refused(stage: Stage, place: int) -> None:
     staged = write(stage, 4)
-    stage._bytes[place] ^= 1
+    stage._kept[0].content[place] ^= 1
     share = Share(staged)
     with pytest.raises(DamagedWeightsError, match=r"version 4 .* damaged in 1 of its 1 buckets"):
         share.verify()
@@ -155,18 +154,80 @@ def test_damaged_numbers_are_refused(stage: Stage, place: int) -> None:
 @pytest.mark.parametrize("place", [9, 17, 30, 100])
 def test_a_damaged_beginning_is_refused(stage: Stage, place: int) -> None:
     staged = write(stage, 4)
-    stage._bytes[place] ^= 1
+    stage._kept[0].content[place] ^= 1
     with pytest.raises(DamagedWeightsError, match="does not begin as it was written"):
         Share(staged)
     write(stage, 5)  # nothing keeps the memory
 
 
-def test_what_was_cut_off_is_refused(stage: Stage) -> None:
+def test_what_was_cut_off_is_refused(stage: Stage, tmp_path: Path) -> None:
     staged = write(stage, 4)
-    assert stage._memory is not None
-    os.ftruncate(stage._memory.descriptor, staged.num_bytes - 1)
+    (tmp_path / "share").write_bytes(bytes(stage._kept[0].content[: staged.num_bytes - 1]))
     with pytest.raises(DamagedWeightsError, match="it was cut off"):
-        Share(staged)
+        Share(replace(staged, path=str(tmp_path / "share")))
+
+
+def test_nobody_can_cut_off_what_readers_have_mapped(stage: Stage) -> None:
+    staged = write(stage, 4)
+    share = Share(staged)
+    for size in (0, staged.num_bytes - 1, staged.num_bytes + 1):
+        with pytest.raises(PermissionError), open(staged.path, "r+b") as memory:
+            memory.truncate(size)
+    share.verify()
+    share.close()
+
+
+def test_two_memories_serve_a_reader_that_keeps_each_version_until_the_next(stage: Stage) -> None:
+    share = Share(write(stage, 1))
+    paths = []
+    for version in range(2, 8):
+        staged = write(stage, version, scale=version)
+        paths.append(staged.path)
+        new = Share(staged)
+        assert_holds(share, scale=version - 1 if version > 2 else 1)
+        share.close()
+        share = new
+    assert paths[:2] * 2 == paths[2:]
+    assert len(set(paths)) == 2
+    share.close()
+    write(stage, 8)
+    assert len(stage._kept) == 1  # nobody reads the newest version: one is enough
+
+
+def test_a_reader_that_is_two_versions_behind_keeps_what_it_has(stage: Stage) -> None:
+    shares = [Share(write(stage, version, scale=version)) for version in range(1, 5)]
+    assert len(stage._kept) == 2
+    for version, share in enumerate(shares, 1):
+        share.verify()
+        assert_holds(share, scale=version)
+        share.close()
+
+
+def test_mappings_are_kept_of_memory_that_is_still_in_use(stage: Stage) -> None:
+    mappings = Mappings()
+
+    def opened(version: int) -> Share:
+        share = Share(write(stage, version, scale=version), mappings)
+        share.verify()
+        assert_holds(share, scale=version)
+        return share
+
+    first = opened(1)
+    second = opened(2)  # in other memory
+    a, b = first._bytes.ctypes.data, second._bytes.ctypes.data
+    first.close()
+    third = opened(3)
+    second.close()
+    assert third._bytes.ctypes.data == a
+    assert len(mappings._kept[0]) == 2
+    third.close()
+    fourth = opened(4)
+    assert fourth._bytes.ctypes.data == a  # the writer has given up the other one
+    assert [one.ctypes.data for _, one in mappings._kept[0]] == [a]
+    assert a != b
+    fourth.close()
+    mappings.keep([1])
+    assert not mappings._kept
 
 
 def test_a_writer_that_is_gone_leaves_nothing_to_open(stage: Stage) -> None:

@@ -129,11 +129,11 @@ def test_a_share_that_stands_twice_is_told() -> None:
 def test_damage_in_one_share_is_found_and_nothing_stays_open() -> None:
     opened, stages, manifest = staged(list(in_rows_and_columns([0, 3, 8], [0, 6])))
     with opened:
-        memory = stages[0]._memory
-        stages[1]._bytes[-1] ^= 1
+        memory = stages[0]._kept[0]
+        stages[1]._kept[0].content[-1] ^= 1
         with pytest.raises(DamagedWeightsError, match="rank 1's share of version 1"):
             open_verified(manifest, TENSORS)
         stages[0].write(2, lambda one: TENSORS[one.name][one.box.slices])
-        assert stages[0]._memory is memory  # else a reader would have kept it
+        assert stages[0]._kept == [memory]  # else a reader would have kept it
         with pytest.raises(MemoryGone):
             Weights(manifest)

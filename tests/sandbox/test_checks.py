@@ -95,6 +95,25 @@ def test_no_way_round_the_tests_passes(program: str, tests: str) -> None:
 
 
 @ways
+@pytest.mark.parametrize(
+    ("tests", "passed"),
+    [
+        ("for i in range(3):\n    assert f(i) == i * i\nassert f(2) == 4", "01"),
+        ("assert f(2) == 4\nfor i in range(3):\n    assert f(i) == i * i", "10"),
+        (["assert f(2) == 4", "if True:\n    with open('/dev/null'):\n        assert f(1) == 1"], "10"),
+        ("try:\n    f(None)\nexcept TypeError:\n    pass\nelse:\n    assert False, 'no error'", "0"),
+        ("for i in (1, 2):\n    if f(i) != i * i: raise ValueError(i)", "0"),
+        ("def check(i):\n    assert f(i) == i * i\nfor i in (2, 1):\n    check(i)\nassert f(2)", "01"),
+        ("def check(i):\n    assert f(i) == i * i\nif __name__ == '__main__':\n    check(1)", "0"),
+        ("s = []\nfor i in (1, 2):\n    s.append(f(i))\nassert s == [4, 4]", "1"),
+        ("if True:\n    def unused():\n        assert f(1) == 1\nassert f(2) == 4", "1"),
+    ],
+)  # fmt: skip
+def test_assertions_within_blocks_count(tests: str | Sequence[str], passed: str) -> None:
+    assert check("def f(x):\n    return 4", tests) == [one == "1" for one in passed]
+
+
+@ways
 def test_tests_before_a_hang_count() -> None:
     program = "def f(x):\n    while x > 1: pass\n    return x"
     assert check(program, "assert f(1) == 1\nassert f(0) == 0\nassert f(2) == 2\nassert f(1)", 1.0) == [

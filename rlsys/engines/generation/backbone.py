@@ -1,7 +1,7 @@
 """A Hugging Face model as the sampler runs it: whole prompts, then one token a sequence.
 
-    prefill(token_ids [U, T]) ─► [U, T, D] ─┐
-    decode(token_ids [N]) ────► [N, D] ─────┴─► logits [N, V]
+    prefill(token_ids [U, T], first [U]) ─► [U, T, D] ─┐
+    decode(token_ids [N]) ────► [N, D] ────────────────┴─► logits [N, V]
 
 Keys and values stand in a SlotCache. Prompts go through transformers' own forward pass, single
 tokens through FusedDecoder where it knows the architecture and agrees in numbers. Both agree with
@@ -12,6 +12,7 @@ Shape legend: U prompts, T tokens of the longest, N sequences, D hidden width, V
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,15 @@ from rlsys.engines.causal_lm import Head, backbone
 from rlsys.engines.context import context_length
 from rlsys.engines.generation.fused_decoder import FusedDecoder, is_llama_like
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, room
+from rlsys.engines.generation.rows import Exchange, Rows, exchange
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.released_memory import ReleasedMemory
 from rlsys.engines.routing import Routing, RoutingRecorder, routing_of
 from rlsys.layout.transport.staging import copy_parts
 from rlsys.layout.transport.weights import Tensors, Weights
 from rlsys.types import ExpertArray
+
+logger = logging.getLogger(__name__)
 
 Decode = Callable[[torch.Tensor, torch.Tensor, SlotCache], torch.Tensor]
 
@@ -52,14 +56,32 @@ class Backbone:
         self._model = model
         self._fused: FusedDecoder | None = None
         self._recorder: RoutingRecorder | None = None
-        self._released: ReleasedMemory | None = None
+        self._released: ReleasedMemory | None = None  # on GPUs
+        self._device = next(model.parameters()).device
         self.routing: Routing | None = None
+        # Can a prompt be run behind keys and values of its first tokens?
+        fault = _fault_of_resuming(architecture, plain)
+        self.resumes = fault is None
+        if fault is not None:
+            logger.warning(
+                "%s cannot run a prompt behind keys and values of its beginning (%s): every turn "
+                "of a conversation runs its whole prompt.",
+                type(model).__name__,
+                fault,
+            )
         self.logits = Head(model)
         with torch.no_grad():
             self.bytes_per_token = self._measure()
             if is_llama_like(model) and _is_right_when_fused(architecture):
                 self._fused = FusedDecoder(model, _attention_rules(model))
                 self._decode = self._fused
+        tensors = model_tensors(model)
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._shapes = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+        together = [] if self._fused is None else self._fused.rows
+        joined = {id(parameter) for one in together for parameter in one.parameters}
+        alone = [Rows([tensor]) for tensor in tensors.values() if id(tensor) not in joined]
+        self._rows = [*together, *alone]
         if records_routing:
             self.routing = routing_of(model)
             self._recorder = RoutingRecorder(model)
@@ -68,9 +90,12 @@ class Backbone:
     def is_fused(self) -> bool:
         return self._fused is not None
 
-    def prefill(self, token_ids: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-        """Hidden states [U, T, D] of right-padded prompts [U, T]; see SlotCache.begin_prefill."""
-        return self._decoder.prefill(token_ids, cache)
+    def prefill(
+        self, token_ids: torch.Tensor, cache: SlotCache, first: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states [U, T, D] of right-padded prompts [U, T], or of what stands at positions
+        `first` [U] and behind; see SlotCache.begin_prefill."""
+        return self._decoder.prefill(token_ids, cache, first)
 
     def decode(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache
@@ -87,23 +112,50 @@ class Backbone:
 
     @property
     def tensors(self) -> Tensors:
-        return model_tensors(self._model)
+        """With the shapes of the model's, and without their numbers after `release`."""
+        return self._shapes
 
     def release(self) -> None:
         """Let the memory of the weights go until the next `load`."""
         self.logits.release()
-        self._released = ReleasedMemory(model_tensors(self._model).values())
+        if self._device.type == "cpu":
+            for one in self._rows:
+                one.release()
+            self._forget()
+        else:
+            self._released = ReleasedMemory(model_tensors(self._model).values())
 
-    def load(self, weights: Weights) -> None:
-        """Overwrite the weights in place, by those that fit `tensors`."""
-        if self._released is not None:
-            self._released.take_back()
-            self._released = None
-        tensors = self.tensors
-        copy_parts((tensors[name][box.slices], part) for name, box, part in weights.parts())
+    def prepare(self, weights: Weights) -> Exchange | None:
+        """Everything that can be done while the model runs, on any thread, for weights that fit
+        `tensors`. None on GPUs, which have no room for two versions."""
+        if self._device.type != "cpu":
+            return None
+        return exchange(self._rows, self._names, weights)
+
+    def load(self, weights: Weights, prepared: Exchange | None) -> list[torch.Tensor]:
+        """Replace the weights, by what `prepare` has made of these. Returns memory that is to be
+        let go, which takes a while."""
+        replaced = []
+        if prepared is not None:
+            replaced = prepared.switch()
+        else:
+            self._overwrite(weights)
+        self._forget()
+        return replaced
+
+    def _forget(self) -> None:
+        """What has been made of other weights."""
+        self.logits.release()
         if self._fused is not None:
             with torch.no_grad():
                 self._fused.refresh()
+
+    def _overwrite(self, weights: Weights) -> None:
+        if self._released is not None:
+            self._released.take_back()
+            self._released = None
+        tensors = model_tensors(self._model)
+        copy_parts((tensors[name][box.slices], part) for name, box, part in weights.parts())
 
     def _measure(self) -> int:
         """Bytes that the cache takes for a token."""
@@ -122,10 +174,14 @@ class _Decoder:
         self._backbone = backbone(model)
         self._last_position = context_length(model.config) - 1
 
-    def prefill(self, token_ids: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+    def prefill(
+        self, token_ids: torch.Tensor, cache: SlotCache, first: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
+        if first is not None:
+            positions = first[:, None] + positions
         # Padding may reach beyond the context, for which a model may have no position.
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
-        return self._run(token_ids, positions.clamp(max=self._last_position)[None], cache)
+        return self._run(token_ids, positions.clamp(max=self._last_position), cache)
 
     def decode(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache
@@ -191,6 +247,32 @@ def _fault(architecture: Architecture, decoder: _Decoder, decode: Decode) -> str
         return f"{type(error).__name__}: {error}"
     if cache.bytes_per_token == 0:
         return "no layer gives its keys and values to the cache"
+    return None if worst <= TOLERANCE else f"they differ by {worst:.1g} nats"
+
+
+@torch.no_grad()
+def _fault_of_resuming(architecture: Architecture, decoder: _Decoder) -> str | None:
+    """What is wrong with running the architecture's rows in two parts, the second behind the first
+    one's keys and values; None where all log-probabilities are as expected."""
+    head = Head(architecture.miniature)
+    worst = 0.0
+    try:
+        for row, expected in zip(architecture.rows, architecture.expected, strict=True):
+            for num_first in {1, len(row) // 2, len(row) - 1} - {0, -1, len(row)}:
+                cache = SlotCache(
+                    max_slots=2, max_tokens=ROW_BLOCK * room(len(row)), device=str(row.device)
+                )
+                cache.reserve(2, len(row))
+                source = torch.zeros(1, dtype=torch.long, device=row.device)
+                cache.begin_prefill(1, source)
+                decoder.prefill(row[None, :num_first], cache)
+                first = torch.full((1,), num_first, device=row.device)
+                cache.begin_prefill(1, source, first, num_places=len(row))
+                hidden = decoder.prefill(row[None, num_first:], cache, first)
+                found = head(hidden[0]).float().log_softmax(-1)
+                worst = max(worst, difference(found, expected[num_first:]))
+    except Exception as error:  # noqa: BLE001 - it is the answer: the caller does without
+        return f"{type(error).__name__}: {error}"
     return None if worst <= TOLERANCE else f"they differ by {worst:.1g} nats"
 
 

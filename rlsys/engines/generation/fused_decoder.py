@@ -4,7 +4,7 @@
 
 Decoding a small model spends its time in the overhead of calls: transformers makes some seventy a
 layer, this twenty-five. It works on the model's own parameters: query, key and value projections
-become views of one matrix, gate and up projections of another, and go on being loaded in place.
+become views of one matrix, gate and up projections of another (`rows`), which may be exchanged.
 
 Covers what Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 are made of: pre-norm or sandwich norm,
 RMSNorm with weight w or 1 + w, norms on query and key, a rotary embedding per layer type, gated
@@ -17,7 +17,7 @@ width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from torch import nn
 from rlsys.engines.attention import AttentionRule
 from rlsys.engines.causal_lm import backbone as model_backbone
 from rlsys.engines.generation.kv_cache import SlotCache
-from rlsys.engines.onednn_linear import LinearFunction, laid_out, linear_function
+from rlsys.engines.generation.rows import Rows
+from rlsys.engines.onednn_linear import LinearFunction, is_best_turned, linear_function
 from rlsys.engines.sixteen_bit_linear import rounded_linear, wants_float32
 
 BACKBONE_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -68,8 +69,13 @@ class FusedDecoder:
         }
         self._norm = _Norm(backbone.norm)
 
+    @property
+    def rows(self) -> list[Rows]:
+        """Parameters that lie in one tensor."""
+        return [one for layer in self._layers for joined in layer.joined for one in joined.rows]
+
     def refresh(self) -> None:
-        """Follow a change of the model's weights."""
+        """Follow a change of the model's weights, or of `rows`."""
         self._norm.refresh()
         for layer in self._layers:
             layer.refresh()
@@ -96,9 +102,10 @@ class _Layer:
         self._num_heads = attention.q_proj.out_features // self._width  # A
         self._num_rotated = self._num_heads + attention.k_proj.out_features // self._width  # A + H
         self.rotation = (rotary_type, self._num_rotated)
-        self._qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._gate_up = _joined([mlp.gate_proj, mlp.up_proj])
-        self._out, self._down = _joined([attention.o_proj]), _joined([mlp.down_proj])
+        self._qkv = _Joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._gate_up = _Joined(mlp.gate_proj, mlp.up_proj)
+        self._out, self._down = _Joined(attention.o_proj), _Joined(mlp.down_proj)
+        self.joined = (self._qkv, self._out, self._gate_up, self._down)
         self._act = mlp.act_fn
         self._mlp_width: int = mlp.gate_proj.out_features  # M
         self._before_attention = _Norm(layer.input_layernorm)
@@ -116,6 +123,8 @@ class _Layer:
             self._before_mlp = _Norm(layer.post_attention_layernorm)
 
     def refresh(self) -> None:
+        for one in self.joined:
+            one.refresh()
         for norm in (
             self._before_attention,
             self._head_norm,
@@ -176,25 +185,28 @@ class _Rotary:
         return rows[:, None].expand(-1, self._num_heads, -1).contiguous()
 
 
-def _joined(layers: Sequence[nn.Linear]) -> LinearFunction:
-    """Linear layers of one input as one; their parameters become views of its matrix."""
-    weight = _join([layer.get_parameter("weight") for layer in layers], laid_out)
-    biased = layers[0].bias is not None
-    bias = _join([layer.get_parameter("bias") for layer in layers]) if biased else None
-    if wants_float32(weight, weight):
-        return lambda x: rounded_linear(x, weight, bias)
-    return linear_function(weight, bias)
+class _Joined:
+    """Linear layers of one input as one."""
 
+    def __init__(self, *layers: nn.Linear) -> None:
+        weights = [layer.get_parameter("weight") for layer in layers]
+        whole = torch.cat([weight.detach() for weight in weights])
+        self.rows = [Rows(weights, is_turned=is_best_turned(whole))]
+        if layers[0].bias is not None:
+            self.rows.append(Rows([layer.get_parameter("bias") for layer in layers]))
+        for one in self.rows:
+            one.put(one.copy())
+        self.refresh()
 
-def _join(
-    parameters: Sequence[nn.Parameter],
-    lay_out: Callable[[torch.Tensor], torch.Tensor] = lambda joined: joined,
-) -> torch.Tensor:
-    joined = lay_out(torch.cat([parameter.data for parameter in parameters]))
-    sizes = [len(parameter) for parameter in parameters]
-    for parameter, view in zip(parameters, joined.split(sizes), strict=True):
-        parameter.data = view
-    return joined
+    def refresh(self) -> None:
+        weight, bias = self.rows[0].whole, self.rows[1].whole if len(self.rows) > 1 else None
+        if wants_float32(weight, weight):
+            self._run: LinearFunction = lambda x: rounded_linear(x, weight, bias)
+        else:
+            self._run = linear_function(weight, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run(x)
 
 
 class _Norm:

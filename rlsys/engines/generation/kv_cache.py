@@ -1,24 +1,28 @@
 """Keys and values of the running sequences, one slot each, for every layer.
 
-    begin_prefill(first_slot, source) ─┐
-    begin_decode(positions) ───────────┴─► forward pass ─► attend(layer, ...), once a layer
+    begin_prefill(first_slot, source, first) ─┐
+    begin_decode(positions) ──────────────────┴─► forward pass ─► attend(layer, ...), once a layer
+
+    copy(slot, start, end) ──► Kept, of a sequence that ends ──► restore(slot, ...), for another
 
 The running slots come first, and each is hardly longer than the longest sequence. So a decode step
 reads one block of memory without gaps, and finished sequences cost nothing. Gaps would cost more
 than the copies that avoid them: a CPU fetches ahead along a block, but waits where one ends.
 
-Shape legend: S slots, C capacity of a slot in tokens, N sequences of this pass, T tokens of a
-prompt, H key/value heads, G query heads per key/value head, D head width.
+Shape legend: S slots, C capacity of a slot in tokens, N sequences of this pass, U distinct prompts
+of a prefill, T tokens of a prompt, H key/value heads, G query heads per key/value head, D head
+width.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from rlsys.engines.attention import (
     AttentionRule,
+    attention_behind,
     causal_attention,
     soft_cap,
     softmax_with_sinks,
@@ -51,6 +55,20 @@ class _LayerViews(NamedTuple):
     running_values: torch.Tensor  # [N·H, C, D]
 
 
+# Keys and values of some tokens of a sequence, by layer: each [H, T, D].
+Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+class _Prefill(NamedTuple):
+    """Where the rows of a pass go: slot first_slot + i takes row source[i] of U."""
+
+    first_slot: int
+    source: torch.Tensor  # [N]
+    # Positions of the rows' first tokens, of which the slots hold what comes before; None: 0.
+    first: torch.Tensor | None  # [U]
+    num_places: int  # places of a slot that such rows may see
+
+
 class SlotCache:
     """A rlsys.engines.attention.KeyValueCache over slots.
 
@@ -65,7 +83,7 @@ class SlotCache:
         self._max_tokens = max_tokens
         self._device = torch.device(device)
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # K, V: [S, H, C, D]
-        self._prefill: tuple[int, torch.Tensor] | None = None  # first slot, source [N]
+        self._prefill: _Prefill | None = None
         self._positions = torch.empty(0, dtype=torch.long)  # [N]
         self._views: dict[int, _LayerViews] = {}  # as long as N and the layers stay
         self._places: dict[int, torch.Tensor] = {}  # H -> [N·H] rows of K and V as [S·H·C, D]
@@ -87,15 +105,9 @@ class SlotCache:
 
         The caller sees to it that num_slots · room(longest) fits into max_tokens.
         """
-        capacity = room(longest)
-        fits = num_slots <= self.num_slots and capacity <= self.capacity
-        if fits and 4 * capacity >= 3 * self.capacity:
+        slots, capacity = self.size(num_slots, longest)
+        if (slots, capacity) == (self.num_slots, self.capacity):
             return
-        slots = round_up(num_slots, ROW_BLOCK)
-        if num_slots > self.num_slots:
-            slots = max(slots, min(2 * self.num_slots, self._max_slots))
-        if slots * capacity > self._max_tokens:
-            slots = num_slots
         assert slots * capacity <= self._max_tokens
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = (
@@ -105,15 +117,51 @@ class SlotCache:
         self.num_slots, self.capacity = slots, capacity
         self._views = {}
 
+    def size(self, num_slots: int, longest: int) -> tuple[int, int]:
+        """Slots and capacity after `reserve`."""
+        capacity = room(longest)
+        fits = num_slots <= self.num_slots and capacity <= self.capacity
+        if fits and 4 * capacity >= 3 * self.capacity:
+            return self.num_slots, self.capacity
+        slots = round_up(num_slots, ROW_BLOCK)
+        if num_slots > self.num_slots:
+            slots = max(slots, min(2 * self.num_slots, self._max_slots))
+        return (slots if slots * capacity <= self._max_tokens else num_slots), capacity
+
+    def copy(self, slot: int, start: int, end: int) -> Kept:
+        """Of a slot's tokens `start` .. `end`."""
+        return {
+            layer: (keys[slot, :, start:end].clone(), values[slot, :, start:end].clone())
+            for layer, (keys, values) in self._layers.items()
+        }
+
+    def restore(self, slot: int, start: int, end: int, kept: Kept) -> None:
+        """Put the first of what was copied from `start` on back, up to `end`."""
+        for layer, (keys, values) in kept.items():
+            all_keys, all_values = self._layers[layer]
+            all_keys[slot, :, start:end] = keys[:, : end - start]
+            all_values[slot, :, start:end] = values[:, : end - start]
+
     def move(self, target: int, source: int, num_tokens: int) -> None:
         """Copy a sequence of `num_tokens` into another slot."""
         for keys, values in self._layers.values():
             keys[target, :, :num_tokens] = keys[source, :, :num_tokens]
             values[target, :, :num_tokens] = values[source, :, :num_tokens]
 
-    def begin_prefill(self, first_slot: int, source: torch.Tensor) -> None:
-        """The next pass runs whole prompts; slot first_slot + i takes its row source[i]."""
-        self._prefill = (first_slot, source)
+    def begin_prefill(
+        self,
+        first_slot: int,
+        source: torch.Tensor,
+        first: torch.Tensor | None = None,
+        num_places: int = 0,
+    ) -> None:
+        """The next pass runs prompts; slot first_slot + i takes row source[i] [N] of U.
+
+        With `first` [U] a row begins at that position, and the slots that take it hold what comes
+        before; all rows end within the first `num_places` places of a slot.
+        """
+        assert num_places <= self.capacity, "reserve comes first"
+        self._prefill = _Prefill(first_slot, source, first, num_places)
 
     def begin_decode(self, positions: torch.Tensor) -> None:
         """The next pass runs one token of each of the first N slots, at `positions` [N]."""
@@ -138,8 +186,14 @@ class SlotCache:
         if layer not in self._layers:
             self._layers[layer] = (self._allocate(key), self._allocate(value))
         keys, values = self._layers[layer]
-        first, source = self._prefill
-        place = (slice(first, first + len(source)), slice(None), slice(key.shape[2]))
+        first_slot, source, first, num_places = self._prefill
+        if first is not None:
+            place, slots = self._places_behind(self._prefill, key.shape[2])
+            keys[place] = key[source].transpose(1, 2)  # [N, T, H, D]
+            values[place] = value[source].transpose(1, 2)
+            keys, values = keys[slots, :, :num_places], values[slots, :, :num_places]
+            return attention_behind(query, keys, values, rule, first)
+        place = (slice(first_slot, first_slot + len(source)), slice(None), slice(key.shape[2]))
         keys[place] = key[source]
         values[place] = value[source]
         return causal_attention(query, key, value, rule)
@@ -172,6 +226,18 @@ class SlotCache:
         weights = softmax_with_sinks(scores, sinks).to(value.dtype)
         attended = torch.bmm(weights, values)  # [N·H, G, D]
         return attended.view(num_rows, -1, value.shape[2])
+
+    def _places_behind(
+        self, prefill: _Prefill, num_tokens: int
+    ) -> tuple[tuple[Any, ...], torch.Tensor]:
+        """Of rows that begin behind others, where to write their tokens, as an index [N, T] of K
+        and V as [S, :, C]; and for each row [U] a slot that takes it."""
+        first_slot, source, first, _ = prefill
+        assert first is not None
+        slots = first_slot + torch.arange(len(source), device=self._device)  # [N]
+        steps = torch.arange(num_tokens, device=self._device)
+        place = slots[:, None], slice(None), first[source][:, None] + steps
+        return place, torch.full_like(first, first_slot).index_copy_(0, source, slots)
 
     def _view(self, layer: int) -> _LayerViews:
         keys, values = self._layers[layer]

@@ -32,6 +32,8 @@ class EngineStats:
     num_running: int
     num_generated_tokens: int  # since start
     policy_version: int
+    num_prompt_tokens: int = 0  # since start, of the requests that have run
+    num_reused_tokens: int = 0  # among these, whose keys and values were there already
 
 
 class GenerationEngine(Protocol):

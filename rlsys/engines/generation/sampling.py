@@ -42,16 +42,16 @@ def request_seed(seed: int, group_id: int, index: int) -> int:
 
 def stream_key(seed: int) -> int:
     """The key, in [0, 2^64), of the random stream of a request's seed (any integer)."""
-    return int(_mix(np.array([seed & _MASK], dtype=np.uint64))[0])
+    return int(mixed(np.array([seed & _MASK], dtype=np.uint64))[0])
 
 
 def uniforms(keys: UInt64Array, indices: npt.NDArray[Any]) -> Float32Array:
     """Number `indices[i]` of the stream `keys[i]`: [N] in [0, 1), multiples of 2^-24."""
     counters = keys + indices.astype(np.uint64) * np.uint64(_GOLDEN_GAMMA)
-    return (_mix(counters) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return (mixed(counters) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def _mix(counters: UInt64Array) -> UInt64Array:
+def mixed(counters: UInt64Array) -> UInt64Array:
     """One SplitMix64 output per counter."""
     z = counters + np.uint64(_GOLDEN_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * _FIRST_FACTOR

@@ -156,6 +156,22 @@ class Slots:
             for row in np.flatnonzero(stopped | full)
         }
 
+    def request(self, slot: int) -> GenerationRequest:
+        return self._requests[slot]
+
+    def tokens(self, slot: int) -> Int32Array:
+        """[T], prompt and completion so far; a copy."""
+        tokens: Int32Array = self._tokens[slot, : self._state["length"][slot]].copy()
+        return tokens
+
+    def first_version(self, slot: int) -> int:
+        """The policy_version of the weights that ran the prompt."""
+        return int(self._versions[slot, self._state["prompt_length"][slot]])
+
+    def experts(self, slot: int, start: int, end: int) -> ExpertArray | None:
+        """[N, L·K] of the tokens `start` .. `end` where they are kept; a copy."""
+        return None if self._experts is None else self._experts[slot, start:end].copy()
+
     def progress(self) -> list[Generation]:
         """What the running requests have so far; they stay."""
         return [self._generation(slot, FinishReason.ABORTED) for slot in range(self.num_running)]

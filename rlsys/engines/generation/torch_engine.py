@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,7 +27,9 @@ from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.generation.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.protocol import EngineError, EngineStats
+from rlsys.engines.generation.rows import Exchange
 from rlsys.engines.generation.stopping import end_of_sequence_ids, text_decoder
+from rlsys.layout.transport.staging import Mappings
 from rlsys.layout.transport.weights import Weights, open_verified
 from rlsys.types import Generation, GenerationRequest, WeightManifest
 
@@ -41,11 +43,17 @@ DELIVER_EVERY_S = 0.02
 Result = TypeVar("Result")
 
 
+class Prepared(NamedTuple):
+    weights: Weights
+    made: Exchange | None  # of them; None: they are copied while the engine is paused
+
+
 class TorchEngine:
     """A rlsys.engines.generation.protocol.GenerationEngine for one device.
 
     `stop_token_ids`: by default those of `end_of_sequence_ids`. `num_threads`: by default
-    config.num_cpus.
+    config.num_cpus. `reuses_prefixes`: whether keys and values of what has ended are kept, in what
+    running requests leave of kv_cache_gib, for requests that go on from it.
     """
 
     def __init__(
@@ -57,12 +65,14 @@ class TorchEngine:
         stop_token_ids: Sequence[int] | None = None,
         device: str = "cpu",
         num_threads: int | None = None,
+        reuses_prefixes: bool = True,
     ) -> None:
         self._model_path = model_path
         self._config = config
         self._dtype = dtype
         self._stop_token_ids = stop_token_ids
         self._device = device
+        self._reuses_prefixes = reuses_prefixes
         self._num_threads = num_threads or max(1, int(config.num_cpus))
 
         self._thread: threading.Thread | None = None
@@ -74,9 +84,11 @@ class TorchEngine:
         self._undelivered: list[Generation] = []
         self._delivered_s = 0.0
 
-        # The event loop's own.
+        # The event loop's own; the thread changes the last two in `load`.
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._prepared: Weights | None = None
+        self._mappings = Mappings()
+        self._prepared: Prepared | None = None
+        self._serving: Weights | None = None  # open, where the model computes with what lies there
         self._calls: set[asyncio.Future[Any]] = set()
         self._open_requests: set[str] = set()
         self._ended: list[Generation] = []
@@ -132,34 +144,49 @@ class TorchEngine:
         await self._call(lambda: self._set_paused(True))
 
     async def prepare(self, manifest: WeightManifest) -> None:
-        self._drop_prepared()
-        model = self._require_batch().tensors
-        self._prepared = await asyncio.to_thread(open_verified, manifest, model)
+        batch = self._require_batch()
+        if self._prepared is not None:
+            _let_go({self._prepared.weights}, [])
+            self._prepared = None
+        self._prepared = await asyncio.to_thread(self._prepare, batch, manifest)
+
+    def _prepare(self, batch: ContinuousBatch, manifest: WeightManifest) -> Prepared:
+        with contextlib.ExitStack() as opened:
+            weights = opened.enter_context(open_verified(manifest, batch.tensors, self._mappings))
+            made = batch.prepare(weights)
+            if made is None or made.stays_in_share:
+                opened.pop_all()  # else all has been copied, and the trainer may have its memory
+            return Prepared(weights, made)
 
     async def load(self) -> None:
-        batch = self._require_batch()
-        weights = self._prepared
-        assert weights is not None, "prepare comes first"
+        batch, prepared = self._require_batch(), self._prepared
+        assert prepared is not None, "prepare comes first"
 
         def load() -> None:
             if not self._paused:
                 raise ValueError("weights can only be loaded while the engine is paused; pause it.")
-            batch.load(weights)
+            replaced = batch.load(prepared.weights, prepared.made)
+            # Here, whether the caller is still there or not.
+            unused = (
+                {prepared.weights} if self._serving is None else {prepared.weights, self._serving}
+            )
+            self._prepared = self._serving = None
+            if prepared.made is not None and prepared.made.stays_in_share:
+                self._serving = prepared.weights
+                unused.remove(prepared.weights)
+            self._post(_let_go, unused, replaced)
 
         await self._call(load)
-        self._drop_prepared()
-
-    def _drop_prepared(self) -> None:
-        """Beside generation: to let memory go takes as long as to copy it."""
-        if self._prepared is not None:
-            asyncio.get_running_loop().run_in_executor(None, self._prepared.close)
-            self._prepared = None
 
     async def resume(self) -> None:
         await self._call(lambda: self._set_paused(False))
 
     async def release(self) -> None:
         await self._call(self._require_batch().release)
+        self._mappings.let_go()
+        if self._serving is not None:
+            self._serving.close()  # at once: who works now may want this memory
+            self._serving = None
 
     def stats(self) -> EngineStats:
         batch = self._batch
@@ -173,6 +200,8 @@ class TorchEngine:
             num_running=num_running,
             num_generated_tokens=batch.num_generated_tokens,
             policy_version=batch.policy_version,
+            num_prompt_tokens=batch.num_prompt_tokens,
+            num_reused_tokens=batch.num_reused_tokens,
         )
 
     async def close(self) -> None:
@@ -184,6 +213,9 @@ class TorchEngine:
         if self._thread.is_alive():
             raise EngineError(f"torch engine: a pass is still running after {CLOSE_TIMEOUT_S} s.")
         self._fail(EngineError("torch engine: it is closed."))
+        for weights in (self._serving, self._prepared and self._prepared.weights):
+            if weights is not None:
+                weights.close()
 
     # On the event loop.
 
@@ -266,6 +298,7 @@ class TorchEngine:
             else end_of_sequence_ids(self._model_path),
             decode_text=text_decoder(self._model_path),
             records_routing=self._config.replay_routing,
+            reuses_prefixes=self._reuses_prefixes,
         )
 
     def _deliver_all(self) -> None:
@@ -285,6 +318,17 @@ class TorchEngine:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
             self._loop.call_soon_threadsafe(function, *args)
+
+
+def _let_go(versions: set[Weights], replaced: list[torch.Tensor]) -> None:
+    """Beside generation: it takes as long as to copy it."""
+
+    def let_go() -> None:
+        replaced.clear()
+        for weights in versions:
+            weights.close()
+
+    asyncio.get_running_loop().run_in_executor(None, let_go)
 
 
 # A call's future may be done before its result comes: its caller was cancelled.

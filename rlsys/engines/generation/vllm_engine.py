@@ -7,8 +7,9 @@
     prepare, load ───────────────────────────────────────────────────┘ takes staged weights
 
 Versions are exact: vLLM's core marks the tokens of each step with the version that was set while it
-was paused. Running requests keep their KV cache over an update. The prefix cache is keyed by
-version, so a request submitted after an update never reads keys and values of older weights.
+was paused. Running requests keep their KV cache over an update. The prefix cache is keyed by the
+number of updates and by the salts of requests, so a request submitted after an update never reads
+keys and values of older weights.
 
 Log-probabilities are those of softmax(logits / temperature), before top-k and top-p; at temperature
 0, the most likely token, those of softmax(logits).
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import pickle
 import tempfile
@@ -65,7 +67,8 @@ class VLLMEngine:
     `path`: Hugging Face name or directory. `max_context` limits prompt and completion together, in
     tokens, below the model's own limit; None: that limit, or what the KV cache holds if it is less.
     `shares_device`: it is going to be asked to `release` its memory, for which vLLM allocates it in
-    another way on GPUs.
+    another way on GPUs. `reuses_prefixes`: whether vLLM caches prefixes, of the models for which it
+    does so by itself.
     """
 
     def __init__(
@@ -76,12 +79,14 @@ class VLLMEngine:
         dtype: str,
         max_context: int | None = None,
         shares_device: bool = False,
+        reuses_prefixes: bool = True,
     ) -> None:
         self._path = path
         self._rollout = rollout
         self._dtype = dtype
         self._max_context = max_context
         self._shares_device = shares_device
+        self._reuses_prefixes = reuses_prefixes
         self._is_asleep = False
         self._hollow: Tensors = {}
         self._stop_token_ids: tuple[int, ...] = ()
@@ -92,6 +97,9 @@ class VLLMEngine:
         self._aborted: set[str] = set()  # among these
         self._finished: list[Generation] = []
         self._num_finished_tokens = 0
+        self._num_prompt_tokens = self._num_reused_tokens = 0
+        self._num_loads = 0
+        self._numbers = itertools.count()  # of requests
         self._changed = asyncio.Event()  # a generation has finished, or the engine has failed
         self._failure: str | None = "the engine was not started"
 
@@ -184,6 +192,7 @@ class VLLMEngine:
         await self._rpc("rlsys_load")
         await self._call(self._llm.update_weight_version(str(self._prepared)))
         self._version = self._prepared
+        self._num_loads += 1
 
     async def holdings(self) -> list[list[Holding]]:
         """What each tensor-parallel rank has of the Hugging Face model, as vLLM's own weight
@@ -215,6 +224,8 @@ class VLLMEngine:
             num_running=num_running,
             num_generated_tokens=self._num_finished_tokens + sum(num_tokens),
             policy_version=self._version,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_reused_tokens=self._num_reused_tokens,
         )
 
     async def close(self) -> None:
@@ -234,6 +245,7 @@ class VLLMEngine:
             dtype=self._dtype,
             max_context=self._max_context,
             shares_device=self._shares_device,
+            reuses_prefixes=self._reuses_prefixes,
             sockets=sockets,
         )
 
@@ -253,6 +265,7 @@ class VLLMEngine:
             request_id="trial", prompt_token_ids=[0], sampling=SamplingParams(max_tokens=1), seed=0
         )
         await self._call(self._generate(trial, self._params(trial)))
+        self._num_prompt_tokens = 0  # the trial does not count
 
     def _params(self, request: GenerationRequest) -> Any:
         return vllm_params(request, self._llm, self._stop_token_ids)
@@ -268,9 +281,14 @@ class VLLMEngine:
         """Runs without a pause until vLLM has the request: submission order is vLLM's order."""
         request_id, completion = request.request_id, None
         if request_id not in self._aborted:
-            prompt = vllm_prompt(request, self._version)
-            async for output in self._llm.generate(prompt, params, request_id):
-                (completion,) = output.outputs  # comes once, at the end
+            number = next(self._numbers)
+            prompt = vllm_prompt(request, num_loads=self._num_loads, number=number)
+            # vLLM takes the lowest first.
+            requested = self._llm.generate(prompt, params, request_id, priority=-request.priority)
+            async for output in requested:  # once, at the end
+                (completion,) = output.outputs
+                self._num_prompt_tokens += len(request.prompt_token_ids)
+                self._num_reused_tokens += output.num_cached_tokens
         return generation(request_id, completion)
 
     def _end(self, task: asyncio.Task[Generation]) -> None:

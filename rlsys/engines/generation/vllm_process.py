@@ -28,6 +28,7 @@ def start_vllm(
     dtype: str,
     max_context: int | None,
     shares_device: bool,
+    reuses_prefixes: bool,
     sockets: str,
 ) -> Any:
     """An AsyncLLM whose model is loaded; arguments as VLLMEngine has them. `sockets` is a
@@ -65,6 +66,8 @@ def start_vllm(
             tensor_parallel_size=rollout.tensor_parallel,
             distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else "mp",
             gpu_memory_utilization=rollout.gpu_memory_frac,
+            scheduling_policy="priority",
+            enable_prefix_caching=None if reuses_prefixes else False,  # None: by the model's kind
             logprobs_mode="processed_logprobs",  # at the temperature; the worker sees to the rest
             worker_cls=WORKER,
             disable_log_stats=True,
@@ -77,6 +80,7 @@ def start_vllm(
         if current_platform.is_cpu():
             args.kv_cache_memory_bytes = int(rollout.kv_cache_gib * 2**30)
             args.enforce_eager = True
+            args.block_size = 32  # whole blocks are reused; by default the CPU's have 128 tokens
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # vLLM would prefer it to the above
             # vLLM compiles two small functions all the same, for 20 s within the first request.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"

@@ -72,11 +72,16 @@ def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[i
         raise ValueError(f"request {request_id!r}: {error}") from error
 
 
-def vllm_prompt(request: GenerationRequest, version: int) -> Any:
-    """The prompt, under a key of the prefix cache that no other version's requests have."""
+def vllm_prompt(request: GenerationRequest, *, num_loads: int, number: int) -> Any:
+    """The prompt, under a key of the prefix cache that requests of the same salt have which come
+    between the same two changes of weights, by their number `num_loads`: a version may come twice,
+    with other weights, where a run goes back. `number` orders requests of one priority."""
     from vllm.inputs.engine import tokens_input
 
-    return tokens_input(list(request.prompt_token_ids), cache_salt=str(version))
+    salt = f"{num_loads} {request.cache_salt}"
+    prompt = tokens_input(list(request.prompt_token_ids), cache_salt=salt)
+    prompt["arrival_time"] = float(number)  # the clock's could be equal
+    return prompt
 
 
 def read_prior_text(

@@ -28,7 +28,7 @@ from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.data.hub import in_short
 from rlsys.engines.branches import check_trained
 from rlsys.engines.costs import attention_tokens
-from rlsys.engines.cpu_memory import keep_freed_memory
+from rlsys.engines.cpu_memory import Pieces, keep_freed_memory
 from rlsys.engines.inference import infer
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.released_memory import HostMemory, Offloaded, return_freed_memory
@@ -116,6 +116,7 @@ class FSDPEngine:
                 f"{world_size} have met; make one engine for each rank of the layout."
             )
         self._device = torch.device(device)
+        self._pieces = Pieces()
         torch.manual_seed(seed)
         if self._device.type == "cpu":
             keep_freed_memory()
@@ -273,7 +274,13 @@ class FSDPEngine:
         """What this rank has of the model and its adapters."""
         return holdings(self._base | self._tensors)
 
+    def _before_change(self) -> None:
+        """Weights lie where engines may compute with them."""
+        if self._publisher is not None:
+            self._publisher.before_change()
+
     def load(self, directory: Path) -> None:
+        self._before_change()
         self.policy_version = load_state(
             directory, self._state, self._optimizer, sharded=self._sharded
         )
@@ -303,6 +310,7 @@ class FSDPEngine:
         )
 
     def restore(self, file: SnapshotFile, step: int) -> None:
+        self._before_change()
         state = self._local_state()
         file.read(step, state)
         self._go_on_from(step, state)
@@ -317,6 +325,7 @@ class FSDPEngine:
         return tuple(holdings(self._local_state()))
 
     def take(self, move: Move, rank: str, parcels: Sequence[Parcel]) -> None:
+        self._before_change()
         state = self._local_state()
         fill(move, rank, state, parcels)
         self._go_on_from(move.step, state)
@@ -458,7 +467,9 @@ class FSDPEngine:
             self._pipeline(role, role.stage, [batch_of(i) for i in range(num_passes)], loss)
         else:
             for number in range(num_passes):
-                self._loss_of(role, *batch_of(number), loss).backward()
+                total = self._loss_of(role, *batch_of(number), loss)
+                self._pieces.let_go()
+                total.backward()
         if self._scale.adapts:
             self._accumulated.append((role, micro_batches, loss, aggregation))
 
@@ -570,6 +581,7 @@ class FSDPEngine:
         clip = min(1.0, self._config.max_grad_norm / (sums.grad_norm + 1e-6))
         scale_gradients(parameters, clip / (sums.denominator * self._scale.value))
         set_learning_rate(self._optimizer, rate)
+        self._before_change()
         self._optimizer.step()
         self._scale.updated()
         self._begin_update()

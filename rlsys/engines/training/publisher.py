@@ -3,6 +3,8 @@
 all ranks' holdings ─┐
                      ├─► plan ─► this rank's segments ─► shared memory of its node ─► manifest
 nodes that sample ───┘                                          └─► packed, to other nodes
+
+Segments are copied there, but for weights that lie there anyway (resident.py).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 
 from rlsys.engines.training.adapters import AdaptedWeight
 from rlsys.engines.training.ranks import Ranks
+from rlsys.engines.training.resident import Resident, lying_in_share
 from rlsys.layout.holdings import Box, Holder, Holding, local_box, local_part
 from rlsys.layout.plan import Plan, Segment, plan
 from rlsys.layout.transport.available_memory import require_memory
@@ -61,6 +64,9 @@ class Publisher:
             for name, shape in self._shapes.items()
         )
         self._stage = Stage([], rank=ranks.rank, node=node)
+        self._resident: Resident | None = None
+        if len(self._sources) == 1 and (plain := lying_in_share(tensors, dtypes)) is not None:
+            self._resident = Resident(plain)
         self._outbox = Outbox()
         self._published: _Published | None = None
         refusal = None
@@ -79,18 +85,26 @@ class Publisher:
         """
         readers = sorted(set(nodes)) or sorted({source.node for source in self._sources})
         staging = plan(self._sources, tuple(map(self._reader, readers)))
-        segments = tuple(staging.staged(self._name))
+        segments = tuple(replace(one, nodes=()) for one in staging.staged(self._name))
+        outdated = None
         if segments != self._stage.segments:
-            self._stage.close()
+            outdated = self._stage
             self._stage = Stage(segments, rank=self._ranks.rank, node=self._node)
-        # All else is local; these are small.
-        tensors = {name: _with_whole_factors(one) for name, one in self._tensors.items()}
         before, self._published = self._published, None
         share, refusal = None, None
         try:
+            if self._resident is not None:
+                self._resident.check()
+                self._resident.move(self._stage)
+            # All else is local; these are small.
+            tensors = {name: _with_whole_factors(one) for name, one in self._tensors.items()}
             share = self._stage.write(version, lambda one: self._part(tensors[one.name], one))
         except OSError as error:
             refusal = error
+        if outdated is not None:
+            outdated.close()
+        if self._resident is not None:
+            self._resident.published()
         self._ranks.raise_together(refusal)
         if before is None or before.staging is not staging:
             before = _Published(version, staging, {})
@@ -98,6 +112,13 @@ class Publisher:
         shares = [share for share in self._ranks.all(share) if share is not None]
         is_first = self._ranks.rank == 0
         return WeightManifest(version=version, shares=tuple(shares)) if is_first else None
+
+    def before_change(self) -> None:
+        """The weights are about to change, on this rank. Raises OSError where a reader computes
+        with them where they are, and memory is short for a copy."""
+        if self._resident is not None and self._published is not None:
+            self._resident.move(self._stage)
+            self._resident.changing()
 
     def parcel(self, manifest: WeightManifest, node: str, base: int | None) -> Parcel | None:
         """What a node that this rank's share does not reach needs of it; None for nothing. `base`:

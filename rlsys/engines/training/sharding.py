@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from rlsys.engines.cpu_memory import apart
 from rlsys.engines.network import on_loopback
 from rlsys.engines.training.parallel.experts import cut_experts
 from rlsys.engines.training.parallel.groups import Mesh
@@ -91,6 +92,16 @@ def cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
             module.set_gradient_divide_factor(1.0)
             # A factor otherwise becomes part of the reduction, which gloo cannot do.
             module.set_force_sum_reduction_for_comms(True)
+            if device == "cpu":
+                _exchange_apart(module)
+
+
+def _exchange_apart(module: FSDPModule) -> None:
+    """What is gathered for a layer and reduced of it comes and goes between activations; memory of
+    its own keeps these together."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for name in ("unshard", "wait_for_unshard", "post_backward"):
+            setattr(group, name, apart()(getattr(group, name)))
 
 
 def let_go(network: nn.Module) -> None:

@@ -11,6 +11,7 @@ of /dev/shm plays no part. Linux only.
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 
@@ -28,7 +29,8 @@ class MemoryGone(FileNotFoundError):
 
 
 class SharedMemory:
-    """Bytes, zero at first, whose pages are there: a write to them can no longer fail.
+    """Bytes, zero at first, whose pages are there: a write to them can no longer fail, and nobody
+    can make it shorter.
 
     `name` tells those that open it later whether it is still the same. Raises OSError, which names
     the purpose and what is missing, where memory is short.
@@ -37,9 +39,11 @@ class SharedMemory:
     def __init__(self, name: str, num_bytes: int, *, purpose: str) -> None:
         require_memory(num_bytes, purpose=purpose)
         self.name = name
-        self.descriptor = os.memfd_create(name)
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self.descriptor, 0, num_bytes)
+            # Whoever has mapped what another cuts off is killed when it looks there.
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except OSError as error:
             self.close()
             why = size_limit() if error.errno == errno.EFBIG else error.strerror

@@ -8,15 +8,15 @@
 A share explains itself, so what tells of it is small however many tensors it has. The same memory
 takes version after version: a reader keeps the writer from it by a lock on the file, which ends
 with the reader if nothing else ends it. A writer that finds its memory locked takes other memory,
-and leaves the old to its readers. So a version is there for those that open it before the next is
-written; a later one gets MemoryGone, and takes a newer version.
+and comes back to the old when its readers have left: it keeps two at most, one where readers leave
+in time. So a version is there for those that open it before the next is written; a later one may
+get MemoryGone, and takes a newer version.
 
 Buckets of bytes are copied and summed on several threads; whoever reads them sums them again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import itertools
 import json
@@ -24,7 +24,7 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -71,40 +71,76 @@ class Stage:
         self._room = _Room.of(self.segments)
         self._rank = rank
         self._node = node
-        self._memory: SharedMemory | None = None
-        self._bytes = np.empty(0, np.uint8)
+        self._kept: list[_Memory] = []  # the newest version first
+        self._is_begun = False
 
     def write(self, version: int, read: Read) -> WeightShare:
-        """The version before is gone then, but for those that have opened it."""
-        memory = self._taken()
-        checksum = self._room.fill(self._bytes, version, read)
-        fcntl.flock(memory.descriptor, fcntl.LOCK_UN)
+        """Numbers that `read` finds where they are to be stay there, and are only summed."""
+        self.begin()
+        memory = self._kept[0]
+        checksum = self._room.fill(memory.content, version, read)
+        self._is_begun = False
+        memory.unlock()
         return WeightShare(
             version=version,
             rank=self._rank,
             node=self._node,
-            path=memory.path,
+            path=memory.shared.path,
             num_bytes=self._room.num_bytes,
             checksum=checksum,
         )
 
+    def begin(self) -> None:
+        """Keep readers out of the memory for the next version until `write`: what it held is gone
+        then, but other memory is taken where somebody reads that."""
+        if self._is_begun:
+            return
+        before = self._kept
+        memory = next((one for one in before if one.lock()), None)
+        if memory is None:
+            memory = _Memory(self._room.num_bytes)
+        # Where nobody reads the newest version, one memory is enough.
+        keep_newest = before and memory is not before[0]
+        self._kept = [memory, *before[:1]] if keep_newest else [memory]
+        for one in before:
+            if one not in self._kept:
+                one.shared.close()
+        memory.content[:WORD].view(np.int64)[0] = WRITING
+        self._is_begun = True
+
+    @property
+    def parts(self) -> list[tuple[Segment, torch.Tensor]]:
+        """Each segment and its place in the memory for the next version, after `begin`."""
+        assert self._is_begun, "begin comes first"
+        flat = torch.from_numpy(self._kept[0].content[self._room.begin :])
+        return [(segment, _view(flat, segment)) for segment in self.segments]
+
     def close(self) -> None:
         """Nobody can open its version any more."""
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        for one in self._kept:
+            one.shared.close()
+        self._kept = []
+        self._is_begun = False
 
-    def _taken(self) -> SharedMemory:
-        """Memory that nobody reads, locked."""
-        if self._memory is not None:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self._memory.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return self._memory
-            self.close()
-        self._memory = SharedMemory(NAME, self._room.num_bytes, purpose="a version of the weights")
-        self._bytes = self._memory.map()
-        fcntl.flock(self._memory.descriptor, fcntl.LOCK_EX)
-        return self._memory
+
+class _Memory:
+    """Locked at first."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.shared = SharedMemory(NAME, num_bytes, purpose="a version of the weights")
+        self.content = self.shared.map()
+        self.lock()
+
+    def lock(self) -> bool:
+        """False where somebody reads it."""
+        try:
+            fcntl.flock(self.shared.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.flock(self.shared.descriptor, fcntl.LOCK_UN)
 
 
 def pack(segments: Sequence[Segment], share: WeightShare, read: Read) -> tuple[WeightShare, Bytes]:
@@ -169,6 +205,41 @@ class Content:
         )
 
 
+class Mappings:
+    """What a reader has mapped of the memories that it opens again and again: their pages are
+    looked up once, which takes half as long as to sum them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[tuple[tuple[int, int], Bytes]]] = {}  # by rank, newest last
+
+    def keep(self, ranks: Collection[int]) -> None:
+        """There are no others any more."""
+        for rank in self._kept.keys() - set(ranks):
+            del self._kept[rank]
+
+    def of(self, rank: int, descriptor: int) -> Bytes:
+        """All bytes of a memory, not to be written to."""
+        status = os.fstat(descriptor)
+        name = status.st_dev, status.st_ino  # no other has the number of one that is mapped
+        before = self._kept.get(rank, [])
+        content = dict(before).get(name)
+        if content is None:
+            content = _mapped(descriptor)
+        # A writer that takes the same memory twice has given up the other one.
+        others = [one for one in before[-1:] if one[0] != name]
+        self._kept[rank] = [*others, (name, content)]
+        return content
+
+    def let_go(self) -> None:
+        self._kept = {}
+
+
+def _mapped(descriptor: int) -> Bytes:
+    # Private, and so writable, which torch wants of what it does not write to.
+    mapped = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return np.frombuffer(mapped, np.uint8)
+
+
 class Share(Content):
     """A staged share, opened: its writer leaves it alone until `close`, which `parts` must not be
     used after.
@@ -177,17 +248,17 @@ class Share(Content):
     DamagedWeightsError if what it says of itself is not what was written.
     """
 
-    def __init__(self, share: WeightShare) -> None:
+    def __init__(self, share: WeightShare, mappings: Mappings | None = None) -> None:
         self.share = share
         self._descriptor = open_shared(share.path, NAME, writable=False)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if (size := os.fstat(self._descriptor).st_size) < share.num_bytes:
                 raise self._damaged(f"has {size} bytes of {share.num_bytes}: it was cut off")
-            mapped = mmap.mmap(
-                self._descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
-            content: Bytes = np.frombuffer(mapped, np.uint8)
+            if mappings is None:
+                content = _mapped(self._descriptor)
+            else:
+                content = mappings.of(share.rank, self._descriptor)
             if int(content[:WORD].view(np.int64)[0]) != share.version:
                 raise BlockingIOError
             super().__init__(share, content)
@@ -359,6 +430,8 @@ def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     is_alike = source.dtype == target.dtype and source.device.type == target.device.type == "cpu"
     if is_alike and source.is_contiguous() and target.is_contiguous():
+        if source.data_ptr() == target.data_ptr():
+            return
         # The C library's copy passes the cache by, torch's does not: twice as fast.
         np.copyto(_raw(target), _raw(source))
         torch.autograd.graph.increment_version(target)  # whoever has made something of it looks

@@ -6,15 +6,16 @@ manifest ──► Weights ── check(model), verify() ──► parts(), read
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 
 import torch
 
 from rlsys.layout.holdings import Box, Holder, holdings
 from rlsys.layout.link_bytes import without
 from rlsys.layout.plan import Segment, plan
-from rlsys.layout.transport.staging import Share, Stage
+from rlsys.layout.transport.staging import Mappings, Share, Stage
 from rlsys.types import WeightManifest
 
 Tensors = Mapping[str, torch.Tensor]  # model_tensors, by Hugging Face name
@@ -26,13 +27,15 @@ class Weights:
     Raises MemoryGone if a share is gone, DamagedWeightsError if one is not what was written.
     """
 
-    def __init__(self, manifest: WeightManifest) -> None:
+    def __init__(self, manifest: WeightManifest, mappings: Mappings | None = None) -> None:
         self.version = manifest.version
         self._shares: list[Share] = []
         self._parts: dict[str, list[tuple[Segment, torch.Tensor]]] = defaultdict(list)
+        if mappings is not None:
+            mappings.keep([one.rank for one in manifest.shares])
         with ExitStack() as opened:
             for one in manifest.shares:
-                share = Share(one)
+                share = Share(one, mappings)
                 opened.callback(share.close)
                 self._shares.append(share)
                 for segment, part in share.parts():
@@ -111,6 +114,20 @@ class Weights:
             found[name] = tuple(map(max, stops, found.get(name, stops)))
         return found
 
+    def joined(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor | None:
+        """Tensors that lie one after the other, as one of all their rows, where it lies; None
+        unless one rank staged them so, in this precision."""
+        parts = [part for name in names for _, part in self._parts[name]]
+        if len(parts) != len(names) or not all(one.numel() and one.dtype is dtype for one in parts):
+            return None
+        if not all(_follows(one, before) for before, one in pairwise(parts)):
+            return None
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        shape = (sum(map(len, parts)), *first.shape[1:])
+        return first.as_strided(shape, first.stride())
+
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor: a view where one rank staged all of it, else put together."""
         overlaps = [
@@ -126,10 +143,18 @@ class Weights:
         return whole
 
 
-def open_verified(manifest: WeightManifest, model: Tensors) -> Weights:
+def _follows(one: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether it begins in memory where the other ends."""
+    is_same = one.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    return is_same and one.data_ptr() == before.data_ptr() + before.nbytes
+
+
+def open_verified(
+    manifest: WeightManifest, model: Tensors, mappings: Mappings | None = None
+) -> Weights:
     """A version that fits a model, as it was staged. Raises as Weights, `check` and `verify` do."""
     with ExitStack() as opened:
-        weights = opened.enter_context(Weights(manifest))
+        weights = opened.enter_context(Weights(manifest, mappings))
         weights.check(model)
         weights.verify()
         opened.pop_all()

@@ -13,7 +13,9 @@ loss is a mean over tokens, so that both have the same gradient.
 
 from __future__ import annotations
 
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -152,3 +154,13 @@ def _row(prompt: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, flat: Flat
         group_num_tokens=int(sampled.sum()),
         branches=np.array(flat, np.int32).flatten(),
     )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        print(json.dumps(measure_branches(Path(directory))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""What clients of OpenAI's API ask, read and checked.
+
+In: the body of a request, which anybody may have written. Out: an `Asked`, or a `Refused` that
+tells the client the value, the rule and the fix.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlsys.environments.template import Message
+from rlsys.json_text import is_flat, parse_json
+
+# Of one request, in answers (`n`).
+MAX_ANSWERS = 64
+
+# Of what a request may hold, what is looked at here; an answer names the rest in `ignored`.
+FOLLOWED = {
+    *("model", "messages", "prompt", "tools", "tool_choice", "max_tokens"),
+    *("max_completion_tokens", "stop", "n", "logprobs", "stream", "stream_options"),
+}
+
+# What would change the answer's shape, and the values that change nothing.
+UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+}
+
+
+class Refused(Exception):
+    """A request that is not answered; its text goes to the client."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a chat and a completion have in common."""
+
+    max_tokens: int | None  # of each answer; None: as many as there is room for
+    stop: tuple[str, ...]
+    num_answers: int
+    has_logprobs: bool
+    is_stream: bool
+    has_usage: bool  # at the end of a stream
+    ignored: tuple[str, ...]
+
+
+def body_of(data: bytes) -> Mapping[str, Any]:
+    """Raises Refused for what is no object of JSON."""
+    try:
+        body = parse_json(data)
+    except ValueError as error:
+        raise Refused(f"the body is no JSON ({error}); send an object.") from None
+    if not isinstance(body, dict):
+        raise Refused(f"the body is {_short(body)}; send an object.")
+    if not is_flat(body):
+        raise Refused("the body is nested too deeply; send a flatter one.")
+    return body
+
+
+def asked_of(body: Mapping[str, Any]) -> Asked:
+    for name, harmless in UNSUPPORTED.items():
+        if (value := body.get(name)) is not None and not any(
+            type(value) is type(one) and value == one for one in harmless
+        ):
+            raise Refused(f"{name}={_short(value)} is not supported here; leave it out.")
+    options = body.get("stream_options") or {}
+    # A chat asks whether, a completion for how many others beside.
+    logprobs = body.get("logprobs")
+    return Asked(
+        max_tokens=_limit(body),
+        stop=_stop(body.get("stop")),
+        num_answers=_num_answers(body.get("n")),
+        has_logprobs=logprobs is not None and logprobs is not False,
+        is_stream=body.get("stream") is True,
+        has_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        ignored=tuple(
+            name for name, value in body.items() if name not in FOLLOWED and value is not None
+        ),
+    )
+
+
+def messages_of(body: Mapping[str, Any]) -> list[Message]:
+    """As a chat template takes them: contents of parts become their texts."""
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise Refused(f"messages={_short(given)} is no list of messages; give at least one.")
+    return [_message(number, message) for number, message in enumerate(given)]
+
+
+def tools_of(body: Mapping[str, Any]) -> list[Message]:
+    """Their schemas; none where the request says that none is to be called."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise Refused(f"tool_choice={_short(choice)} cannot be forced; use 'auto'.")
+    if tools is None or choice == "none":
+        return []
+    if not isinstance(tools, list) or not all(_is_tool(one) for one in tools):
+        raise Refused(
+            f"tools={_short(tools)} is no list of tools; give each as "
+            '{"type": "function", "function": {"name": ..., "parameters": {...}}}.'
+        )
+    return tools
+
+
+def prompt_of(body: Mapping[str, Any]) -> str:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str) or not prompt:
+        raise Refused(f"prompt={_short(prompt)} is no text; give one, not empty.")
+    return prompt
+
+
+def _message(number: int, message: Any) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Refused(f"messages[{number}]={_short(message)} has no role; give one.")
+    made = {key: value for key, value in message.items() if value is not None}
+    if isinstance(content := made.get("content"), list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+            raise Refused(f"messages[{number}] has parts that are no text; give text alone.")
+        made["content"] = "".join(map(str, texts))
+    calls = made.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(_is_call(one) for one in calls):
+        raise Refused(
+            f"messages[{number}]: tool_calls={_short(calls)} is no list of calls; give each as "
+            '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}.'
+        )
+    if not calls:
+        made.pop("tool_calls", None)
+    if made["role"] == "developer":
+        made["role"] = "system"
+    return made
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and _is_named(call.get("function"))
+
+
+def _is_tool(tool: Any) -> bool:
+    return isinstance(tool, dict) and _is_named(tool.get("function"))
+
+
+def _is_named(function: Any) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _limit(body: Mapping[str, Any]) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        if (limit := body.get(name)) is not None:
+            if not _is_count(limit):
+                raise Refused(f"{name}={_short(limit)} is no number of tokens; give at least 1.")
+            return int(limit)
+    return None
+
+
+def _stop(given: Any) -> tuple[str, ...]:
+    texts = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
+        raise Refused(f"stop={_short(given)} is no list of texts; give some, none empty.")
+    return tuple(texts)
+
+
+def _num_answers(given: Any) -> int:
+    num = 1 if given is None else given
+    if not _is_count(num) or num > MAX_ANSWERS:
+        raise Refused(f"n={_short(num)} is no number of answers; give 1 to {MAX_ANSWERS}.")
+    return int(num)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _short(value: Any) -> str:
+    return reprlib.repr(value)

@@ -1,0 +1,36 @@
+"""Serves a model by the Tinker API: forward_backward, optim_step, sample, save and load, for the
+unmodified `tinker` client.
+
+    python scripts/serve_primitives.py --model.path Qwen/Qwen3-0.6B
+
+prints what the client needs (TINKER_BASE_URL, TINKER_API_KEY). The key is that of the variable
+TINKER_API_KEY, or a new one. docs/primitives.md has the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+
+import rlsys
+from rlsys.blocking import run_to_end
+from rlsys.fields import to_toml
+from rlsys.primitives.config import ServerConfig
+
+
+@rlsys.main
+def main() -> None:
+    parsed = rlsys.parse(ServerConfig, sys.argv[1:], doc=__doc__)
+    if parsed.dry_run:
+        print(to_toml(parsed.config))
+        return
+    from actors.serving import connected_to_ray, serve
+
+    key = os.environ.get("TINKER_API_KEY") or f"tml-{secrets.token_hex(16)}"
+    with connected_to_ray(parsed.config):
+        run_to_end(lambda: serve(parsed.config, key))
+
+
+if __name__ == "__main__":
+    main()

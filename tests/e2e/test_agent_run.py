@@ -1,0 +1,43 @@
+"""A run whose rollouts are what an agent asked at the endpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rlsys.audit import audit
+from rlsys.history import read_evidence
+from rlsys.observe.metrics import read_metrics
+from tests.e2e.job import run
+
+
+def test_an_agent_behind_the_endpoint_is_trained(tmp_path: Path) -> None:
+    options = ["--num-steps", "2", "--prompts-per-step", "9", "--observe.record-groups", "9"]
+    job = run("recipes/agent.py", [*options, "--runs-dir", str(tmp_path / "runs")], tmp_path)
+    assert job.returncode == 0, job.output
+    directory = tmp_path / "runs" / "agent"
+    evidence, damages = read_evidence(directory)
+    verdict = audit(evidence)
+    assert [*damages, *verdict.faults] == []
+    assert verdict.finished
+    assert [line["step"] for line in read_metrics(directory / "metrics.jsonl")] == [1, 2]
+
+    records = [json.loads(line) for line in (directory / "rollouts.jsonl").open()]
+    assert len(records) == 2 * 9 * 16
+    for one in records:
+        turns = one["turns"]
+        roles = [turn["role"] for turn in turns]
+        assert roles in (["user", "assistant"], ["user", "assistant"] * 2)
+        assert [turn["sampled"] for turn in turns] == [role == "assistant" for role in roles]
+        assert {turn["branch"] for turn in turns} == {0}
+        assert one["prompt"] == turns[0]["text"] == "?"
+        assert one["completion"] == "".join(turn["text"] for turn in turns[1:])
+        # The hint is the one token that the policy has not sampled.
+        injected = [
+            token
+            for token, version in zip(one["token_ids"], one["policy_versions"], strict=True)
+            if version < 0
+        ]
+        assert len(injected) == len(turns) // 2 - 1
+        said = [turn["text"].removesuffix("<eos>") for turn in turns if turn["sampled"]]
+        assert one["reward"] == float(said[-1] == str(one["row"]["number"]))

@@ -1,0 +1,97 @@
+"""What a process keeps of freed memory, told by its own allocator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlsys.engines import cpu_memory
+from rlsys.engines.cpu_memory import APART, LARGEST_MMAP_THRESHOLD, M_MMAP_THRESHOLD, Pieces
+from rlsys.types import MicroBatch
+from tests.engines.torch_engine_harness import build_model
+from tests.engines.training_harness import make_engine, make_rows
+
+MIB = 1 << 20
+
+# Layers whose weights come and go between activations that stay, and the small objects of each.
+LAYERS = """
+import contextlib, os, sys, torch
+from scripts.bench.loading import anonymous_bytes
+from rlsys.engines.cpu_memory import Pieces, _heap, apart, keep_freed_memory
+
+keep_freed_memory()
+between = apart if sys.argv[1] == "apart" else contextlib.nullcontext
+kept = []
+for _ in range(40):
+    with between():
+        weights = torch.ones(8 << 18)  # 8 MiB, in which one activation finds room, of 5
+    kept.append([torch.ones(5 << 18), *(torch.ones(8) for _ in range(100))])
+    del weights
+free = _heap().free
+before = anonymous_bytes(os.getpid())
+Pieces().let_go()
+print(free >> 20, before - anonymous_bytes(os.getpid()) >> 20)
+"""
+
+
+def run_layers(how: str) -> tuple[int, int]:
+    """MiB that are free in between, and that `let_go` gave back of them."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAYERS, how],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=Path(__file__).parents[2],
+    )
+    assert not done.returncode, done.stderr
+    free, given_back = map(int, done.stdout.split())
+    return free, given_back
+
+
+@pytest.fixture(autouse=True)
+def _needs_glibc() -> None:
+    if cpu_memory._heap() is None:
+        pytest.skip("no glibc that tells of its heap")
+
+
+def test_what_comes_and_goes_leaves_no_holes_between_what_stays() -> None:
+    free, given_back = run_layers("among them")
+    assert free > 64, "if glibc fills them by itself, `apart` has no purpose"
+    assert given_back > free // 2
+    free, given_back = run_layers("apart")
+    assert free < 8
+    assert given_back < 8
+
+
+def test_pieces_go_back_only_where_they_are_many_in_a_pass_as_large_as_any() -> None:
+    pieces = Pieces()
+    assert not pieces._are_many(1000 * MIB, 150 * MIB), "a seventh"
+    assert pieces._are_many(1000 * MIB, 250 * MIB)
+    assert not pieces._are_many(100 * MIB, 1150 * MIB), "a small pass, before one that fills them"
+    assert pieces._are_many(960 * MIB, 250 * MIB)
+    assert not Pieces()._are_many(10 * MIB, 50 * MIB), "little"
+
+
+def test_ranks_gather_and_reduce_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    # bfloat16 on one rank: FSDP2 gathers its layers, too.
+    engine = make_engine(build_model(tmp_path, "llama"), dtype="bfloat16")
+    thresholds: list[int] = []
+    known = cpu_memory._glibc
+
+    def glibc(function: str) -> object:
+        if function != "mallopt":
+            return known(function)
+        return lambda option, value: thresholds.append(value) if option == M_MMAP_THRESHOLD else 0
+
+    monkeypatch.setattr(cpu_memory, "_glibc", glibc)
+    engine.accumulate(MicroBatch(rows=make_rows(2)))
+    engine.close()
+    num_times, rest = divmod(len(thresholds), 2)
+    assert rest == 0
+    assert thresholds == [APART, LARGEST_MMAP_THRESHOLD] * num_times
+    assert num_times >= 3 * 2, "of two layers, forward and backward"

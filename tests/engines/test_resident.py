@@ -1,0 +1,188 @@
+"""A trainer whose weights lie where it publishes them: what readers have stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlsys.engines.training.adapters import AdaptedWeight
+from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.engines.training.resident import lying_in_share
+from rlsys.layout.transport import staging
+from rlsys.layout.transport.weights import Weights
+from tests.engines.published import read_all
+from tests.engines.training_harness import (
+    accumulate,
+    hold,
+    make_engine,
+    make_rows,
+    memory,
+    save,
+    tiny_model,
+)
+
+Copies = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def step(engine: FSDPEngine, seed: int) -> None:
+    accumulate(engine, [make_rows(4, seed=seed)])
+    engine.optimizer_step()
+
+
+def copies(engine: FSDPEngine) -> Copies:
+    return {name: tensor.detach().clone() for name, tensor in engine._base.items()}
+
+
+def assert_same(one: Copies, other: Copies) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def places(engine: FSDPEngine) -> set[int]:
+    """Of the memory in which the weights are."""
+    return {tensor.untyped_storage().data_ptr() for tensor in engine._base.values()}
+
+
+def test_nothing_is_copied_to_publish(model_path: Path) -> None:
+    engine = make_engine(model_path)
+    parameters = dict(engine._model.named_parameters())
+    assert len(places(engine)) > 1
+    engine.publish()
+    (place,) = places(engine)
+    for seed in range(3):
+        step(engine, seed)
+        manifest = engine.publish()
+        assert manifest is not None
+        assert places(engine) == {place}
+        assert_same(read_all(manifest), copies(engine))
+    assert all(one is parameters[name] for name, one in engine._model.named_parameters())
+    engine.close()
+
+
+def test_it_learns_the_same_whatever_readers_keep(model_path: Path) -> None:
+    alone, beside = make_engine(model_path), make_engine(model_path)
+    kept: list[tuple[Weights, Copies]] = []
+    for seed in range(5):
+        manifest = beside.publish()
+        assert manifest is not None
+        kept.append((Weights(manifest), copies(beside)))
+        if len(kept) == 3:  # two versions behind at most
+            kept.pop(0)[0].close()
+        step(alone, seed)
+        step(beside, seed)
+        assert_same(copies(alone), copies(beside))
+        for weights, expected in kept:
+            weights.verify()
+            assert_same(read_all(weights.local), expected)
+    for weights, _ in kept:
+        weights.close()
+    for engine in (alone, beside):
+        engine.close()
+
+
+def _load(engine: FSDPEngine, directory: Path) -> Callable[[], None]:
+    save(engine, directory / "saved")
+    return lambda: engine.load(directory / "saved")
+
+
+def _restore(engine: FSDPEngine, directory: Path) -> Callable[[], None]:
+    path = memory(directory / "snapshots", engine.snapshot_bytes(1))
+    file = engine.open_snapshots(path, "snapshots")
+    engine.snapshot(file)
+    version = engine.policy_version
+    return lambda: engine.restore(file, version)
+
+
+@pytest.mark.parametrize("back", [_load, _restore])
+def test_going_back_leaves_readers_what_they_have(
+    back: Callable[[FSDPEngine, Path], Callable[[], None]], model_path: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(model_path)
+    first = copies(engine)
+    go_back = back(engine, tmp_path)
+    step(engine, 0)
+    manifest, second = engine.publish(), copies(engine)
+    assert manifest is not None
+    with Weights(manifest) as weights:
+        go_back()
+        assert_same(copies(engine), first)
+        assert_same(read_all(weights.local), second)
+        again = engine.publish()
+        assert again is not None
+        assert_same(read_all(again), first)
+    engine.close()
+
+
+def test_the_same_version_can_be_published_again_beside_a_reader(model_path: Path) -> None:
+    engine = make_engine(model_path)
+    manifest = engine.publish()
+    assert manifest is not None
+    with Weights(manifest) as weights:
+        again = engine.publish()
+        assert again is not None
+        assert_same(read_all(again), read_all(weights.local))
+    engine.close()
+
+
+def test_without_room_beside_a_reader_the_step_fails_and_weights_stay(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(model_path)
+    manifest, before = engine.publish(), copies(engine)
+    assert manifest is not None
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("cannot take so many bytes for a version of the weights")
+
+    with Weights(manifest) as weights:
+        monkeypatch.setattr(staging, "SharedMemory", full)
+        with pytest.raises(OSError, match="for a version of the weights"):
+            step(engine, 0)
+        weights.verify()
+    assert_same(copies(engine), before)
+    step(engine, 0)  # nobody reads any more
+    engine.close()
+
+
+def test_weights_that_change_unannounced_are_not_published(model_path: Path) -> None:
+    engine = make_engine(model_path)
+    engine.publish()
+    with torch.no_grad():
+        next(engine._model.parameters()).add_(1)
+    with pytest.raises(AssertionError, match="call before_change first"):
+        engine.publish()
+    engine.close()
+
+
+def test_a_held_state_is_not_that_of_the_next_step(model_path: Path, tmp_path: Path) -> None:
+    engine = make_engine(model_path)
+    engine.publish()
+    held = hold(engine, tmp_path)
+    before = {name: tensor.clone() for name, tensor in held.tensors.items()}
+    step(engine, 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in held.tensors.items())
+    engine.close()
+
+
+def test_what_cannot_lie_in_a_share() -> None:
+    plain = torch.ones(2, 3)
+    dtypes = {"w": torch.float32, "plain": torch.float32}
+    assert lying_in_share({"w": plain}, dtypes) == {"w": plain}
+    parameter = torch.nn.Parameter(plain)
+    assert lying_in_share({"w": parameter}, dtypes) == {"w": parameter}
+    for other in (
+        plain.t(),
+        plain.bfloat16(),
+        plain.to("meta"),
+        AdaptedWeight.__new__(AdaptedWeight),
+    ):
+        assert lying_in_share({"w": other, "plain": plain}, dtypes) is None

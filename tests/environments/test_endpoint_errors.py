@@ -1,0 +1,413 @@
+"""What the endpoint refuses, and whose fault it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import rlsys
+from rlsys.environments.endpoint import MAX_BODY_BYTES, MAX_CALLS
+from rlsys.environments.environment import Environment
+from rlsys.environments.host import Ended
+from rlsys.environments.room import EpisodeLimits
+from rlsys.types import Generation, GenerationRequest
+from tests.environments.asking import Asking, asking, client, play
+from tests.environments.playing import Scripted, played, request
+from tests.environments.templates import CHATML, FORGETTING
+
+QUESTION: list[Any] = [{"role": "user", "content": "?"}]
+
+
+async def ask(policy: Any, **named: Any) -> Any:
+    return await policy.chat.completions.create(**{"model": "m", "messages": QUESTION, **named})
+
+
+def raw(endpoint: rlsys.Endpoint, key: str | None = None) -> httpx.AsyncClient:
+    key = endpoint.key if key is None else key
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(base_url=endpoint.url, headers=headers, timeout=60)
+
+
+def by_hand(talk: Callable[[httpx.AsyncClient], Awaitable[None]]) -> Environment:
+    """An agent that asks once as it should, and before that whatever a test wants to."""
+
+    @rlsys.agent(num_retries=0)
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with raw(endpoint) as http:
+            await talk(http)
+            answer = await http.post("/chat/completions", json={"messages": QUESTION})
+            assert answer.status_code == 200, answer.text
+        return 1.0
+
+    return mine
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str, str]:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "code", "param"}
+    return answer.status_code, error["code"], error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/chat/completions", "{", "the body is no JSON"),
+        ("/chat/completions", "[" * 100_000, "the body is no JSON (it is nested too deeply)"),
+        ("/chat/completions", '"a"', "the body is 'a'; send an object."),
+        ("/chat/completions", {}, "messages=None is no list of messages; give at least one."),
+        ("/chat/completions", {"messages": []}, "messages=[] is no list of messages"),
+        ("/chat/completions", {"messages": ["hi"]}, "messages[0]='hi' has no role"),
+        (
+            "/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0] has parts that are no text; give text alone.",
+        ),
+        ("/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "is no text"),
+        (
+            "/chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [5]}]},
+            "messages[0]: tool_calls=[5] is no list of calls",
+        ),
+        (
+            "/chat/completions",
+            {"messages": QUESTION, "response_format": {"type": "json_object"}},
+            "response_format={'type': 'json_object'} is not supported here; leave it out.",
+        ),
+        ("/chat/completions", {"messages": QUESTION, "n": 65}, "n=65 is no number of answers"),
+        ("/chat/completions", {"messages": QUESTION, "n": True}, "n=True is no number"),
+        ("/chat/completions", {"messages": QUESTION, "max_tokens": 0}, "max_tokens=0 is no number"),
+        (
+            "/chat/completions",
+            {"messages": QUESTION, "max_completion_tokens": "9"},
+            "max_completion_tokens='9' is no number of tokens",
+        ),
+        ("/chat/completions", {"messages": QUESTION, "stop": 5}, "stop=5 is no list of texts"),
+        ("/chat/completions", {"messages": QUESTION, "stop": [""]}, "stop=[''] is no list"),
+        ("/chat/completions", {"messages": QUESTION, "tools": [{}]}, "is no list of tools"),
+        (
+            "/chat/completions",
+            {"messages": QUESTION, "tool_choice": "required"},
+            "tool_choice='required' cannot be forced; use 'auto'.",
+        ),
+        (
+            "/chat/completions",
+            {"messages": QUESTION, "tools": [{"type": "function", "function": {"name": "f"}}]},
+            "the chat template does not render tools",
+        ),
+        ("/completions", {"prompt": ["a", "b"]}, "prompt=['a', 'b'] is no text"),
+        ("/completions", {"prompt": ""}, "prompt='' is no text; give one, not empty."),
+        ("/completions", {"prompt": "a", "echo": True}, "echo=True is not supported here"),
+        ("/completions", {"prompt": "a", "best_of": 2}, "best_of=2 is not supported here"),
+    ],
+)
+def test_what_cannot_be_answered_is_told_and_costs_nothing(path: str, body: Any, told: str) -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        text = body if isinstance(body, str) else json.dumps(body)
+        status, _, message = error_of(await http.post(path, content=text))
+        assert (status, told in message) == (400, True), message
+
+    ended, made = play(by_hand(talk), lambda text: "yes", template=FORGETTING)
+    assert ended.played is not None, ended.failure
+    assert len(made.sampler.asked) == 1
+
+
+def test_a_body_that_is_too_long_is_refused() -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        answer = await http.post("/completions", content=b"1" * (MAX_BODY_BYTES + 1))
+        assert error_of(answer)[:2] == (413, "request_too_large")
+
+    ended, _ = play(by_hand(talk), lambda text: "yes")
+    assert ended.played is not None, ended.failure
+
+
+def test_other_routes_say_which_there_are() -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        status, code, message = error_of(await http.post("/responses", json={}))
+        assert (status, code) == (404, "not_found")
+        assert message.startswith("POST /v1/responses is not served here; there are POST /v1/chat")
+
+    ended, _ = play(by_hand(talk), lambda text: "yes")
+    assert ended.played is not None, ended.failure
+
+
+def test_a_key_of_no_episode_that_runs_opens_nothing() -> None:
+    keys = ["", "nonsense"]
+
+    @rlsys.agent(num_retries=0)
+    async def mine(endpoint: Any, task: Any) -> float:
+        for key in keys:
+            async with raw(endpoint, key) as http:
+                for answer in (
+                    await http.post("/chat/completions", json={"messages": QUESTION}),
+                    await http.post("/completions", content="{"),
+                    await http.get("/models"),
+                ):
+                    status, code, message = error_of(answer)
+                    assert (status, code) == (401, "invalid_api_key")
+                    assert "the key is of no episode that runs" in message
+        keys.append(endpoint.key)
+        async with client(endpoint) as policy:
+            await ask(policy)
+        return 1.0
+
+    async def run() -> None:
+        async with asking(mine, lambda text: "yes") as made:
+            for number in range(2):  # to the second the first's key is known
+                (ended,) = await played(made.host, [request(number)])
+                assert ended.played is not None, ended.failure
+
+    asyncio.run(run())
+    assert len(set(keys)) == 4
+
+
+def test_what_is_asked_with_a_key_is_its_own_episodes() -> None:
+    @rlsys.agent(num_retries=0)
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint) as policy:
+            for _ in range(3):
+                await ask(policy, messages=[{"role": "user", "content": f"number {task['n']}"}])
+        return 1.0
+
+    async def run() -> list[Ended]:
+        async with asking(mine, lambda text: "yes") as made:
+            return await played(made.host, [request(n, task={"n": n}) for n in range(1, 9)])
+
+    for ended in asyncio.run(run()):
+        assert ended.played is not None, ended.failure
+        told = [one["text"] for one in ended.played.transcript if not one["sampled"]]
+        assert told == [f"number {ended.request.task['n']}"] * 3
+
+
+def test_a_key_opens_nothing_once_its_function_has_returned() -> None:
+    async def run() -> None:
+        late: list[rlsys.Endpoint] = []
+        left: list[asyncio.Task[Any]] = []
+
+        @rlsys.agent
+        async def mine(endpoint: Any, task: Any) -> float:
+            policy = client(endpoint)
+            await ask(policy)
+            left.append(asyncio.create_task(ask(policy)))
+            await made.sampler.second.wait()
+            late.append(endpoint)
+            return 1.0
+
+        async with asking(mine, lambda text: "yes", sampler=Stuck(2)) as made:
+            (ended,) = await asyncio.wait_for(played(made.host, [request()]), 60)
+            assert ended.played is not None, ended.failure
+            # Of the call that was under way nothing is in the rollout, nor sampled any more.
+            assert ended.played.trajectory.num_branches == 1
+            with pytest.raises(openai.AuthenticationError, match="the agent's function has ended"):
+                await left[0]
+            assert made.sampler.num_cancelled == 1
+            async with client(late[0]) as policy:
+                with pytest.raises(openai.AuthenticationError, match="of no episode that runs"):
+                    await ask(policy)
+
+    asyncio.run(run())
+
+
+class Stuck:
+    """Samples as Scripted does, but never ends the reply of this number."""
+
+    def __init__(self, number: int) -> None:
+        made = Asking(rlsys.agent(_nothing), lambda text: "yes", template=CHATML)
+        self._scripted: Scripted = made.sampler
+        self._number = number
+        self.second = asyncio.Event()
+        self.num_cancelled = 0
+        self.num_asked = 0
+
+    async def sample(self, request: GenerationRequest) -> Generation:
+        self.num_asked += 1
+        if self.num_asked != self._number:
+            return await self._scripted.sample(request)
+        self.second.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        raise AssertionError("unreachable")
+
+
+async def _nothing(endpoint: Any, task: Any) -> float:
+    return 0.0
+
+
+def test_a_client_that_hangs_up_gives_its_tokens_and_its_turn_back() -> None:
+    async def run() -> None:
+        @rlsys.agent(max_turns=2)
+        async def mine(endpoint: Any, task: Any) -> float:
+            async with client(endpoint) as policy:
+                with pytest.raises(openai.APITimeoutError):
+                    await ask(policy.with_options(timeout=0.3))
+                # All of the room is there again, and both turns.
+                await asyncio.gather(ask(policy, max_tokens=500), ask(policy, max_tokens=500))
+            return 1.0
+
+        async with asking(mine, lambda text: "yes", sampler=Stuck(1)) as made:
+            (ended,) = await asyncio.wait_for(played(made.host, [request()]), 60)
+            assert made.sampler.num_cancelled == 1
+        assert ended.played is not None, ended.failure
+        assert ended.played.trajectory.num_branches == 2
+
+    asyncio.run(run())
+
+
+def test_more_calls_than_may_be_are_told_the_limit() -> None:
+    async def run() -> None:
+        class Slow(Stuck):
+            async def sample(self, request: GenerationRequest) -> Generation:
+                self.num_asked += 1
+                await go_on.wait()
+                return await self._scripted.sample(request)
+
+        go_on = asyncio.Event()
+
+        @rlsys.agent
+        async def mine(endpoint: Any, task: Any) -> float:
+            async with client(endpoint) as policy:
+                calls = [
+                    asyncio.create_task(ask(policy, max_tokens=8)) for _ in range(MAX_CALLS + 1)
+                ]
+                done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                (refused,) = done
+                go_on.set()
+                with pytest.raises(openai.RateLimitError) as told:
+                    await refused
+                assert "64 calls under way; it may have 64 at a time" in told.value.message
+                assert told.value.response.headers["retry-after"] == "1"
+                await asyncio.wait(calls)
+            return 1.0
+
+        async with asking(mine, lambda text: "yes", sampler=Slow(0)) as made:
+            (ended,) = await asyncio.wait_for(played(made.host, [request()]), 120)
+            assert made.sampler.num_asked == MAX_CALLS
+        assert ended.played is not None, ended.failure
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("does", ["raises", "returns"])
+def test_a_context_that_is_full_is_the_policys(does: str) -> None:
+    told: list[openai.BadRequestError] = []
+
+    @rlsys.agent(format_reward=-1.0)
+    async def mine(endpoint: Any, task: Any) -> float:
+        messages = list(QUESTION)
+        async with client(endpoint) as policy:
+            while True:
+                try:
+                    answer = await ask(policy, messages=messages)
+                except openai.BadRequestError as error:
+                    told.append(error)
+                    if does == "raises":
+                        raise
+                    return 0.5
+                messages += [answer.choices[0].message.model_dump(), *QUESTION]
+
+    limits = EpisodeLimits(max_prompt_tokens=60, max_tokens=100, max_context=2000)
+    ended, _ = play(mine, lambda text: "the answer is 42.", limits=limits)
+    assert len(told) == 1  # and no attempt more
+    assert told[0].code == "context_length_exceeded"
+    assert "its tokens (sampling.max_tokens) or its context are used up" in told[0].message
+    assert ended.played is not None, ended.failure
+    assert ended.played.finish_reason == "length"
+    assert ended.played.total == (-1.0 if does == "raises" else 0.5)
+    assert len(ended.played.trajectory.token_ids) <= 100
+
+
+def test_turns_that_are_used_up_are_the_policys() -> None:
+    @rlsys.agent(max_turns=2, format_reward=-1.0)
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint) as policy:
+            for _ in range(3):
+                await ask(policy)
+        return 1.0
+
+    ended, made = play(mine, lambda text: "yes")
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == -1.0
+    assert ended.played.finish_reason == "stop"
+    assert len(made.sampler.asked) == 2
+
+
+def test_what_an_agent_raises_for_a_reason_of_its_own_is_tried_again() -> None:
+    """Also after its last turn, which it was not refused anything by."""
+    attempts: list[int] = []
+
+    @rlsys.agent(max_turns=1, num_retries=1)
+    async def mine(endpoint: Any, task: Any) -> float:
+        attempts.append(1)
+        async with client(endpoint) as policy:
+            await ask(policy)
+        raise OSError("no disk")
+
+    ended, _ = play(mine, lambda text: "yes")
+    assert len(attempts) == 2
+    assert ended.failure is not None
+    assert "no disk" in ended.failure.message
+
+
+@pytest.mark.parametrize("error", [RuntimeError("engine is gone"), ValueError("engine is gone")])
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_sampler_that_fails_is_no_reward(error: Exception, swallows: bool) -> None:
+    """Even if the agent takes the error for a reply."""
+    told: list[openai.APIStatusError] = []
+
+    class Failing:
+        async def sample(self, request: GenerationRequest) -> Generation:
+            raise error
+
+    @rlsys.agent(num_retries=1)
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint, max_retries=5) as policy:
+            try:
+                await ask(policy)
+            except openai.APIStatusError as failed:
+                told.append(failed)
+                if not swallows:
+                    raise
+        return 0.0
+
+    ended, _ = play(mine, lambda text: "yes", sampler=Failing())
+    assert [one.status_code for one in told] == [500, 500]  # one an attempt: none was tried again
+    assert "engine is gone" in told[0].message
+    assert ended.failure is not None
+    assert "engine is gone" in ended.failure.message
+
+
+def test_a_first_prompt_that_is_too_long_fails_at_once() -> None:
+    attempts: list[int] = []
+
+    @rlsys.agent
+    async def mine(endpoint: Any, task: Any) -> float:
+        attempts.append(1)
+        async with client(endpoint) as policy:
+            await ask(policy, messages=[{"role": "user", "content": "x" * 999}])
+        return 1.0
+
+    ended, _ = play(mine, lambda text: "yes")
+    assert attempts == [1]
+    assert ended.failure is not None
+    assert "it may have 600 (data.max_prompt_tokens)" in ended.failure.message
+
+
+def test_an_agent_that_takes_too_long_is_ours() -> None:
+    @rlsys.agent(timeout_s=0.2, num_retries=0)
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint) as policy:
+            await ask(policy)
+        await asyncio.Event().wait()
+        return 1.0
+
+    ended, _ = play(mine, lambda text: "yes")
+    assert ended.failure is not None
+    assert ended.failure.kind == "timeout"

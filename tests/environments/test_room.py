@@ -1,0 +1,161 @@
+"""Calls of one episode side by side: what is left for each, never more than the store keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.environments.codec import Codec
+from rlsys.environments.environment import Environment
+from rlsys.environments.episode import Episode, EpisodeOver
+from rlsys.environments.room import EpisodeLimits
+from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.tiny_models import build_tokenizer
+from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
+
+CODEC = Codec(build_tokenizer("0123456789?"), chat_template="")
+
+
+class Timed:
+    """Says so many tokens after so many seconds, call by call."""
+
+    def __init__(self, calls: list[tuple[int, int]]) -> None:
+        self._calls = iter(calls)
+        self.asked: list[tuple[float, int]] = []  # when, and how many tokens were wanted
+
+    async def sample(self, request: GenerationRequest) -> Generation:
+        length, seconds = next(self._calls)
+        wanted = request.sampling.max_tokens
+        self.asked.append((asyncio.get_running_loop().time(), wanted))
+        await asyncio.sleep(seconds)
+        num = min(length, wanted)
+        return Generation(
+            request_id=request.request_id,
+            token_ids=np.full(num, 5, np.int32),
+            sampler_logprobs=np.full(num, -0.5, np.float32),
+            policy_versions=np.zeros(num, np.int32),
+            finish_reason=FinishReason.LENGTH if num < length else FinishReason.STOP,
+        )
+
+
+async def _nothing(chat: Any, task: Any) -> float:
+    return 0.0
+
+
+def episode(sampler: Timed, *, max_tokens: int = 20, **limits: Any) -> Episode:
+    return Episode(
+        key="e",
+        environment=Environment(function=_nothing, name="nothing", **limits),
+        codec=CODEC,
+        sampler=sampler,
+        limits=EpisodeLimits(max_prompt_tokens=8, max_tokens=max_tokens, max_context=64),
+        base=SamplingParams(max_tokens=max_tokens),
+        seed=0,
+    )
+
+
+def says(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_calls_that_may_take_all_the_room_wait_for_each_other() -> None:
+    async def run() -> None:
+        sampler = Timed([(4, 1), (4, 1), (4, 1)])
+        one = episode(sampler)
+        await asyncio.gather(*(one.turn(says("?")) for _ in range(3)))
+        # Each wants all that is left: 20, then what the replies before it have not used.
+        assert sampler.asked == [(0, 20), (1, 16), (2, 12)]
+        assert not one.is_over
+
+    run_in_virtual_time(run())
+
+
+def test_calls_that_fit_run_side_by_side_and_share_the_first_prompt() -> None:
+    async def run() -> None:
+        sampler = Timed([(4, 1)] * 5)
+        one = episode(sampler)
+        await asyncio.gather(*(one.turn(says("????"), max_tokens=5) for _ in range(5)))
+        # Four have room at once, since their prompt counts nothing; the fifth waits for one.
+        assert sampler.asked == [(0, 5)] * 4 + [(1, 4)]
+        assert one.is_truncated is False
+
+    run_in_virtual_time(run())
+
+
+def test_another_first_prompt_waits_until_it_is_known_which_is_the_first() -> None:
+    async def run() -> None:
+        sampler = Timed([(2, 1), (2, 1)])
+        one = episode(sampler)
+        await asyncio.gather(
+            one.turn(says("???"), max_tokens=2), one.turn(says("1234"), max_tokens=2)
+        )
+        assert [when for when, _ in sampler.asked] == [0, 1]
+        trajectory = one.played(1.0).trajectory
+        assert len(trajectory.prompt_token_ids) == 3
+        assert len(trajectory.token_ids) == 2 + 4 + 2
+
+    run_in_virtual_time(run())
+
+
+def test_a_call_that_is_given_up_gives_back_its_tokens_and_its_turn() -> None:
+    async def run() -> None:
+        sampler = Timed([(20, 9), (20, 1)])
+        one = episode(sampler, max_turns=1)
+        call = asyncio.ensure_future(one.turn(says("???")))
+        await asyncio.sleep(1)
+        call.cancel()
+        await asyncio.wait([call])
+        turn = await one.turn(says("1"))
+        assert len(turn.token_ids) == 20
+        assert one.played(1.0).trajectory.prompt_token_ids.tolist() == [4]
+
+    run_in_virtual_time(run())
+
+
+CALLS = st.lists(
+    st.tuples(
+        st.integers(0, 9),  # begins at, s
+        st.sampled_from(["?", "??", "12", "123", "9876543"]),
+        st.sampled_from([None, 1, 3, 8]),  # max_tokens
+        st.sampled_from([None, 2]),  # hangs up after, s
+        st.booleans(),  # without a chat template
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(CALLS, st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), min_size=12, max_size=12))
+def test_a_rollout_never_has_more_tokens_than_the_store_keeps_for_it(
+    calls: Any, replies: list[tuple[int, int]]
+) -> None:
+    async def run() -> None:
+        sampler = Timed(replies)
+        one = episode(sampler, max_tokens=24)
+
+        async def call(
+            at: int, text: str, most: int | None, patience: int | None, is_raw: bool
+        ) -> None:
+            await asyncio.sleep(at)
+            async with asyncio.timeout(patience):
+                if is_raw:
+                    await one.complete(text, max_tokens=most)
+                else:
+                    await one.turn(says(text), max_tokens=most)
+
+        ended = await asyncio.gather(*(call(*given) for given in calls), return_exceptions=True)
+        assert all(isinstance(each, EpisodeOver | TimeoutError | None) for each in ended), ended
+        if any(isinstance(each, EpisodeOver) for each in ended):
+            assert one.is_truncated
+        if one.turns:
+            trajectory = one.played(1.0).trajectory
+            assert len(trajectory.token_ids) <= 24
+            assert len(trajectory.prompt_token_ids) <= 8
+            num_sampled = sum(len(turn.token_ids) for turn in one.turns)
+            assert int((trajectory.policy_versions >= 0).sum()) == num_sampled
+
+    run_in_virtual_time(run())

@@ -1,0 +1,119 @@
+"""A backend without a model: it says what was asked of it, and fails when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlsys.primitives.backend import BaseModel, PassResult, Scores, StepParams
+from rlsys.primitives.checkpoints import SamplerWeights
+from rlsys.primitives.rows import DataRows, ModelLimits
+from rlsys.types import FinishReason, Generation, GenerationRequest, Int32Array
+
+
+class FakeTrainer:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.version = 0
+        self.calls: list[str] = []
+        self.fails: list[Exception] = []  # the next calls do, in this order
+        self.is_closed = False
+        self.is_slow = False  # it never ends
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if self.fails:
+            raise self.fails.pop(0)
+
+    async def forward_backward(self, data: DataRows, loss: Any, *, backward: bool) -> PassResult:
+        self._called("forward_backward" if backward else "forward")
+        await asyncio.sleep(1000 if self.is_slow else 0)
+        return PassResult(
+            logprobs=[np.full(shape, -1.0, np.float32) for shape in data.shapes],
+            loss=float(len(data.rows)),
+        )
+
+    async def discard(self) -> None:
+        self._called("discard")
+
+    async def optim_step(self, params: StepParams) -> dict[str, float]:
+        self._called("optim_step")
+        self.version += 1
+        return {"learning_rate": params.learning_rate}
+
+    async def save(self, directory: Path) -> None:
+        self._called("save")
+        (directory / "state").write_text(str(self.version))
+
+    async def load(self, directory: Path, *, optimizer: bool) -> None:
+        self._called(f"load optimizer={optimizer}")
+        self.version = int((directory / "state").read_text())
+
+    async def save_for_sampler(self, directory: Path, number: int) -> None:
+        self._called(f"save_for_sampler {number}")
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeBackend:
+    """`holds`: samples wait until it is set."""
+
+    def __init__(self) -> None:
+        self.trainers: dict[str, FakeTrainer] = {}
+        self.sampled: list[tuple[SamplerWeights, Sequence[GenerationRequest]]] = []
+        self.fails: list[Exception] = []
+        self.is_free = asyncio.Event()
+        self.is_free.set()
+        self.num_cancelled = 0
+
+    @property
+    def base_models(self) -> Sequence[BaseModel]:
+        limits = ModelLimits(vocab_size=100, max_context=64)
+        return [BaseModel(name="tiny", path="/models/tiny", limits=limits)]
+
+    def adapters(self, base_model: str, *, rank: int, attention: bool, mlp: bool) -> str:
+        return f"r{rank}a32"
+
+    async def start_trainer(self, name: str, base_model: str, lora: str, seed: int) -> FakeTrainer:
+        if self.fails:
+            raise self.fails.pop(0)
+        self.trainers[name] = FakeTrainer(name)
+        return self.trainers[name]
+
+    async def sample(
+        self, weights: SamplerWeights, requests: Sequence[GenerationRequest]
+    ) -> Sequence[Generation]:
+        self.sampled.append((weights, requests))
+        try:
+            await self.is_free.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        if self.fails:
+            raise self.fails.pop(0)
+        return [
+            Generation(
+                request_id=one.request_id,
+                token_ids=np.array([7, 8], np.int32),
+                sampler_logprobs=np.array([-0.5, -0.25], np.float32),
+                policy_versions=np.full(2, weights.number, np.int32),
+                finish_reason=FinishReason.LENGTH,
+            )
+            for one in requests
+        ]
+
+    async def score(
+        self, weights: SamplerWeights, rows: Sequence[Int32Array], top_k: int
+    ) -> Sequence[Scores]:
+        return [
+            Scores(logprobs=-np.arange(1, len(one), dtype=np.float32), top_k=None) for one in rows
+        ]
+
+    async def close(self) -> None:
+        for trainer in self.trainers.values():
+            await trainer.close()

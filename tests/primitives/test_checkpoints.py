@@ -1,0 +1,75 @@
+"""What is saved appears whole or not at all, and nothing else is reached by a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlsys.primitives.checkpoints import Checkpoints, SavedModel
+from rlsys.primitives.errors import Refused
+
+SAID = SavedModel(base_model="tiny", lora="r8a32", version=3)
+
+
+def test_what_was_saved_is_found_by_its_path(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.path("session-1:train:0", "weights", "first")
+    assert path == "tinker://session-1:train:0/weights/first"
+    with checkpoints.writing(path, SAID, overwrite=False) as place:
+        (place / "state").write_text("1")
+        assert not checkpoints.exists(path, "weights")
+    model, directory = checkpoints.parse(path, "weights")
+    assert (model, (directory / "state").read_text()) == ("session-1:train:0", "1")
+    assert checkpoints.said(directory) == SAID
+    assert [one["checkpoint_id"] for one in checkpoints.of_model(model)] == ["weights/first"]
+
+
+def test_a_name_is_taken_once_unless_it_is_overwritten(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    for text in "12":
+        with checkpoints.writing(path, SAID, overwrite=text == "2") as place:
+            (place / "state").write_text(text)
+    with (
+        pytest.raises(Refused, match="is there already"),
+        checkpoints.writing(path, SAID, overwrite=False),
+    ):
+        pass
+    assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "2"
+
+
+def test_what_was_not_written_to_its_end_leaves_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+
+    def write() -> None:
+        with checkpoints.writing(path, SAID, overwrite=False) as place:
+            (place / "state").write_text("1")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        write()
+    assert not list(tmp_path.rglob("state"))
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", ".hidden", "a" * 201])
+def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
+    with pytest.raises(Refused, match="is no name of a checkpoint"):
+        Checkpoints(tmp_path).path("m", "weights", name)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tinker://m/sampler_weights/a",
+        "tinker://../weights/a",
+        "tinker://m/weights/..",
+        "tinker://m/weights/a/b",
+        "/etc/passwd",
+        "tinker://m/weights/missing",
+    ],
+)
+def test_a_path_reaches_what_was_saved_alone(tmp_path: Path, path: str) -> None:
+    with pytest.raises(Refused):
+        Checkpoints(tmp_path).parse(path, "weights")

@@ -1,0 +1,39 @@
+"""One poll for all samples of a client: nothing that has ended is missed, whatever is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rlsys.primitives.completions import Completion, Completions
+
+
+def names(found: tuple[int, list[Completion]]) -> list[str]:
+    return [one.request for one in found[1]]
+
+
+def test_what_was_not_seen_is_told_again() -> None:
+    async def scenario() -> None:
+        completions = Completions()
+        for name in "abc":
+            completions.add(Completion(request=name, size=1))
+        first = await completions.wait(behind=0, timeout_s=0)
+        assert (first[0], names(first)) == (3, ["a", "b", "c"])
+        again = await completions.wait(behind=0, timeout_s=0)  # the answer was lost
+        assert again == first
+        completions.add(Completion(request="d", size=None))
+        assert names(await completions.wait(behind=3, timeout_s=0)) == ["d"]
+        assert names(await completions.wait(behind=4, timeout_s=0)) == []
+
+    asyncio.run(asyncio.wait_for(scenario(), 5))
+
+
+def test_a_poll_ends_with_the_first_that_ends() -> None:
+    async def scenario() -> None:
+        completions = Completions()
+        polls = [asyncio.create_task(completions.wait(behind=0, timeout_s=10)) for _ in range(2)]
+        await asyncio.sleep(0)
+        completions.add(Completion(request="a", size=1))
+        assert [names(one) for one in await asyncio.gather(*polls)] == [["a"], ["a"]]
+        assert await completions.wait(behind=1, timeout_s=0.01) == (1, [])
+
+    asyncio.run(asyncio.wait_for(scenario(), 5))

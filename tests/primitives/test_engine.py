@@ -1,0 +1,235 @@
+"""The engine call by call, against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.config import ModelConfig, TrainerConfig
+from rlsys.config.training import Precision
+from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.primitives.engine import AdamStep, PrimitiveEngine, summed
+from rlsys.primitives.losses import KINDS, loss_of, weighted_cross_entropy
+from rlsys.primitives.rows import DataRows, ModelLimits, rows_of
+from rlsys.primitives.saved_weights import Scorer, saved_tensors
+from rlsys.primitives.wire import WireDatum
+from tests.engines.published import read_all
+from tests.engines.training_harness import VOCABULARY, tiny_model
+
+LIMITS = ModelLimits(vocab_size=VOCABULARY, max_context=128)
+STEP = AdamStep(
+    learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0
+)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def make(
+    model_path: Path, *, lora: str = "", dtype: Precision = "float32", **trainer: Any
+) -> PrimitiveEngine:
+    return PrimitiveEngine(
+        model_path=model_path,
+        trainer=TrainerConfig(**trainer),
+        model=ModelConfig(lora=lora, dtype=dtype),
+        loss=weighted_cross_entropy(),
+        aggregation=summed,
+        temperature=1.0,
+        num_total_steps=1,
+        seed=0,
+    )
+
+
+def data(*, aligned: bool = True, count: int = 5) -> list[WireDatum]:
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(count):
+        tokens = rng.integers(0, VOCABULARY, int(rng.integers(3, 12)))
+        targets = tokens[1:] if aligned else rng.integers(0, VOCABULARY, len(tokens) - 1)
+        size = len(targets)
+        found.append(
+            WireDatum(
+                token_ids=tokens[:-1].astype(np.int32),
+                tensors={
+                    "target_tokens": targets.astype(np.int64),
+                    "weights": rng.normal(size=size).astype(np.float32),
+                    "logprobs": rng.uniform(-4, -2, size).astype(np.float32),
+                    "advantages": rng.normal(size=size).astype(np.float32),
+                },
+            )
+        )
+    return found
+
+
+def rows(sent: Sequence[WireDatum], loss: str) -> DataRows:
+    return rows_of(sent, loss, KINDS[loss], LIMITS)
+
+
+def passed(engine: PrimitiveEngine, sent: Sequence[WireDatum], loss: str, **options: Any) -> Any:
+    found = rows(sent, loss)
+    return engine.forward_backward(
+        found.rows,
+        loss_of(loss, {}),
+        num_targets=found.num_targets,
+        **{"backward": True, **options},
+    )
+
+
+def reference(model_path: Path, sent: Sequence[WireDatum]) -> tuple[Any, list[torch.Tensor]]:
+    """A plain model, and log-probabilities of all targets, with gradient."""
+    model = load_causal_lm(model_path, dtype="float32")
+    logprobs = []
+    for one in sent:
+        logits = model(torch.from_numpy(one.token_ids).long()[None]).logits[0]
+        targets = torch.from_numpy(one.tensors["target_tokens"]).long()
+        logprobs.append(torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0])
+    return model, logprobs
+
+
+def total(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts)).sum()
+
+
+def tensor(one: WireDatum, name: str) -> torch.Tensor:
+    return torch.from_numpy(one.tensors[name])
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_gradient_and_log_probabilities_are_those_of_plain_torch(
+    model_path: Path, aligned: bool
+) -> None:
+    sent = data(aligned=aligned)
+    model, expected = reference(model_path, sent)
+    loss = total(-lp * tensor(one, "weights") for lp, one in zip(expected, sent, strict=True))
+    loss.backward()
+    engine = make(model_path, micro_batch_tokens=16)  # several passes
+    found = passed(engine, sent, "cross_entropy")
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
+    for number, one in enumerate(expected):
+        np.testing.assert_allclose(found.logprobs[number], one.detach(), atol=1e-5)
+    gradients = dict(model.named_parameters())
+    for name, parameter in engine._parameters.items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, gradients[name].grad, atol=1e-4, rtol=1e-3)
+    looked = passed(make(model_path), sent, "cross_entropy", backward=False)
+    assert looked.loss == pytest.approx(found.loss, rel=1e-5)
+    engine.close()
+
+
+def test_several_targets_of_a_position_count_each_with_its_weight(model_path: Path) -> None:
+    (one,) = data(count=1)
+    size = len(one.token_ids)
+    rng = np.random.default_rng(1)
+    targets = rng.integers(0, VOCABULARY, (size, 3))
+    weights = rng.normal(size=(size, 3)).astype(np.float32)
+    wide = WireDatum(
+        token_ids=one.token_ids, tensors={"target_tokens": targets, "weights": weights}
+    )
+    model = load_causal_lm(model_path, dtype="float32")
+    logits = model(torch.from_numpy(one.token_ids).long()[None]).logits[0]
+    logprobs = torch.log_softmax(logits, -1).gather(-1, torch.from_numpy(targets))
+    engine = make(model_path)
+    found = passed(engine, [wide], "cross_entropy")
+    expected = -(logprobs * torch.from_numpy(weights)).sum()
+    assert found.loss == pytest.approx(expected.item(), rel=1e-5)
+    np.testing.assert_allclose(found.logprobs[0], logprobs.detach().ravel(), atol=1e-5)
+    engine.close()
+
+
+def test_gradients_add_up_and_a_step_is_torchs_adamw(model_path: Path) -> None:
+    sent = data()
+    model, expected = reference(model_path, sent)
+    ratios = [
+        torch.exp(lp - tensor(one, "logprobs")) for lp, one in zip(expected, sent, strict=True)
+    ]
+    loss = total(-r * tensor(one, "advantages") for r, one in zip(ratios, sent, strict=True))
+    loss.backward()
+    parameters = list(model.parameters())
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, 0.5))
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.0)
+    optimizer.step()
+    engine = make(model_path)
+    passed(engine, sent[:2], "importance_sampling")
+    passed(engine, sent[2:], "importance_sampling", backward=False)  # counts for nothing
+    passed(engine, sent[2:], "importance_sampling")
+    step = AdamStep(
+        learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.0, grad_clip_norm=0.5
+    )
+    told = engine.optim_step(step)
+    assert told["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert told["policy_version"] == 1
+    stepped = dict(model.named_parameters())
+    for name, parameter in engine._parameters.items():
+        torch.testing.assert_close(parameter, stepped[name], atol=1e-5, rtol=1e-4)
+    engine.close()
+
+
+def test_a_step_without_a_gradient_or_with_none_that_is_finite_changes_nothing(
+    model_path: Path,
+) -> None:
+    engine = make(model_path)
+    before = {name: one.detach().clone() for name, one in engine._parameters.items()}
+    with pytest.raises(ValueError, match="optim_step has no gradient"):
+        engine.optim_step(STEP)
+    huge = data(count=1)[0]
+    huge.tensors["weights"][:] = 3e38
+    passed(engine, [huge], "cross_entropy")
+    with pytest.raises(FloatingPointError, match="norm is"):
+        engine.optim_step(STEP)
+    passed(engine, data(), "cross_entropy")
+    engine.discard()
+    with pytest.raises(ValueError, match="optim_step has no gradient"):
+        engine.optim_step(STEP)
+    assert all(torch.equal(one, before[name]) for name, one in engine._parameters.items())
+    assert engine.policy_version == 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("lora", "dtype"), [("r4a32", "float32"), ("r4a32", "bfloat16"), ("", "float32")]
+)
+def test_what_samplers_read_is_what_is_published(
+    model_path: Path, tmp_path: Path, lora: str, dtype: Precision
+) -> None:
+    engine = make(model_path, lora=lora, dtype=dtype)
+    sent = data()
+    for _ in range(2):  # B begins as zeros
+        passed(engine, sent, "cross_entropy")
+        engine.optim_step(STEP)
+    engine.save_for_sampler(tmp_path)
+    manifest = engine.publish_as(17, ())
+    assert manifest is not None
+    assert manifest.version == 17
+    published = read_all(manifest)
+    saved = saved_tensors(model_path, tmp_path, dtype=dtype)
+    assert saved.keys() == published.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in published.items())
+    atol = 1e-5 if dtype == "float32" else 0.1
+    looked = passed(engine, sent, "cross_entropy", backward=False)
+    scorer = Scorer(model_path, dtype=dtype, device="cpu", max_tokens=1000)
+    scorer.take("v", tmp_path)
+    whole = [
+        np.append(one.token_ids, one.tensors["target_tokens"][-1]).astype(np.int32) for one in sent
+    ]
+    for number, logprobs in enumerate(scorer.logprobs(whole)):
+        np.testing.assert_allclose(logprobs, looked.logprobs[number], atol=atol)
+    (top,) = scorer.top_k(whole[:1], 2)
+    assert (top.logprobs[:, 0] >= top.logprobs[:, 1]).all()
+    scorer.take("base", None)
+    _, base = reference(model_path, sent[:1])
+    np.testing.assert_allclose(scorer.logprobs(whole[:1])[0], base[0].detach(), atol=atol)
+    engine.close()
+
+
+def test_layouts_and_precisions_that_cannot_answer_are_refused(model_path: Path) -> None:
+    with pytest.raises(ValueError, match="float16"):
+        PrimitiveEngine(model=ModelConfig(dtype="float16"), trainer=TrainerConfig())
+    with pytest.raises(ValueError, match="stages"):
+        PrimitiveEngine(model=ModelConfig(), trainer=TrainerConfig(layout="pp2"))

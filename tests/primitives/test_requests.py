@@ -1,0 +1,108 @@
+"""JSON bodies: what they mean, and what is told of those that mean nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlsys.primitives import requests
+from rlsys.primitives.errors import Refused
+from rlsys.primitives.rows import ModelLimits
+from rlsys.types import SamplingParams
+
+LIMITS = ModelLimits(vocab_size=10, max_context=8)
+
+
+def body(prompt: Any = None, **fields: Any) -> dict[str, Any]:
+    chunks = [{"type": "encoded_text", "tokens": [1, 2, 3] if prompt is None else prompt}]
+    return {"prompt": {"chunks": chunks}, "sampling_params": {}, **fields}
+
+
+def sampling(**params: Any) -> SamplingParams:
+    return requests.sample(body(sampling_params=params), LIMITS).sampling
+
+
+def test_sampling_parameters_are_the_engines() -> None:
+    assert sampling() == SamplingParams(max_tokens=5)  # as far as the context goes
+    assert sampling(max_tokens=100).max_tokens == 5
+    assert sampling(top_k=-1, top_p=0.5, temperature=0.7, max_tokens=2) == SamplingParams(
+        top_p=0.5, temperature=0.7, max_tokens=2
+    )
+    greedy = sampling(temperature=0.0, top_p=0.9)
+    assert (greedy.top_k, greedy.temperature, greedy.top_p) == (1, 1.0, 1.0)
+    assert sampling(stop="a").stop == ("a",)
+    assert sampling(stop=["a", "b"]).stop == ("a", "b")
+    assert sampling(stop=[4, 5]).stop_token_ids == (4, 5)
+
+
+def test_prompt_log_probabilities_of_all_of_some_or_none() -> None:
+    assert requests.sample(body(), LIMITS).last_n == 0
+    assert requests.sample(body(prompt_logprobs=True), LIMITS).last_n == 2
+    last = requests.sample(body(prompt_logprobs=True, prompt_logprobs_last_n=1), LIMITS)
+    assert last.last_n == 1
+    assert requests.sample(body(topk_prompt_logprobs=3), LIMITS).prompt_top_k == 3
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (body(prompt=[]), "prompt has 0 tokens"),
+        (body(prompt=[1] * 8), "prompt has 8 tokens; give at least 1 and fewer than"),
+        (body(prompt=[10]), "tokens of the prompt hold 10; the vocabulary has 0 to 9"),
+        (body(prompt=[True]), "hold True"),
+        (body(prompt="text"), "are str"),
+        (body(num_samples=0), "num_samples=0; give a whole number from 1"),
+        (body(sampling_params={"top_p": 0}), "top_p=0"),
+        (body(sampling_params={"temperature": -1}), "temperature=-1"),
+        (body(sampling_params={"max_tokens": 0}), "max_tokens=0"),
+        (body(sampling_params={"stop": []}), "stop=.. asks to go on behind the end"),
+        (body(sampling_params={"stop": ["a", 1]}), "texts that are not empty alone"),
+        (body(sampling_params={"seed": "x"}), "seed='x'"),
+        (body(target_prompt_logprobs={"data": [1]}), "target_prompt_logprobs asks for"),
+        (body(prompt_alt_tokens_k=2), "prompt_alt_tokens_k asks for"),
+        (body(record_stability_info=True), "stable_reinforce"),
+        ({"prompt": {"chunks": [{"type": "image"}]}, "sampling_params": {}}, "type 'image'"),
+        ({"prompt": {}, "sampling_params": {}}, "no list of chunks"),
+    ],
+)
+def test_a_sample_that_cannot_be_is_refused(sent: dict[str, Any], told: str) -> None:
+    with pytest.raises(Refused, match=told):
+        requests.sample(sent, LIMITS)
+
+
+def test_only_adamw_is_offered() -> None:
+    params = requests.adam({"adam_params": {"learning_rate": 0.5, "eps": 0.0}})
+    assert (params.learning_rate, params.eps, params.beta2) == (0.5, 0.0, 0.95)
+    with pytest.raises(Refused, match="optimizer_params='dimuon'"):
+        requests.adam({"optimizer_params": {"type": "dimuon"}})
+    with pytest.raises(Refused, match="learning_rate=-1"):
+        requests.adam({"adam_params": {"learning_rate": -1}})
+    with pytest.raises(Refused, match="beta1=1"):
+        requests.adam({"adam_params": {"beta1": 1}})
+    with pytest.raises(Refused, match="optimizer_config='dimuon'"):
+        requests.lora({"optimizer_config": {"type": "dimuon"}})
+
+
+def test_adapters_are_asked_for_by_rank() -> None:
+    assert requests.lora({"lora_config": {"rank": 8, "train_mlp": False}}).rank == 8
+    assert requests.lora({}).rank == 0
+    with pytest.raises(Refused, match="rank=0"):
+        requests.lora({"lora_config": {"rank": 0}})
+    with pytest.raises(Refused, match="unembedding alone"):
+        requests.lora({"lora_config": {"rank": 1, "train_mlp": False, "train_attn": False}})
+
+
+def test_a_body_is_an_object() -> None:
+    assert requests.parse_json(b"") == {}
+    for wrong in (b"[]", b"{", b"\xff"):
+        with pytest.raises(Refused) as refused:
+            requests.parse_json(wrong)
+        assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b"[" * 100_000])
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    with pytest.raises(Refused, match="the body is no JSON") as raised:
+        requests.parse_json(body)
+    assert raised.value.status == 400

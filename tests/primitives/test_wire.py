@@ -1,0 +1,148 @@
+"""Messages as the real client writes and reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import (
+    deserialize_forward_backward_output,
+    deserialize_sample_response,
+)
+
+from rlsys.primitives.errors import Refused
+from rlsys.primitives.wire import (
+    TopK,
+    WireSequence,
+    decode_pass,
+    encode_pass,
+    encode_sample,
+)
+
+
+def sent(data: list[types.Datum], **options: object) -> bytes:
+    request = types.ForwardBackwardRequest(
+        forward_backward_input=types.ForwardBackwardInput(
+            data=data, loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.75, "mode": "text"}
+        ),
+        model_id="session-1:train:0",
+        seq_id=7,
+    )
+    message = forward_backward_request_to_proto(request)
+    for name, value in options.items():
+        setattr(message, name, value)
+    body: bytes = message.SerializeToString()
+    return body
+
+
+def datum(tokens: list[int], **inputs: object) -> types.Datum:
+    chunks = [
+        types.EncodedTextChunk(tokens=tokens[:1]),
+        types.EncodedTextChunk(tokens=tokens[1:]),
+    ]
+    return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
+
+
+def test_a_request_of_the_client_is_read_as_it_was_meant() -> None:
+    logprobs = np.array([-0.5, -1.5, 0.0], np.float32)
+    body = sent(
+        [
+            datum([5, 6, 7], target_tokens=[6, 7, 8], logprobs=logprobs),
+            datum([1], target_tokens=torch.tensor([[2, 3]]), weights=torch.tensor([[0.5, 0.0]])),
+        ]
+    )
+    found = decode_pass(body)
+    assert (found.model_id, found.seq_id, found.loss) == ("session-1:train:0", 7, "ppo")
+    assert found.config == {"clip_low_threshold": 0.75, "mode": "text"}
+    assert (found.forward_only, found.problem) == (False, "")
+    first, second = found.data
+    assert first.token_ids.tolist() == [5, 6, 7]
+    assert first.tensors["target_tokens"].tolist() == [6, 7, 8]
+    assert first.tensors["logprobs"].tolist() == logprobs.tolist()
+    assert second.tensors["target_tokens"].tolist() == [[2, 3]]
+    assert second.tensors["weights"].tolist() == [[0.5, 0.0]]
+    assert decode_pass(sent([], forward_only=True)).forward_only
+
+
+def test_sparse_tensors_are_filled_with_zeros() -> None:
+    weights = torch.zeros(3, 8)
+    weights[0, 2], weights[2, 7] = 1.5, -2.0
+    sparse = types.TensorData.from_torch_sparse(weights)
+    assert sparse.sparse_crow_indices is not None
+    found = decode_pass(sent([datum([1, 2, 3], target_tokens=[1, 2, 3], weights=sparse)]))
+    assert found.data[0].tensors["weights"].tolist() == weights.tolist()
+
+
+def test_what_cannot_be_read_keeps_its_number() -> None:
+    image = types.ImageChunk(data=b"x", format="png")
+    picture = types.Datum(
+        model_input=types.ModelInput(chunks=[image]), loss_fn_inputs={"target_tokens": [1]}
+    )
+    found = decode_pass(sent([picture]))
+    assert (found.seq_id, found.data) == (7, [])
+    assert "datum 0 holds an image or sound" in found.problem
+    with pytest.raises(Refused, match="is no ForwardBackwardRequest") as refused:
+        decode_pass(b"\xff\xff\xff")
+    assert refused.value.status == 400
+
+
+def test_a_tensor_whose_shape_is_wrong_is_told() -> None:
+    message = forward_backward_request_to_proto(
+        types.ForwardBackwardRequest(
+            forward_backward_input=types.ForwardBackwardInput(
+                data=[datum([1, 2], target_tokens=[1, 2])], loss_fn="ppo"
+            ),
+            model_id="m",
+            seq_id=1,
+        )
+    )
+    tensor = message.data[0].loss_fn_inputs["target_tokens"]
+    tensor.shape[:] = [3]
+    problem = decode_pass(message.SerializeToString()).problem
+    assert problem == "target_tokens of datum 0 has 2 values, which are no array of shape (3,)."
+    tensor.dense += b"1"
+    assert "17 bytes" in decode_pass(message.SerializeToString()).problem
+
+
+def test_the_client_reads_log_probabilities_of_all_shapes() -> None:
+    logprobs = [
+        np.array([-1.0, -2.0], np.float32),
+        np.array([-3.0], np.float32),
+        np.array([[-4.0, -5.0]], np.float32),
+        np.array([-6.0], np.float32),
+    ]
+    found = deserialize_forward_backward_output(encode_pass(logprobs, {"loss:sum": 1.5}))
+    assert found.metrics == {"loss:sum": 1.5}
+    told = [one["logprobs"].to_numpy().tolist() for one in found.loss_fn_outputs]
+    assert told == [[-1.0, -2.0], [-3.0], [[-4.0, -5.0]], [-6.0]]
+
+
+def test_the_client_reads_samples() -> None:
+    top = TopK(
+        token_ids=np.array([[1, 2], [3, 4]], np.int32),
+        logprobs=np.array([[-0.1, -2.0], [-0.2, -3.0]], np.float32),
+    )
+    sequences = [
+        WireSequence(
+            token_ids=np.array([1, 3], np.int32),
+            logprobs=np.array([-0.1, -0.2], np.float32),
+            is_stopped=True,
+            top_k=top,
+        ),
+        WireSequence(
+            token_ids=np.array([9], np.int32), logprobs=np.zeros(1, np.float32), is_stopped=False
+        ),
+    ]
+    prompt = np.array([np.nan, -0.5], np.float32)
+    found = deserialize_sample_response(encode_sample(sequences, prompt_logprobs=prompt))
+    first, second = found.sequences
+    assert (first.tokens, first.stop_reason) == ([1, 3], "stop")
+    assert first.logprobs == pytest.approx([-0.1, -0.2])
+    assert [[token for token, _ in row or []] for row in first.topk_logprobs or []] == [
+        [1, 2],
+        [3, 4],
+    ]
+    assert (second.tokens, second.stop_reason, second.topk_logprobs) == ([9], "length", None)
+    assert found.prompt_logprobs == [None, -0.5]
