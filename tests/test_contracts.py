@@ -72,7 +72,8 @@ ROOMS = (
     "observe",
     "simulation audit estimate tiny_models scoreboard",
     "history",
-    "resuming launching cli model_evaluation",
+    "resuming launching cli playing",
+    "model_evaluation",
     "held_out held_out_loss",
     "__init__",
 )
