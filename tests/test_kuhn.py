@@ -96,7 +96,7 @@ def test_kuhns_equilibria_lose_to_nobody(alpha: Fraction) -> None:
 
 
 def test_beyond_a_third_the_bluffs_are_too_many() -> None:
-    assert exploitability(equilibrium(0.33) | {"J": 0.4, "K": 1.0}) > 0.01
+    assert exploitability({**equilibrium(1 / 3), "J": 0.4}) > 0.01
 
 
 def test_coins_lose_eleven_of_twenty_four() -> None:
