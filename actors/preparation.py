@@ -320,8 +320,8 @@ def check_held_out(
     require(
         not rewards or environment is None,
         f"HeldOut(rewards={[one.name for one in as_rewards(rewards)]}) scores completions of "
-        "prompts, and flow.play has tasks: its environment says what an episode is worth. Leave the rewards "
-        "out, or return what they say from the environment, by a name of its own.",
+        "prompts, and flow.play has tasks: its environment says what an episode is worth. Leave "
+        "the rewards out, or return what they say from the environment, by a name of its own.",
     )
     require(
         bool(rewards) or loss is not None or environment is not None,
