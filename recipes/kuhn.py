@@ -41,7 +41,7 @@ class KuhnConfig(RunConfig):
     """Sizes that fit two CPU cores."""
 
     name: str = "kuhn"
-    num_steps: int = 400
+    num_steps: int = 500
     prompts_per_step: int = len(DEALS)
     group_size: int = 48
     entropy_coefficient: float = 0.2
