@@ -44,7 +44,7 @@ class KuhnConfig(RunConfig):
     num_steps: int = 500
     prompts_per_step: int = len(DEALS)
     group_size: int = 48
-    entropy_coefficient: float = 0.2
+    entropy_coefficient: float = 0.25
     """Of the entropy in the loss, whose advantages have a mean square of 1."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=12))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=1024))
@@ -53,7 +53,7 @@ class KuhnConfig(RunConfig):
             learning_rate=2e-3,
             schedule="linear",
             final_lr_frac=0.01,
-            adam_betas=(0.0, 0.95),
+            adam_betas=(0.0, 0.99),
             micro_batch_tokens=8192,
         )
     )
