@@ -15,6 +15,7 @@ import pytest
 from recipes.agent import AgentConfig
 from recipes.grpo_gsm8k import GSM8KConfig
 from recipes.guess import GuessConfig
+from recipes.kuhn import KuhnConfig
 from recipes.programs import ProgramsConfig
 from recipes.quickstart import QuickstartConfig
 from recipes.sums_in_words import Config as SumsInWordsConfig
@@ -29,6 +30,7 @@ CONFIGS: dict[str, type] = {
     "programs.py": ProgramsConfig,
     "agent.py": AgentConfig,
     "guess.py": GuessConfig,
+    "kuhn.py": KuhnConfig,
     "sums_in_words.py": SumsInWordsConfig,
     **{
         f"{name}.py": config_of(name)
@@ -72,7 +74,8 @@ ROOMS = (
     "observe",
     "simulation audit estimate tiny_models scoreboard",
     "history",
-    "resuming launching cli model_evaluation",
+    "resuming launching cli playing",
+    "model_evaluation",
     "held_out held_out_loss",
     "__init__",
 )

@@ -276,15 +276,15 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutConfig:
-    """Evaluation on held-out prompts, beside training."""
+    """Evaluation on held-out prompts, or tasks where the graph plays, beside training."""
 
     every: int = 0
     """Optimizer steps between evaluations; there is one before the first step and one after the
     last too. 0: none."""
     num_prompts: int | None = None
-    """Held-out prompts to evaluate on, the first ones; unset: all."""
+    """Held-out prompts or tasks to evaluate on, the first ones; unset: all."""
     num_samples: int = 1
-    """Completions for each of them."""
+    """Completions, or episodes, of each of them."""
     k: tuple[int, ...] = (1,)
     """Each k of pass@k: the probability that one of k completions is right."""
     greedy: bool = False
