@@ -23,8 +23,8 @@ from rlsys import OwnModel, RolloutConfig, RunConfig, SamplingConfig, TrainerCon
 from rlsys.algorithms import clipped_surrogate, grpo_advantage, token_mean
 from rlsys.environments.tool_call import Piece, Written
 from rlsys.environments.tool_formats import ToolFormat
-from rlsys.playing import play
 
+CHARACTERS = "0123456789+*=[]"
 COST = 0.2  # of a call; a right answer is worth 1
 CALL = re.compile(r"\[(\d+)([+*])(\d+)\]")
 NUM_HELD_OUT = 400
@@ -37,7 +37,7 @@ async def calculator(left: int, sign: Literal["+", "*"], right: int) -> int:
 
 
 def in_brackets(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    """A reply that is a call, `[37*84]`, or an answer. JSON is long for a model of 15 characters."""
+    """A reply is a call, `[37*84]`, or an answer: JSON is long where a character is a token."""
     if call := CALL.fullmatch(text):
         left, sign, right = call.groups()
         yield Written("calculator", {"left": int(left), "sign": sign, "right": int(right)})
@@ -142,7 +142,7 @@ def graph(cfg: CalculatorConfig) -> rlsys.Dataflow:
 def report(model: Path, cfg: CalculatorConfig) -> str:
     """What it does with all sums, and with products that it was never shown."""
     of_sums, of_products, alone = (
-        [one.components for one in play(model, played, tasks, sampling=cfg.sampling)]
+        [one.components for one in rlsys.play(model, played, tasks, sampling=cfg.sampling)]
         for played, tasks in (
             (sums_and_products, SUMS * (NUM_HELD_OUT // len(SUMS))),
             (sums_and_products, HELD_OUT),
@@ -167,7 +167,7 @@ def main() -> None:
     result = rlsys.launch(
         cfg,
         graph(cfg),
-        own_model=OwnModel(name="calculator", characters="0123456789+*=[]"),
+        own_model=OwnModel(name="calculator", characters=CHARACTERS),
         warm_start=WarmStart(
             num_steps=cfg.warm_start_steps, batches=lessons(cfg), learning_rate=1e-3
         ),
