@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipes.agent import AgentConfig
+from recipes.calculator import CalculatorConfig
 from recipes.grpo_gsm8k import GSM8KConfig
 from recipes.guess import GuessConfig
 from recipes.kuhn import KuhnConfig
@@ -30,6 +31,7 @@ CONFIGS: dict[str, type] = {
     "programs.py": ProgramsConfig,
     "agent.py": AgentConfig,
     "guess.py": GuessConfig,
+    "calculator.py": CalculatorConfig,
     "kuhn.py": KuhnConfig,
     "sums_in_words.py": SumsInWordsConfig,
     **{
