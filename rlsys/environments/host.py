@@ -159,9 +159,10 @@ class EpisodeHost:
             task = asyncio.create_task(self._play(request), name=request.request_id)
             self._running[request.request_id] = task
 
-    def give_up(self, request: EpisodeRequest, failure: RewardFailure) -> None:
-        """An episode that is not to be played: it has failed."""
-        self._ended.append(Ended(request=request, failure=_ours(failure)))
+    def give_up(self, request: EpisodeRequest, failure: RewardFailure | None) -> None:
+        """An episode that is not to be played: it has failed, or nobody wants it (None)."""
+        told = None if failure is None else _ours(failure)
+        self._ended.append(Ended(request=request, failure=told))
         self._something_ended.notify()
 
     async def collect(self) -> list[Ended]:
@@ -175,6 +176,11 @@ class EpisodeHost:
         for name in request_ids:
             if (task := self._running.get(name)) is not None:
                 task.cancel()
+        unwanted = set(request_ids)
+        for group_id, together in list(self._groups.items()):
+            if any(one.request.request_id in unwanted for one in together):
+                self._ended += self._groups.pop(group_id)  # they wait for others, which never end
+                self._something_ended.notify()
 
     async def close(self) -> None:
         """Ends all episodes."""
@@ -250,7 +256,7 @@ class EpisodeHost:
             base=request.sampling,
             seed=request.seed,
         )
-        task = asyncio.create_task(self._call(episode, request))
+        task = asyncio.create_task(self._call(episode, request), name=request.request_id)
         task.add_done_callback(_heard)
         try:
             while (left_s := episode.own_time_left_s()) > 0:
@@ -323,8 +329,7 @@ class EpisodeHost:
         request = ended.request
         together = self._groups.setdefault(request.group_id, [])
         if ended.played is None:
-            self._ended += [*together, ended]
-            together.clear()
+            self._ended += [*self._groups.pop(request.group_id), ended]
             return
         together.append(ended)
         if len(together) == request.group_size:

@@ -37,8 +37,9 @@ import ray
 
 import rlsys
 from actors.calls import Worker, end_all
-from actors.environment import EnvironmentActor, PlayingReplica, as_episode
+from actors.environment import EnvironmentActor, as_episode
 from actors.factories import EnvironmentFactory
+from actors.playing import PlayingReplica
 from actors.rollout import RayReplica, RolloutActor
 from actors.store_shards import StoreShards
 from rlsys.engines.generation.protocol import EngineStats
