@@ -25,6 +25,7 @@ from rlsys.workers import Collected, FinishedRollout, Part, ReplicaDied
 from .calls import Worker, WorkerError, begun
 from .player import Player
 from .rollout import COLLECT_WAIT_S, DEADLY, RayReplica
+from .spare import Spare
 from .store_shards import StoreShards
 
 # Workers that may die over an episode before it is played apart from others.
@@ -62,8 +63,7 @@ class PlayingReplica:
         self._num_lives = 0
         self._workers: dict[str, Player] = {}  # that play for all
         self._apart: dict[str, Player] = {}  # that play suspects
-        self.spare: Player | None = None  # that plays nothing yet
-        self._num_spares_lost = 0  # in a row
+        self._spare = Spare(self._create, is_wanted=lambda: not replica.worker.is_dead)
         self._suspects = Suspects(max_deaths=MAX_DEATHS, num_parts=MAX_APART)
         self._waiting: dict[str, GenerationRequest] = {}  # suspects that nobody plays yet
         # Of episodes that are not to be played again: why; None where nobody wants them.
@@ -98,6 +98,11 @@ class PlayingReplica:
         """Its workers that play for all."""
         return [*self._workers.values()]
 
+    @property
+    def spare(self) -> Player | None:
+        """A worker that plays nothing yet."""
+        return self._spare.player
+
     async def start(self, timeout_s: float) -> None:
         await self._replica.start(timeout_s)
         try:
@@ -106,7 +111,7 @@ class PlayingReplica:
             await asyncio.gather(*(player.started() for player in self._workers.values()))
         except DEADLY as error:
             raise ReplicaDied(f"{self.name} has no environment worker: {error}") from None
-        self._hire_spare()
+        self._spare.hire()
 
     async def submit(
         self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
@@ -157,12 +162,15 @@ class PlayingReplica:
         self._verdicts.update(dict.fromkeys(waiting))
         if unwanted:
             await self._idlest.give_up([(request, None) for request in unwanted])
-        for player in self._playing:
-            here = [name for name in request_ids if name in player.requests]
-            for name in here:
+        here = {
+            player: names
+            for player in self._playing
+            if (names := [name for name in request_ids if name in player.requests])
+        }
+        for names in here.values():  # if it dies before it is told, nobody else plays them
+            for name in names:
                 self._verdicts.setdefault(name, None)
-            if here:
-                await player.abort(here)
+        await asyncio.gather(*(player.abort(names) for player, names in here.items()))
 
     async def release(self) -> None:
         await self._replica.release()
@@ -230,7 +238,7 @@ class PlayingReplica:
             else:
                 self._suspects.put_back(units)
         else:
-            successor = self._successor()
+            successor = self._spare.take()
             self._workers[successor.name] = successor
             again = units
             if player.has_begun:
@@ -249,7 +257,7 @@ class PlayingReplica:
         while (free is not None or len(self._apart) < MAX_APART) and (
             part := self._suspects.next_part()
         ):
-            player, free = free or self._successor(), None
+            player, free = free or self._spare.take(), None
             self._apart[player.name] = player
             player.play([self._waiting.pop(name) for unit in part for name in unit])
         if free is not None:
@@ -274,9 +282,9 @@ class PlayingReplica:
         self, player: Player, death: Exception, *, num_again: int, culprit: str
     ) -> None:
         num_apart = sum(name in self._waiting for name in player.requests)
-        told = []
-        if num_again or not num_apart:
-            told.append(f"another plays its {num_again} episodes again, from what is known")
+        told = ["another takes its place"]
+        if num_again:
+            told = [f"another plays its {num_again} episodes again, from what is known"]
         if culprit:
             told.append("that episode is played apart from others")
         elif num_apart:
@@ -300,29 +308,6 @@ class PlayingReplica:
         for request in requests:
             by_group.setdefault(_group_of(request), []).append(request.request_id)
         return [tuple(names) for names in by_group.values()]
-
-    def _successor(self) -> Player:
-        """The spare worker, if it lives; another is hired in its place, which will have loaded
-        everything by the next death."""
-        spare, self.spare = self.spare, None
-        player = self._create() if spare is None or spare.worker.is_dead else spare
-        self._num_spares_lost = 0
-        self._hire_spare()
-        return player
-
-    def _hire_spare(self) -> None:
-        self.spare = self._create()
-        begun(self._keep_spare(self.spare))
-
-    async def _keep_spare(self, spare: Player) -> None:
-        """One that dies unused is replaced, unless that goes on and on."""
-        await spare.gone()
-        if self.spare is not spare or self._replica.worker.is_dead:
-            return
-        self.spare = None
-        self._num_spares_lost += 1
-        if self._num_spares_lost <= MAX_FRUITLESS:
-            self._hire_spare()
 
     def _create(self) -> Player:
         name = f"environment-{self.name.removeprefix('rollout-')}.{self._num_lives}"
