@@ -119,7 +119,7 @@ class Episode:
     _resumed_s: float = field(default_factory=lambda: _now())
 
     def __post_init__(self) -> None:
-        self._conversation = Conversation(self.codec)
+        self._conversation = Conversation(self.codec, max_tokens=self.limits.max_context)
         self._raw: Conversation | None = None  # of texts without a chat template
         self._texts: list[_Text] = []
         self._num_asked = 0
@@ -155,7 +155,9 @@ class Episode:
         """The policy's continuation of a text, without the chat template. One that begins with an
         earlier text and its continuation goes on from there. Raises as `turn` does."""
         if self._raw is None:
-            self._raw = Conversation(self.codec.without_template)
+            self._raw = Conversation(
+                self.codec.without_template, max_tokens=self.limits.max_context
+            )
         conversation, messages = self._raw, self._known_beginning(prompt)
         turn = await self._asked(
             conversation, lambda: conversation.prompt(messages), max_tokens, stop
@@ -212,8 +214,7 @@ class Episode:
         except NoRoom as reason:
             self.is_over = True
             self.is_truncated |= reason.is_truncated
-            why = "tokens or context are used up" if reason.is_truncated else WENT_ON
-            raise EpisodeOver(why) from None
+            raise EpisodeOver(str(reason) if reason.is_truncated else WENT_ON) from None
         except FirstTooLong as error:
             self.failure = EpisodeFailed(f"{self.environment.name} {error}")
             raise self.failure from None
