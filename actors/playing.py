@@ -22,7 +22,7 @@ from rlsys.rewards import RewardFailure
 from rlsys.types import GenerationRequest, WeightManifest
 from rlsys.workers import Collected, FinishedRollout, Part, ReplicaDied
 
-from .calls import Worker, WorkerError, begun
+from .calls import Worker, WorkerError, begun, end_all
 from .player import Player
 from .rollout import COLLECT_WAIT_S, DEADLY, RayReplica
 from .spare import Spare
@@ -226,23 +226,21 @@ class PlayingReplica:
             self._burials.append(player.actor_id)
         wanted = {n: r for n, r in player.requests.items() if n not in self._verdicts}
         units = self._units(wanted.values())
-        if not (player.has_begun and units):
-            self._num_fruitless += 1
-            if self._num_fruitless > MAX_FRUITLESS * self._num_workers:
-                raise self._died("the deaths of its environment workers", death)
+        self._count_fruitless(player, units, death)
         culprit = self._culprit(player, wanted)
-        if is_apart:
-            again: list[Unit] = []
-            if player.has_begun:
-                self._fail(self._suspects.died_apart(units, culprit), player, death)
-            else:
+        again: list[Unit] = []  # beside others
+        if not self._tells_of_wanted(player):
+            if is_apart:
                 self._suspects.put_back(units)
+            else:
+                again = units
+        elif is_apart:
+            self._fail(self._suspects.died_apart(units, culprit), player, death)
         else:
+            again = self._suspects.died_together(units, culprit)
+        if not is_apart:
             successor = self._spare.take()
             self._workers[successor.name] = successor
-            again = units
-            if player.has_begun:
-                again = self._suspects.died_together(units, culprit)
             if again:
                 successor.play([wanted.pop(name) for unit in again for name in unit])
         self._waiting.update((n, r) for n, r in wanted.items() if n not in self._verdicts)
@@ -263,7 +261,7 @@ class PlayingReplica:
         if free is not None:
             del self._apart[free.name]
             self._burials.append(free.actor_id)
-            free.worker.kill()
+            begun(end_all([free.worker]))  # with what it has started, such as servers of tools
 
     def _fail(self, unit: Unit | None, player: Player, death: Exception) -> None:
         """Its worker has died, where nobody was beside it."""
@@ -293,6 +291,20 @@ class PlayingReplica:
                 "find out which of them does it"
             )
         self._on_death(f"{death}; {'; '.join(told)}")
+
+    def _count_fruitless(self, player: Player, units: Sequence[Unit], death: Exception) -> None:
+        """Raises ReplicaDied where workers die and die, and no episode's turn is what they die of:
+        the suspects' deaths are bounded, these are not."""
+        if player.has_begun and units:
+            return
+        self._num_fruitless += 1
+        if self._num_fruitless > MAX_FRUITLESS * self._num_workers:
+            raise self._died("the deaths of its environment workers", death)
+
+    def _tells_of_wanted(self, player: Player) -> bool:
+        """Whether its death may be the fault of an episode that is to be played again: not before
+        it had begun, and not where one that nobody wants any more was seen to block it."""
+        return player.has_begun and not (player.blocked and player.blocked.task in self._verdicts)
 
     def _culprit(self, player: Player, wanted: Mapping[str, GenerationRequest]) -> str:
         """The episode that was seen to block the event loop."""
