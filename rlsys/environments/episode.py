@@ -26,7 +26,7 @@ from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.environment import Environment
 from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms
 from rlsys.environments.template import Message
-from rlsys.environments.token_tree import Trajectory, joined
+from rlsys.environments.token_tree import FIELDS, Trajectory, joined
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from rlsys.user_functions import printable
 
@@ -262,12 +262,13 @@ class Episode:
         components = dict(self.named)
         for name, value in final.items():  # of a name that turns have had too, both count
             components[name] = components.get(name, 0.0) + value
+        trajectory = self._trajectory()
         return Played(
-            trajectory=self._trajectory(),
+            trajectory=trajectory,
             total=sum(components.values()),
             components=components,
             finish_reason=FinishReason.LENGTH if self.is_truncated else FinishReason.STOP,
-            transcript=self._transcript(str(over) if over is not None else ""),
+            transcript=self._transcript(trajectory, str(over) if over is not None else ""),
         )
 
     @property
@@ -284,14 +285,17 @@ class Episode:
         ]
         return functools.reduce(joined, made)
 
-    def _transcript(self, ended: str) -> list[Mapping[str, Any]]:
-        """For people: who said what, branch by branch, and at last what ended it, if it was not
-        its function."""
+    def _transcript(self, trajectory: Trajectory, ended: str) -> list[Mapping[str, Any]]:
+        """For people: who said what, branch by branch, of several seats with whose that is; and at
+        last what ended it, if it was not its function."""
         told: list[Mapping[str, Any]] = []
         branches = [branch for one in self._conversations for branch in one.transcript()]
+        names = self.environment.seats
+        seats = trajectory.branches.reshape(-1, FIELDS)[:, -1].tolist()
         for number, branch in enumerate(branches):
+            own = {"branch": number} | ({"seat": names[seats[number]]} if len(names) > 1 else {})
             for role, text, is_sampled in branch:
-                told.append({"branch": number, "role": role, "text": text, "sampled": is_sampled})
+                told.append({**own, "role": role, "text": text, "sampled": is_sampled})
         if ended:
             last = len(branches) - 1
             told.append({"branch": last, "role": ENDED, "text": ended, "sampled": False})

@@ -493,6 +493,11 @@ def test_seats_have_conversations_of_their_own() -> None:
     assert [path.tolist() for path in trajectory.paths()] == [[4, 8, 2], [5, 8, 2]]
     assert trajectory.policy_versions.tolist() == [7, 7, -1, 7, 7]
     assert trajectory.turn_rewards.tolist() == [0, 1, 0, 0, -1]
+    said = [(one["branch"], one["seat"], one["text"]) for one in ended.played.transcript]
+    assert said == [
+        *((0, "first", "1"), (0, "first", "5<eos>")),
+        *((1, "second", "2"), (1, "second", "5<eos>")),
+    ]
 
 
 def test_a_seat_has_one_conversation_whoever_asks_for_it() -> None:
