@@ -62,10 +62,10 @@ def load_scalar_lm(
     except unreadable() as error:
         raise _unreadable(path, error) from error
     head = scalar_head(model)
-    is_fresh = not has_head and head is not None
-    check_report(model, report, path, may_lack=["score.weight"] if is_fresh else [])
-    if is_fresh:
-        nn.init.zeros_(head)
+    fresh = None if has_head else head
+    check_report(model, report, path, may_lack=[] if fresh is None else ["score.weight"])
+    if fresh is not None:
+        nn.init.zeros_(fresh)
     check_kinds(model, path)
     check_finite(model, path)
     return model

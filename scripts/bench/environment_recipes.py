@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 # Before this folder, in which a script is called as the recipes are.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -49,7 +50,7 @@ SAID: Mapping[str, tuple[str, tuple[str, ...]]] = {
 NUMBER = r"(-?[0-9.]+[0-9])"
 
 
-def lines_of(function: object) -> int:
+def lines_of(function: Any) -> int:
     """Of its source, without its docstring's and empty ones."""
     return len([line for line in inspect.getsource(function).splitlines() if line.strip()])
 

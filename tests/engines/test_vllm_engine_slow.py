@@ -109,13 +109,13 @@ def test_an_update_equals_a_fresh_start_for(variant: str, tmp_path: Path) -> Non
 def test_weights_are_quantized_again_at_an_update(variant: str, dtype: str, tmp_path: Path) -> None:
     """As a fresh start does it, and nothing of it is in full precision."""
     paths = build(variant, tmp_path)
-    model = load(paths[1])
+    models = [load(paths[1])] * 2
     options = {"dtype": dtype, "quantization": "fp8_per_channel"}
     updated, fresh = asyncio.run(updated_and_fresh(paths, **options))
     for prompt, a, b in zip(PROMPTS, updated, fresh, strict=True):
         assert np.array_equal(a.token_ids, b.token_ids)
         assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
-        exact = hf_logprobs({0: model, 1: model}, prompt, a)
+        exact = hf_logprobs(models, prompt, a)
         apart = np.abs(a.sampler_logprobs - exact).mean()
         assert 1e-4 < apart < 0.2
 
