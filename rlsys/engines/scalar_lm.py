@@ -61,7 +61,8 @@ def load_scalar_lm(
             model, report = loaded or kind.from_pretrained(path, num_labels=1, **options)
     except unreadable() as error:
         raise _unreadable(path, error) from error
-    fresh = None if has_head else scalar_head(model)
+    head = scalar_head(model)
+    fresh = None if has_head else head
     check_report(model, report, path, may_lack=[] if fresh is None else ["score.weight"])
     if fresh is not None:
         nn.init.zeros_(fresh)
