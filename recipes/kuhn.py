@@ -16,7 +16,15 @@ from typing import Any
 
 import rlsys
 from recipes.kuhn_oracle import DEALS, FIRST, SECOND, VALUE, exploitability, gain, value
-from rlsys import AsyncConfig, OwnModel, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig
+from rlsys import (
+    AsyncConfig,
+    HeldOut,
+    OwnModel,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
 from rlsys.algorithms import clipped_surrogate, entropy_bonus, token_mean, turn_batch_advantage
 
 MOVES = {"p": "p", "b": "b"}  # pass or fold, bet or call
@@ -101,7 +109,10 @@ def main() -> None:
     parsed = rlsys.parse(KuhnConfig)
     cfg = parsed.config
     own_model = OwnModel(name="kuhn", characters="12JQKpb", width=64, num_layers=2)
-    result = rlsys.launch(cfg, graph(cfg), own_model=own_model, dry_run=parsed.dry_run)
+    held_out = HeldOut(rows=tasks())  # there are no other deals
+    result = rlsys.launch(
+        cfg, graph(cfg), own_model=own_model, held_out=held_out, dry_run=parsed.dry_run
+    )
     if parsed.dry_run:
         return
     strategy = strategy_of(result.model)

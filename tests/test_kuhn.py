@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.kuhn import kuhn
+import rlsys
+from recipes.kuhn import KuhnConfig, graph, kuhn, strategy_of, tasks
 from recipes.kuhn_oracle import (
     DEALS,
     ENDS,
@@ -23,8 +25,11 @@ from recipes.kuhn_oracle import (
     gain,
     value,
 )
+from rlsys import RolloutConfig, SamplingConfig
+from rlsys.dataflow.stages import PlayStage
 from rlsys.environments.host import Ended
 from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.tiny_models import build_tiny_model
 from tests.environments.playing import hosted, played, request
 
 SETS = (*FIRST, *SECOND)
@@ -125,10 +130,10 @@ def test_no_change_of_a_seat_wins_more_than_the_best_response(
     assert sign * value(changed) <= float(best_response(strategy, sets)) + 1e-9
 
 
-def plays(first: str, second: str, moves: str) -> Ended:
+def plays(first: str, second: str, moves: str, asked: list[str] | None = None) -> Ended:
     """One game, in which both seats are one policy that says what `moves` has next."""
     replies = iter(moves)
-    asked: list[str] = []
+    asked = [] if asked is None else asked
 
     def says(text: str) -> str:
         asked.append(text)
@@ -159,8 +164,10 @@ def test_each_ending_is_worth_its_chips_to_both_seats(moves: str, won: float) ->
 
 
 def test_what_each_seat_hears_is_its_card_and_the_moves() -> None:
-    ended = plays("J", "K", "pbb")
+    asked: list[str] = []
+    ended = plays("J", "K", "pbb", asked)
     assert ended.played is not None
+    assert asked == ["1J", "2Kp", "1Jpb"]  # as strategy_of asks the trained model
     texts = [(line["role"], line["text"]) for line in ended.played.transcript]
     assert texts == [
         ("user", "1J"),
@@ -172,6 +179,37 @@ def test_what_each_seat_hears_is_its_card_and_the_moves() -> None:
     ]
     rewards = ended.played.trajectory.turn_rewards
     assert sorted(rewards[rewards != 0].tolist()) == [-2.0, 2.0]
+
+
+def test_the_trained_model_is_asked_what_the_environment_asks(tmp_path: Path) -> None:
+    """Of a model of random weights: what it is said to bet, and what it bets."""
+    build_tiny_model(tmp_path, characters="12JQKpb", width=16, num_layers=1, max_context=64)
+    strategy = strategy_of(tmp_path)
+    assert list(strategy) == [*FIRST, *SECOND]
+    rollout = RolloutConfig(max_running=256, kv_cache_gib=0.01)
+    sampling = SamplingConfig(max_tokens=12)
+    games = rlsys.play(
+        tmp_path,
+        kuhn,
+        tasks(),
+        sampling=sampling,
+        rollout=rollout,
+        num_episodes=500,
+        max_prompt_tokens=8,
+    )
+    for number, task in enumerate(tasks()):
+        mine = games[500 * number : 500 * (number + 1)]
+        said = [one.transcript[1]["text"] for one in mine]
+        bets, num = said.count("b"), said.count("b") + said.count("p")
+        expected = strategy[task["first"]]
+        assert num > 20
+        assert abs(bets / num - expected) < 5 * (expected * (1 - expected) / num) ** 0.5
+
+
+def test_its_graph_trains_each_move_by_its_seat() -> None:
+    flow = graph(KuhnConfig())
+    flow.check()
+    assert flow.all(PlayStage)[0].environment is kuhn
 
 
 @pytest.mark.parametrize("moves", ["x", "px", "pbx"])
