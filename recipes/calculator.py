@@ -1,9 +1,9 @@
 """When to call a tool: for products, which are beyond the model, and not for sums, which it knows.
 
 Half of the tasks are sums of two digits, half are products of two numbers of two digits. A call of
-the calculator costs a fifth of a right answer. A teacher warms the model up, of 0.8 million
-parameters and random weights: of each task it shows as often the answer as a call, `7+5=` as `12`
-and as `[7+5]`. Which of the two a task is worth, the model finds out.
+the calculator costs three tenths of a right answer. A teacher warms the model up, of 0.8 million
+parameters and random weights: of every kind of task it shows answers as well as calls, of `7+5=`
+both `12` and `[7+5]`. Which of them a task is worth, the model finds out.
 
     python recipes/calculator.py --name calculator
 """
@@ -25,7 +25,7 @@ from rlsys.environments.tool_call import Piece, Written
 from rlsys.environments.tool_formats import ToolFormat
 
 CHARACTERS = "0123456789+*=[]"
-COST = 0.2  # of a call; a right answer is worth 1
+COST = 0.3  # of a call; a right answer is worth 1
 CALL = re.compile(r"\[(\d+)([+*])(\d+)\]")
 NUM_HELD_OUT = 400
 
@@ -74,9 +74,9 @@ class CalculatorConfig(RunConfig):
 
     name: str = "calculator"
     """Name of the run's directory below runs_dir; two runs never share one."""
-    warm_start_steps: int = 300
+    warm_start_steps: int = 500
     """Supervised steps before reinforcement learning starts."""
-    num_steps: int = 60
+    num_steps: int = 80
     """Optimizer steps of the whole run, resumed parts included."""
     prompts_per_step: int = 64
     """Groups in one optimizer step."""
@@ -116,7 +116,8 @@ def lesson(rng: random.Random) -> tuple[str, str]:
     task = rng.choice(rng.choice([SUMS, TRAINED]))
     question, answer = task["question"], task["answer"]
     call = f"[{question.removesuffix('=')}]"
-    return rng.choice([(question, answer), (question, call), (question + call + answer, answer)])
+    by_itself = question, answer
+    return rng.choice([by_itself, by_itself, (question, call), (question + call + answer, answer)])
 
 
 def graph(cfg: CalculatorConfig) -> rlsys.Dataflow:

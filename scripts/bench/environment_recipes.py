@@ -18,13 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # Before this folder, in which a script is called as the recipes are.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.guess import guess
+from recipes.kuhn_oracle import FIRST, SECOND, exploitability
+from rlsys.observe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +52,12 @@ SAID: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 NUMBER = r"(-?[0-9.]+[0-9])"
 
+# By recipe: the metric that tells how far it has come.
+METRICS = {"guess": "found/mean", "calculator": "right/mean"}
+
+# Of Kuhn poker: so many steps' recorded games are the strategy of a step.
+WINDOW = 20
+
 
 def lines_of(function: object) -> int:
     """Of its source, without its docstring's and empty ones."""
@@ -61,6 +71,42 @@ def numbers_of(name: str, output: str) -> dict[str, float]:
     if found is None:
         raise ValueError(f"recipes/{name}.py did not say {pattern!r}, but: {output[-2000:]}")
     return dict(zip(keys, map(float, found.groups()), strict=True))
+
+
+def curve_of(name: str, directory: Path) -> list[float]:
+    """How far a run had come, by step: found numbers, right answers, or the exploitability of the
+    games that were recorded. OSError for a run that is not there."""
+    if name in METRICS:
+        return [line[METRICS[name]] for line in read_metrics(directory / "metrics.jsonl")]
+    with (directory / "rollouts.jsonl").open() as file:
+        games = [json.loads(line) for line in file]
+    return [
+        exploitability(bets_of([game for game in games if end - WINDOW < game["step"] <= end]))
+        for end in range(1, max(game["step"] for game in games) + 1)
+    ]
+
+
+def bets_of(games: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How often a bet was made in each information set; in one that never came up, a coin's."""
+    asked: Counter[str] = Counter()
+    bet: Counter[str] = Counter()
+    for game in games:
+        first, second = moves_of(game, "1"), moves_of(game, "2")
+        hand, other = game["row"]["first"], game["row"]["second"]
+        sets = [hand, hand + "pb"], [other + first[:1]]
+        for theirs, moves in zip(sets, (first, second), strict=True):
+            for one, move in zip(theirs, moves, strict=False):
+                asked[one] += 1
+                bet[one] += move == "b"
+    return {one: bet[one] / asked[one] if asked[one] else 0.5 for one in (*FIRST, *SECOND)}
+
+
+def moves_of(game: Mapping[str, Any], seat: str) -> str:
+    """Of the seat whose conversation begins so; what is no move ended the game."""
+    turns = game["turns"]
+    branches = {turn["branch"]: turn["text"][:1] for turn in reversed(turns)}  # their beginnings
+    said = [turn for turn in turns if turn["sampled"] and branches[turn["branch"]] == seat]
+    return "".join(turn["text"] for turn in said if turn["text"] in ("p", "b"))
 
 
 def measured(name: str, runs_dir: Path) -> dict[str, float]:
