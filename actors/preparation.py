@@ -317,12 +317,14 @@ def check_held_out(
     )
     rewards, loss = rewards_of(flow, held_out), held_out_loss(config, flow)
     environment = environment_of(flow)
-    require(
-        not rewards or environment is None,
-        f"HeldOut(rewards={[one.name for one in as_rewards(rewards)]}) scores completions of "
-        "prompts, and flow.play has tasks: its environment says what an episode is worth. Leave "
-        "the rewards out, or return what they say from the environment, by a name of its own.",
-    )
+    if rewards:
+        names = [one.name for one in as_rewards(rewards)]
+        require(
+            environment is None,
+            f"HeldOut(rewards={names}) scores completions of prompts, and flow.play has tasks: its "
+            "environment says what an episode is worth. Leave the rewards out, or return what they "
+            "say from the environment, by a name of its own.",
+        )
     require(
         bool(rewards) or loss is not None or environment is not None,
         f"evaluation.every={config.evaluation.every}, and nothing says what a model is told by: "

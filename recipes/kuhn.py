@@ -2,8 +2,8 @@
 
 Policy gradients in a game against oneself go round in circles: each seat answers what the other one
 did a moment ago. They come to rest near an equilibrium where chance is worth something (an entropy
-bonus, which pulls inwards: 2206.05825), and where steps follow the game as it is now: no momentum,
-a learning rate that ends near 0, large batches. How near: recipes/kuhn_oracle.py knows exactly.
+bonus, which pulls inwards: 2206.05825), and where steps follow the game as it is now: on-policy, no
+momentum, a learning rate that ends near 0. How near: recipes/kuhn_oracle.py knows exactly.
 
     python recipes/kuhn.py --name kuhn
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import rlsys
 from recipes.kuhn_oracle import DEALS, FIRST, SECOND, VALUE, exploitability, gain, value
-from rlsys import OwnModel, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig
+from rlsys import AsyncConfig, OwnModel, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig
 from rlsys.algorithms import clipped_surrogate, entropy_bonus, token_mean, turn_batch_advantage
 
 MOVES = {"p": "p", "b": "b"}  # pass or fold, bet or call
@@ -41,22 +41,23 @@ class KuhnConfig(RunConfig):
     """Sizes that fit two CPU cores."""
 
     name: str = "kuhn"
-    num_steps: int = 300
+    num_steps: int = 500
     prompts_per_step: int = len(DEALS)
-    group_size: int = 96
-    entropy_coefficient: float = 0.2
+    group_size: int = 48
+    entropy_coefficient: float = 0.25
     """Of the entropy in the loss, whose advantages have a mean square of 1."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=12))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=1024))
     trainer: TrainerConfig = field(
         default_factory=lambda: TrainerConfig(
-            learning_rate=1e-3,
+            learning_rate=2e-3,
             schedule="linear",
             final_lr_frac=0.01,
-            adam_betas=(0.0, 0.95),
+            adam_betas=(0.0, 0.99),
             micro_batch_tokens=8192,
         )
     )
+    asynchrony: AsyncConfig = field(default_factory=lambda: AsyncConfig(max_staleness=0))
 
 
 def tasks() -> list[dict[str, Any]]:

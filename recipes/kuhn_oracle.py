@@ -1,8 +1,8 @@
 """Kuhn poker (1950) solved exactly: what a strategy loses against whoever knows it.
 
 Three cards, J < Q < K, two players, a card each, a chip each in the pot. The first passes or bets;
-the second passes, which is a fold behind a bet, or bets, which is a call behind one; behind pass and
-bet the first passes, a fold, or bets, a call. A bet is one chip.
+the second passes, which is a fold behind a bet, or bets, which is a call behind one; behind pass
+and bet the first passes, a fold, or bets, a call. A bet is one chip.
 
 A strategy says for each of the twelve information sets, a player's card and the moves so far, how
 likely a bet is: {"J": 0.2, ..., "Kpb": 1.0}. The second player's sets are those of one move.

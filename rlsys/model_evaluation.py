@@ -230,14 +230,13 @@ async def evaluate_played(
             reward=config.reward,
         )
         samples: list[Sample] = []
-        began = time.monotonic()
 
         def on_ended(host: EpisodeHost, ended: Ended) -> None:
             samples.append(_sample(host, ended))
             on_sample(samples[-1])
 
-        await player.play(environment, tasks, on_ended)
-        return _evaluation(config, samples, time.monotonic() - began)
+        seconds = await player.play(environment, tasks, on_ended)
+    return _evaluation(config, samples, seconds)
 
 
 def _sample(host: EpisodeHost, ended: Ended) -> Sample:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,10 +64,11 @@ class Player:
         environment: Environment,
         tasks: Tasks,
         on_ended: Callable[[EpisodeHost, Ended], None],
-    ) -> None:
-        """`on_ended` is given each episode, in no order, and the host that played it. Raises
-        ValueError for a mistake in model or environment that shows before anything is played;
-        EngineError if the engine dies; what `on_ended` raises."""
+    ) -> float:
+        """`on_ended` is given each episode, in no order, and the host that played it. Returns the
+        seconds that it took, without the start. Raises ValueError for a mistake in model or
+        environment that shows before anything is played; EngineError if the engine dies; what
+        `on_ended` raises."""
         longest = self.max_prompt_tokens + self.sampling.max_tokens
         max_context = model_shape(self.model.path).max_context
         require(
@@ -96,7 +98,9 @@ class Player:
             )
             stack.push_async_callback(host.close)
             await host.start()
+            began = time.monotonic()
             await self._play(host, sampler, tasks, on_ended)
+            return time.monotonic() - began
 
     async def _play(
         self,

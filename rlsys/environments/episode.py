@@ -26,7 +26,7 @@ from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.environment import Environment
 from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms
 from rlsys.environments.template import Message
-from rlsys.environments.token_tree import Trajectory, joined
+from rlsys.environments.token_tree import FIELDS, Trajectory, joined
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from rlsys.user_functions import printable
 
@@ -119,7 +119,7 @@ class Episode:
     _resumed_s: float = field(default_factory=lambda: _now())
 
     def __post_init__(self) -> None:
-        self._conversation = Conversation(self.codec)
+        self._conversation = Conversation(self.codec, max_tokens=self.limits.max_context)
         self._raw: Conversation | None = None  # of texts without a chat template
         self._texts: list[_Text] = []
         self._num_asked = 0
@@ -155,7 +155,9 @@ class Episode:
         """The policy's continuation of a text, without the chat template. One that begins with an
         earlier text and its continuation goes on from there. Raises as `turn` does."""
         if self._raw is None:
-            self._raw = Conversation(self.codec.without_template)
+            self._raw = Conversation(
+                self.codec.without_template, max_tokens=self.limits.max_context
+            )
         conversation, messages = self._raw, self._known_beginning(prompt)
         turn = await self._asked(
             conversation, lambda: conversation.prompt(messages), max_tokens, stop
@@ -212,8 +214,7 @@ class Episode:
         except NoRoom as reason:
             self.is_over = True
             self.is_truncated |= reason.is_truncated
-            why = "tokens or context are used up" if reason.is_truncated else WENT_ON
-            raise EpisodeOver(why) from None
+            raise EpisodeOver(str(reason) if reason.is_truncated else WENT_ON) from None
         except FirstTooLong as error:
             self.failure = EpisodeFailed(f"{self.environment.name} {error}")
             raise self.failure from None
@@ -261,12 +262,13 @@ class Episode:
         components = dict(self.named)
         for name, value in final.items():  # of a name that turns have had too, both count
             components[name] = components.get(name, 0.0) + value
+        trajectory = self._trajectory()
         return Played(
-            trajectory=self._trajectory(),
+            trajectory=trajectory,
             total=sum(components.values()),
             components=components,
             finish_reason=FinishReason.LENGTH if self.is_truncated else FinishReason.STOP,
-            transcript=self._transcript(str(over) if over is not None else ""),
+            transcript=self._transcript(trajectory, str(over) if over is not None else ""),
         )
 
     @property
@@ -283,14 +285,17 @@ class Episode:
         ]
         return functools.reduce(joined, made)
 
-    def _transcript(self, ended: str) -> list[Mapping[str, Any]]:
-        """For people: who said what, branch by branch, and at last what ended it, if it was not
-        its function."""
+    def _transcript(self, trajectory: Trajectory, ended: str) -> list[Mapping[str, Any]]:
+        """For people: who said what, branch by branch, of several seats with whose that is; and at
+        last what ended it, if it was not its function."""
         told: list[Mapping[str, Any]] = []
         branches = [branch for one in self._conversations for branch in one.transcript()]
+        names = self.environment.seats
+        seats = trajectory.branches.reshape(-1, FIELDS)[:, -1].tolist()
         for number, branch in enumerate(branches):
+            own = {"branch": number} | ({"seat": names[seats[number]]} if len(names) > 1 else {})
             for role, text, is_sampled in branch:
-                told.append({"branch": number, "role": role, "text": text, "sampled": is_sampled})
+                told.append({**own, "role": role, "text": text, "sampled": is_sampled})
         if ended:
             last = len(branches) - 1
             told.append({"branch": last, "role": ENDED, "text": ended, "sampled": False})

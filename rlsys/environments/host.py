@@ -175,9 +175,9 @@ class EpisodeHost:
             task = asyncio.create_task(self._play(request), name=request.request_id)
             self._running[request.request_id] = task
 
-    def give_up(self, request: EpisodeRequest, failure: RewardFailure) -> None:
-        """An episode that is not to be played: it has failed."""
-        self._tell(Ended(request=request, failure=_ours(failure)))
+    def give_up(self, request: EpisodeRequest, failure: RewardFailure | None) -> None:
+        """An episode that is not to be played: it has failed, or nobody wants it (None)."""
+        self._tell(Ended(request=request, failure=None if failure is None else _ours(failure)))
 
     async def collect(self) -> list[Ended]:
         """Waits until at least one episode has ended; all that have."""
@@ -190,6 +190,14 @@ class EpisodeHost:
         for name in request_ids:
             if (task := self._running.get(name)) is not None:
                 task.cancel()
+        unwanted = set(request_ids)
+        for together in self._groups.values():
+            names = {one.request.request_id for one in together}
+            if unwanted.isdisjoint(names) or any(one.played is None for one in together):
+                continue
+            together[:] = [replace(one, played=None) for one in together]
+            self._ended += together  # they wait for one that nobody wants
+            self._something_ended.notify()
 
     async def close(self) -> None:
         """Ends all episodes."""
@@ -265,7 +273,7 @@ class EpisodeHost:
             base=request.sampling,
             seed=request.seed,
         )
-        task = asyncio.create_task(self._call(episode, request))
+        task = asyncio.create_task(self._call(episode, request), name=request.request_id)
         task.add_done_callback(_heard)
         try:
             while (left_s := episode.own_time_left_s()) > 0:

@@ -242,6 +242,16 @@ def test_an_episode_is_shown_turn_by_turn() -> None:
         "  branch 1",
         "  user       \\x1b!",
     ]
+    seated = [{**one, "seat": "ab"[one["branch"]]} for one in turns]
+    screen = Screen()
+    screen.run.step(step_line(1), [replace(RECORD, step=1, turns=seated)])
+    assert screen.lines[-5:] == [
+        "  seat a",
+        "  user       ?",
+        "  assistant  3",
+        "  branch 1, seat b",
+        "  user       \\x1b!",
+    ]
     long = [turn(0, "user", str(number)) for number in range(40)]
     screen.run.step(step_line(10), [replace(RECORD, step=10, turns=long)])
     shown = screen.lines[screen.lines.index("sample of step 10: reward 0.5") + 1 :]

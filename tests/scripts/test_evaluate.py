@@ -39,11 +39,15 @@ def test_short_options() -> None:
     assert spelled_out(["--help"]) == ["--help"]
 
 
-def test_the_documented_command_is_accepted() -> None:
+def test_the_documented_commands_are_accepted() -> None:
     text = (DOCS / "evaluation.md").read_text().replace("\\\n", " ")
-    (arguments,) = re.findall(r"python scripts/evaluate\.py ([^`\n]*)", text)
-    config = parse(EvaluationConfig, spelled_out(shlex.split(arguments))).config
-    assert (config.num_samples, config.k, config.data.split) == (8, (1, 4), "test")
+    commands = re.findall(r"python scripts/evaluate\.py ([^`\n]*)", text)
+    scored, played = (
+        parse(EvaluationConfig, spelled_out(shlex.split(arguments))).config
+        for arguments in commands
+    )
+    assert (scored.num_samples, scored.k, scored.data.split) == (8, (1, 4), "test")
+    assert (played.environment, played.rewards) == ("my_game.py:game", ())
 
 
 def test_a_table_json_last_and_the_samples(
