@@ -191,21 +191,21 @@ def test_the_bench_reads_what_the_recipes_say(monkeypatch: pytest.MonkeyPatch) -
         environment_recipes.numbers_of("guess", "nothing")
 
 
-def game(first: str, second: str, *said: tuple[int, str]) -> dict[str, Any]:
-    """A line of rollouts.jsonl: (branch, text), in which the policy says what is no card."""
+def game(first: str, second: str, *said: tuple[str, str]) -> dict[str, Any]:
+    """A line of rollouts.jsonl: (seat, text), in which the policy says what is no card or hint."""
     turns = [
-        {"branch": branch, "text": text, "sampled": text in ("p", "b", "<eos>")}
-        for branch, text in said
+        {"seat": seat, "text": text, "sampled": text in ("p", "b", "<eos>")} for seat, text in said
     ]
     return {"step": 1, "row": {"first": first, "second": second}, "turns": turns}
 
 
 def test_a_strategy_is_how_often_bets_were_made() -> None:
-    hint = {"branch": 0, "text": "b", "sampled": False}
-    long = game("J", "K", (0, "1J"), (0, "p"), (1, "2Kp"), (1, "b"))
-    long["turns"][2:2] = [hint, {"branch": 0, "text": "p", "sampled": True}]
-    short = game("J", "Q", (0, "1J"), (0, "b"), (1, "2Qb"), (1, "b"))
-    broken = game("J", "Q", (0, "1J"), (0, "<eos>"))
+    one, other = "first", "second"
+    long = game("J", "K", (one, "1J"), (one, "p"), (one, "b"), (one, "p"), (other, "2Kp"))
+    long["turns"][2]["sampled"] = False  # what it is told
+    long["turns"].append({"seat": other, "text": "b", "sampled": True})
+    short = game("J", "Q", (one, "1J"), (one, "b"), (other, "2Qb"), (other, "b"))
+    broken = game("J", "Q", (one, "1J"), (one, "<eos>"))
     found = environment_recipes.bets_of([long, short, broken])
     assert set(found) == {*FIRST, *SECOND}
     told = {"J": 0.5, "Jpb": 0.0, "Kp": 1.0, "Qb": 1.0}

@@ -91,7 +91,7 @@ def bets_of(games: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     asked: Counter[str] = Counter()
     bet: Counter[str] = Counter()
     for game in games:
-        first, second = moves_of(game, "1"), moves_of(game, "2")
+        first, second = moves_of(game, "first"), moves_of(game, "second")
         hand, other = game["row"]["first"], game["row"]["second"]
         sets = [hand, hand + "pb"], [other + first[:1]]
         for theirs, moves in zip(sets, (first, second), strict=True):
@@ -102,11 +102,9 @@ def bets_of(games: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def moves_of(game: Mapping[str, Any], seat: str) -> str:
-    """Of the seat whose conversation begins so; what is no move ended the game."""
-    turns = game["turns"]
-    branches = {turn["branch"]: turn["text"][:1] for turn in reversed(turns)}  # their beginnings
-    said = [turn for turn in turns if turn["sampled"] and branches[turn["branch"]] == seat]
-    return "".join(turn["text"] for turn in said if turn["text"] in ("p", "b"))
+    """Of a seat; what is no move ended the game."""
+    said = [turn["text"] for turn in game["turns"] if turn["sampled"] and turn["seat"] == seat]
+    return "".join(text for text in said if text in ("p", "b"))
 
 
 def measured(name: str, runs_dir: Path) -> dict[str, float]:
