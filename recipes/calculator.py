@@ -10,7 +10,6 @@ both `12` and `[7+5]`. Which of them a task is worth, the model finds out.
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +18,14 @@ from statistics import fmean
 from typing import Any, Literal
 
 import rlsys
+from recipes.calculator_tasks import CHARACTERS, HELD_OUT, SUMS, TRAINED, lessons
 from rlsys import OwnModel, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig, WarmStart
 from rlsys.algorithms import clipped_surrogate, grpo_advantage, token_mean
 from rlsys.environments.tool_call import Piece, Written
 from rlsys.environments.tool_formats import ToolFormat
 
-CHARACTERS = "0123456789+*=[]"
 COST = 0.3  # of a call; a right answer is worth 1
 CALL = re.compile(r"\[(\d+)([+*])(\d+)\]")
-NUM_HELD_OUT = 400
 
 
 @rlsys.tool
@@ -91,35 +89,6 @@ class CalculatorConfig(RunConfig):
     )
 
 
-def easy(left: int, right: int) -> dict[str, Any]:
-    return {"question": f"{left}+{right}=", "answer": str(left + right), "hard": False}
-
-
-def hard(left: int, right: int) -> dict[str, Any]:
-    return {"question": f"{left}*{right}=", "answer": str(left * right), "hard": True}
-
-
-SUMS = [easy(left, right) for left in range(10) for right in range(10)]
-PRODUCTS = [hard(left, right) for left in range(10, 100) for right in range(10, 100)]
-random.Random("held out").shuffle(PRODUCTS)
-HELD_OUT, TRAINED = PRODUCTS[:NUM_HELD_OUT], PRODUCTS[NUM_HELD_OUT:]
-
-
-def lessons(cfg: CalculatorConfig) -> Iterator[list[tuple[str, str]]]:
-    """Batches of what the teacher shows: an answer, a call, or what to answer behind a call."""
-    rng = random.Random(cfg.seed)
-    while True:
-        yield [lesson(rng) for _ in range(128)]
-
-
-def lesson(rng: random.Random) -> tuple[str, str]:
-    task = rng.choice(rng.choice([SUMS, TRAINED]))
-    question, answer = task["question"], task["answer"]
-    call = f"[{question.removesuffix('=')}]"
-    by_itself = question, answer
-    return rng.choice([by_itself, by_itself, (question, call), (question + call + answer, answer)])
-
-
 def graph(cfg: CalculatorConfig) -> rlsys.Dataflow:
     flow = rlsys.Dataflow()
     policy = flow.model("policy")
@@ -145,7 +114,7 @@ def report(model: Path, cfg: CalculatorConfig) -> str:
     of_sums, of_products, alone = (
         [one.components for one in rlsys.play(model, played, tasks, sampling=cfg.sampling)]
         for played, tasks in (
-            (sums_and_products, SUMS * (NUM_HELD_OUT // len(SUMS))),
+            (sums_and_products, SUMS * (len(HELD_OUT) // len(SUMS))),
             (sums_and_products, HELD_OUT),
             (without_tool, HELD_OUT),
         )
@@ -170,7 +139,7 @@ def main() -> None:
         graph(cfg),
         own_model=OwnModel(name="calculator", characters=CHARACTERS),
         warm_start=WarmStart(
-            num_steps=cfg.warm_start_steps, batches=lessons(cfg), learning_rate=1e-3
+            num_steps=cfg.warm_start_steps, batches=lessons(cfg.seed), learning_rate=1e-3
         ),
         dry_run=parsed.dry_run,
     )

@@ -13,6 +13,7 @@ import pytest
 
 import rlsys
 from recipes import calculator, guess
+from recipes.calculator_tasks import CHARACTERS, HELD_OUT, NUM_HELD_OUT, easy, hard, lesson
 from recipes.kuhn_oracle import FIRST, SECOND
 from rlsys.environments.host import Ended
 from rlsys.observe.metrics import MetricsWriter
@@ -92,9 +93,8 @@ def test_the_environment_has_twelve_lines_at_most() -> None:
 
 # The calculator
 
-CHARACTERS = calculator.CHARACTERS
-SUM = calculator.easy(7, 5)
-PRODUCT = calculator.hard(37, 84)
+SUM = easy(7, 5)
+PRODUCT = hard(37, 84)
 
 
 def answers(environment: Any, task: Any, *replies: str) -> Ended:
@@ -141,9 +141,9 @@ def test_without_the_tool_nobody_answers_a_call() -> None:
 
 def test_the_teacher_shows_both_ways_of_both_kinds_and_nothing_that_is_held_out() -> None:
     rng = random.Random(0)
-    shown = [calculator.lesson(rng) for _ in range(4000)]
-    held_out = {task["question"] for task in calculator.HELD_OUT}
-    assert len(held_out) == calculator.NUM_HELD_OUT
+    shown = [lesson(rng) for _ in range(4000)]
+    held_out = {task["question"] for task in HELD_OUT}
+    assert len(held_out) == NUM_HELD_OUT
     kinds = set()
     for prompt, completion in shown:
         question, _, behind = prompt.partition("=")
