@@ -1,8 +1,8 @@
 """The calculator's tasks, and a teacher who shows both ways of doing them.
 
 Sums of two digits, `7+5=`: 100 of them, all of which are shown and trained on. Products of two
-numbers of two digits, `37*84=`: 8,100, of which 400 are held out. The teacher answers `12` or calls,
-`[7+5]`, and shows what to say behind the result, `7+5=[7+5]12`; its answers are right.
+numbers of two digits, `37*84=`: 8,100, of which 400 are held out. The teacher answers `12` or
+calls, `[7+5]`, and shows what to say behind the result, `7+5=[7+5]12`; its answers are right.
 """
 
 from __future__ import annotations
