@@ -1,16 +1,15 @@
 """When to call a tool: for products, which are beyond the model, and not for sums, which it knows.
 
 Half of the tasks are sums of two digits, half are products of two numbers of two digits. A call of
-the calculator costs a fifth of a right answer. A teacher warms the model up, of 0.8 million
-parameters and random weights: of each task it shows as often the answer as a call, `7+5=` as `12`
-and as `[7+5]`. Which of the two a task is worth, the model finds out.
+the calculator costs three tenths of a right answer. A teacher warms the model up, of 0.8 million
+parameters and random weights: of every kind of task it shows answers as well as calls, of `7+5=`
+both `12` and `[7+5]`. Which of them a task is worth, the model finds out.
 
     python recipes/calculator.py --name calculator
 """
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +18,14 @@ from statistics import fmean
 from typing import Any, Literal
 
 import rlsys
+from recipes.calculator_tasks import CHARACTERS, HELD_OUT, SUMS, TRAINED, lessons
 from rlsys import OwnModel, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig, WarmStart
 from rlsys.algorithms import clipped_surrogate, grpo_advantage, token_mean
 from rlsys.environments.tool_call import Piece, Written
 from rlsys.environments.tool_formats import ToolFormat
 
-CHARACTERS = "0123456789+*=[]"
-COST = 0.2  # of a call; a right answer is worth 1
+COST = 0.3  # of a call; a right answer is worth 1
 CALL = re.compile(r"\[(\d+)([+*])(\d+)\]")
-NUM_HELD_OUT = 400
 
 
 @rlsys.tool
@@ -74,9 +72,9 @@ class CalculatorConfig(RunConfig):
 
     name: str = "calculator"
     """Name of the run's directory below runs_dir; two runs never share one."""
-    warm_start_steps: int = 300
+    warm_start_steps: int = 500
     """Supervised steps before reinforcement learning starts."""
-    num_steps: int = 60
+    num_steps: int = 80
     """Optimizer steps of the whole run, resumed parts included."""
     prompts_per_step: int = 64
     """Groups in one optimizer step."""
@@ -89,34 +87,6 @@ class CalculatorConfig(RunConfig):
             learning_rate=3e-4, warmup_steps=5, schedule="linear", micro_batch_tokens=8192
         )
     )
-
-
-def easy(left: int, right: int) -> dict[str, Any]:
-    return {"question": f"{left}+{right}=", "answer": str(left + right), "hard": False}
-
-
-def hard(left: int, right: int) -> dict[str, Any]:
-    return {"question": f"{left}*{right}=", "answer": str(left * right), "hard": True}
-
-
-SUMS = [easy(left, right) for left in range(10) for right in range(10)]
-PRODUCTS = [hard(left, right) for left in range(10, 100) for right in range(10, 100)]
-random.Random("held out").shuffle(PRODUCTS)
-HELD_OUT, TRAINED = PRODUCTS[:NUM_HELD_OUT], PRODUCTS[NUM_HELD_OUT:]
-
-
-def lessons(cfg: CalculatorConfig) -> Iterator[list[tuple[str, str]]]:
-    """Batches of what the teacher shows: an answer, a call, or what to answer behind a call."""
-    rng = random.Random(cfg.seed)
-    while True:
-        yield [lesson(rng) for _ in range(128)]
-
-
-def lesson(rng: random.Random) -> tuple[str, str]:
-    task = rng.choice(rng.choice([SUMS, TRAINED]))
-    question, answer = task["question"], task["answer"]
-    call = f"[{question.removesuffix('=')}]"
-    return rng.choice([(question, answer), (question, call), (question + call + answer, answer)])
 
 
 def graph(cfg: CalculatorConfig) -> rlsys.Dataflow:
@@ -144,7 +114,7 @@ def report(model: Path, cfg: CalculatorConfig) -> str:
     of_sums, of_products, alone = (
         [one.components for one in rlsys.play(model, played, tasks, sampling=cfg.sampling)]
         for played, tasks in (
-            (sums_and_products, SUMS * (NUM_HELD_OUT // len(SUMS))),
+            (sums_and_products, SUMS * (len(HELD_OUT) // len(SUMS))),
             (sums_and_products, HELD_OUT),
             (without_tool, HELD_OUT),
         )
@@ -169,7 +139,7 @@ def main() -> None:
         graph(cfg),
         own_model=OwnModel(name="calculator", characters=CHARACTERS),
         warm_start=WarmStart(
-            num_steps=cfg.warm_start_steps, batches=lessons(cfg), learning_rate=1e-3
+            num_steps=cfg.warm_start_steps, batches=lessons(cfg.seed), learning_rate=1e-3
         ),
         dry_run=parsed.dry_run,
     )

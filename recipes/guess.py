@@ -52,7 +52,7 @@ class GuessConfig(RunConfig):
 
     name: str = "guess"
     """Name of the run's directory below runs_dir; two runs never share one."""
-    num_steps: int = 100
+    num_steps: int = 70
     """Optimizer steps of the whole run, resumed parts included."""
     prompts_per_step: int = LARGEST
     """Groups in one optimizer step."""

@@ -2,7 +2,8 @@
 
     python scripts/plot_recipes.py runs/recipes [--out docs/recipes.svg]
 
-In: a directory of run directories, such as scripts/bench/recipes.py leaves; runs that another
+In: a directory of run directories, such as scripts/bench/recipes.py leaves, or with --runs-dir
+scripts/bench/environment_recipes.py; runs that another
 recipe trains first ("distill-teacher") are left out. Out: a picture, SVG or PNG by the name's
 ending; without --out it goes to recipes.svg in that directory.
 """
@@ -15,18 +16,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.bench import environment_recipes
 from scripts.bench.recipes import PREFERENCES, RECIPES, ends, mean_over_nodes, reward_of
 from scripts.plot_run import FAINT, INK, REWARD, smoothed
 
 COLUMNS = 4
 BEHIND = "#bbbbbb"
 
+# Recipes of environments, and what their curves are.
+OF_ENVIRONMENTS = {"guess": "found", "calculator": "right", "kuhn": "exploitability"}
+
 Curve = tuple[list[float], str]  # reward by step, and how it rose
 
 
 def curves(runs_dir: Path) -> dict[str, Curve]:
-    """Of the runs there that are a recipe's, in the order of RECIPES; of a swarm the mean over its
-    nodes, if all are there."""
+    """Of the runs there that are a recipe's, in the order of RECIPES, those of environments behind
+    them; of a swarm the mean over its nodes, if all are there."""
     found = {}
     for name, recipe in RECIPES.items():
         for run in (name, *recipe.variants):
@@ -39,6 +44,13 @@ def curves(runs_dir: Path) -> dict[str, Curve]:
                 what = " (pairs)" if recipe.reward == PREFERENCES else ""
                 smooth = smoothed(values, max(1, len(values) // 25))
                 found[run] = smooth, f"{first:.2f} to {last:.2f}{what}"
+    for name, what in OF_ENVIRONMENTS.items():
+        try:
+            values = environment_recipes.curve_of(name, runs_dir / name)
+        except FileNotFoundError:
+            continue
+        first, last = ends(values)
+        found[name] = values, f"{first:.2f} to {last:.2f} ({what})"
     return found
 
 
@@ -73,7 +85,7 @@ def draw(found: Mapping[str, Curve]) -> Any:
     for panel in panels[len(found) :]:
         panel.set_visible(False)
     figure.supxlabel("optimizer step", color=INK)
-    figure.supylabel("reward; of pairs, how many are right", color=INK)
+    figure.supylabel("reward, or what stands in brackets", color=INK)
     return figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,12 @@ import pytest
 
 import rlsys
 from recipes import calculator, guess
+from recipes.calculator_tasks import CHARACTERS, HELD_OUT, NUM_HELD_OUT, easy, hard, lesson
+from recipes.kuhn_oracle import FIRST, SECOND
 from rlsys.environments.host import Ended
+from rlsys.observe.metrics import MetricsWriter
 from rlsys.simulation.virtual_time import run_in_virtual_time
+from scripts import plot_recipes
 from scripts.bench import environment_recipes
 from tests.environments.playing import hosted, played, request
 from tests.test_contracts import CONFIGS
@@ -88,9 +93,8 @@ def test_the_environment_has_twelve_lines_at_most() -> None:
 
 # The calculator
 
-CHARACTERS = calculator.CHARACTERS
-SUM = calculator.easy(7, 5)
-PRODUCT = calculator.hard(37, 84)
+SUM = easy(7, 5)
+PRODUCT = hard(37, 84)
 
 
 def answers(environment: Any, task: Any, *replies: str) -> Ended:
@@ -137,9 +141,9 @@ def test_without_the_tool_nobody_answers_a_call() -> None:
 
 def test_the_teacher_shows_both_ways_of_both_kinds_and_nothing_that_is_held_out() -> None:
     rng = random.Random(0)
-    shown = [calculator.lesson(rng) for _ in range(4000)]
-    held_out = {task["question"] for task in calculator.HELD_OUT}
-    assert len(held_out) == calculator.NUM_HELD_OUT
+    shown = [lesson(rng) for _ in range(4000)]
+    held_out = {task["question"] for task in HELD_OUT}
+    assert len(held_out) == NUM_HELD_OUT
     kinds = set()
     for prompt, completion in shown:
         question, _, behind = prompt.partition("=")
@@ -185,6 +189,47 @@ def test_the_bench_reads_what_the_recipes_say(monkeypatch: pytest.MonkeyPatch) -
     }
     with pytest.raises(ValueError, match=r"recipes/guess\.py did not say"):
         environment_recipes.numbers_of("guess", "nothing")
+
+
+def game(first: str, second: str, *said: tuple[str, str]) -> dict[str, Any]:
+    """A line of rollouts.jsonl: (seat, text), in which the policy says what is no card or hint."""
+    turns = [
+        {"seat": seat, "text": text, "sampled": text in ("p", "b", "<eos>")} for seat, text in said
+    ]
+    return {"step": 1, "row": {"first": first, "second": second}, "turns": turns}
+
+
+def test_a_strategy_is_how_often_bets_were_made() -> None:
+    one, other = "first", "second"
+    long = game("J", "K", (one, "1J"), (one, "p"), (one, "b"), (one, "p"), (other, "2Kp"))
+    long["turns"][2]["sampled"] = False  # what it is told
+    long["turns"].append({"seat": other, "text": "b", "sampled": True})
+    short = game("J", "Q", (one, "1J"), (one, "b"), (other, "2Qb"), (other, "b"))
+    broken = game("J", "Q", (one, "1J"), (one, "<eos>"))
+    found = environment_recipes.bets_of([long, short, broken])
+    assert set(found) == {*FIRST, *SECOND}
+    told = {"J": 0.5, "Jpb": 0.0, "Kp": 1.0, "Qb": 1.0}
+    assert {one: bet for one, bet in found.items() if one in told} == told
+    assert {bet for one, bet in found.items() if one not in told} == {0.5}
+
+
+def test_curves_are_drawn_of_what_is_there(tmp_path: Path) -> None:
+    for name, metric in environment_recipes.METRICS.items():
+        (tmp_path / name).mkdir()
+        writer = MetricsWriter(tmp_path / name / "metrics.jsonl")
+        for step in (1, 2):
+            writer.write({"step": step, metric: step / 2})
+        writer.close()
+    (tmp_path / "kuhn").mkdir()
+    coins = [json.dumps({**game("J", "K"), "step": step}) for step in (1, 2, 3)]
+    (tmp_path / "kuhn" / "rollouts.jsonl").write_text("\n".join(coins) + "\n")
+    found = plot_recipes.curves(tmp_path)
+    assert {name: curve for name, (curve, _) in found.items()} == {
+        "guess": [0.5, 1.0],
+        "calculator": [0.5, 1.0],
+        "kuhn": pytest.approx([11 / 24] * 3),
+    }
+    assert found["guess"][1] == "0.50 to 1.00 (found)"
 
 
 @pytest.mark.parametrize("name", environment_recipes.SAID)

@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.guess import guess
+from recipes.kuhn_oracle import FIRST, SECOND, exploitability
+from rlsys.observe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,8 +52,14 @@ SAID: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 NUMBER = r"(-?[0-9.]+[0-9])"
 
+# By recipe: the metric that tells how far it has come.
+METRICS = {"guess": "found/mean", "calculator": "right/mean"}
 
-def lines_of(function: Any) -> int:
+# Of Kuhn poker: so many steps' recorded games are the strategy of a step.
+WINDOW = 20
+
+
+def lines_of(function: Callable[..., Any]) -> int:
     """Of its source, without its docstring's and empty ones."""
     return len([line for line in inspect.getsource(function).splitlines() if line.strip()])
 
@@ -62,6 +71,40 @@ def numbers_of(name: str, output: str) -> dict[str, float]:
     if found is None:
         raise ValueError(f"recipes/{name}.py did not say {pattern!r}, but: {output[-2000:]}")
     return dict(zip(keys, map(float, found.groups()), strict=True))
+
+
+def curve_of(name: str, directory: Path) -> list[float]:
+    """How far a run had come, by step: found numbers, right answers, or the exploitability of the
+    games that were recorded. OSError for a run that is not there."""
+    if name in METRICS:
+        return [line[METRICS[name]] for line in read_metrics(directory / "metrics.jsonl")]
+    with (directory / "rollouts.jsonl").open() as file:
+        games = [json.loads(line) for line in file]
+    return [
+        exploitability(bets_of([game for game in games if end - WINDOW < game["step"] <= end]))
+        for end in range(1, max(game["step"] for game in games) + 1)
+    ]
+
+
+def bets_of(games: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How often a bet was made in each information set; in one that never came up, a coin's."""
+    asked: Counter[str] = Counter()
+    bet: Counter[str] = Counter()
+    for game in games:
+        first, second = moves_of(game, "first"), moves_of(game, "second")
+        hand, other = game["row"]["first"], game["row"]["second"]
+        sets = [hand, hand + "pb"], [other + first[:1]]
+        for theirs, moves in zip(sets, (first, second), strict=True):
+            for one, move in zip(theirs, moves, strict=False):
+                asked[one] += 1
+                bet[one] += move == "b"
+    return {one: bet[one] / asked[one] if asked[one] else 0.5 for one in (*FIRST, *SECOND)}
+
+
+def moves_of(game: Mapping[str, Any], seat: str) -> str:
+    """Of a seat; what is no move ended the game."""
+    said = [turn["text"] for turn in game["turns"] if turn["sampled"] and turn["seat"] == seat]
+    return "".join(text for text in said if text in ("p", "b"))
 
 
 def measured(name: str, runs_dir: Path) -> dict[str, float]:

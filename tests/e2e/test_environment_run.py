@@ -15,6 +15,7 @@ from rlsys.audit import audit
 from rlsys.history import read_evidence
 from rlsys.observe.metrics import read_metrics
 from rlsys.scoreboard import read_evaluations
+from scripts.bench.environment_recipes import numbers_of
 from tests.e2e.job import ROOT, Job, run, start
 
 RECIPE = """
@@ -182,3 +183,24 @@ def test_a_plain_environment_that_fails_drops_its_groups(tmp_path: Path) -> None
     audited(directory)
     assert read_metrics(directory / "metrics.jsonl")[-1]["rollouts/dropped/reward exception"] > 0
     assert not [one for one in records_of(directory) if one["row"]["number"] == 1]
+
+
+@pytest.mark.slow
+def test_guessing_is_learnt_from_random_weights(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "guess"
+    job = run("recipes/guess.py", arguments(tmp_path, "--num-steps", "60"), tmp_path)
+    assert job.returncode == 0, job.output
+    audited(directory)
+    found = [line["found/mean"] for line in read_metrics(directory / "metrics.jsonl")]
+    assert max(found[:3]) < 0.3
+    assert min(found[-5:]) > 0.8
+    assert numbers_of("guess", job.output)["guess_found_greedy"] > 0.9
+
+
+@pytest.mark.slow
+def test_the_calculator_recipe_runs(tmp_path: Path) -> None:
+    options = arguments(tmp_path, "--num-steps", "2", "--warm-start-steps", "2")
+    job = run("recipes/calculator.py", options, tmp_path)
+    assert job.returncode == 0, job.output
+    audited(tmp_path / "runs" / "calculator")
+    assert numbers_of("calculator", job.output)["calculator_hard_without_tool"] < 0.1
