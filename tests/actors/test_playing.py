@@ -21,7 +21,7 @@ from rlsys.workers import FinishedRollout
 from scripts.bench.environment_actors import playing, requests
 from tests.clusters import joined_cluster
 
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 
 
 @pytest.fixture(scope="module", autouse=True)
