@@ -27,11 +27,9 @@ from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.dataset_engine import DatasetEngine
 from rlsys.engines.generation.mixed_engine import MixedEngine
 from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.environments.codec import Codec
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode import Sampler
-from rlsys.environments.host import EpisodeHost
-from rlsys.environments.plain import PlainFunctions
+from rlsys.environments.host import EpisodeHost, make_host
 from rlsys.environments.room import EpisodeLimits
 from rlsys.rewards import PackedRewards, RewardRunner
 
@@ -267,24 +265,19 @@ class EnvironmentFactory:
     max_context: int
 
     def __call__(self, sampler: Sampler) -> EpisodeHost:
-        config, tokenizer = self.config, self.tokenizer
+        config = self.config
         environment: Environment = cloudpickle.loads(self.environment)
-        template = None if environment.plain_text else tokenizer.chat_template or None
-        return EpisodeHost(
+        return make_host(
             environment,
-            Codec(tokenizer, chat_template=template or ""),
+            self.tokenizer,
             sampler,
             limits=EpisodeLimits(
                 max_prompt_tokens=config.data.max_prompt_tokens,
                 max_tokens=config.sampling.max_tokens,
                 max_context=self.max_context,
             ),
-            plain=PlainFunctions(
-                environment,
-                memory_gib=config.reward.memory_gib,
-                start_timeout_s=config.cluster.start_timeout_s,
-            ),
-            template=template,
+            memory_gib=config.reward.memory_gib,
+            start_timeout_s=config.cluster.start_timeout_s,
         )
 
 

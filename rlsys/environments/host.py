@@ -35,7 +35,7 @@ from rlsys.environments.episode import (
     Played,
     Sampler,
 )
-from rlsys.environments.plain import PlainFailed, ProcessEnded
+from rlsys.environments.plain import PlainFailed, PlainFunctions, ProcessEnded
 from rlsys.environments.room import EpisodeLimits
 from rlsys.environments.tool_use import ToolUse
 from rlsys.rewards import RewardFailure
@@ -150,6 +150,22 @@ class EpisodeHost:
     def decode(self, token_ids: Any) -> str:
         return self._codec.text.decode(list(token_ids))
 
+    def rollout(self, ended: Ended) -> Rollout:
+        """As a function over texts sees an episode that was played."""
+        played, request = ended.played, ended.request
+        assert played is not None
+        trajectory = played.trajectory
+        return Rollout(
+            group_id=request.group_id,
+            index=request.index,
+            prompt_text=self.decode(trajectory.prompt_token_ids),
+            completion_text=self.decode(trajectory.token_ids),
+            prompt_token_ids=trajectory.prompt_token_ids,
+            token_ids=trajectory.token_ids,
+            finish_reason=played.finish_reason,
+            metadata=request.task,
+        )
+
     @property
     def num_running(self) -> int:
         return len(self._running)
@@ -161,9 +177,7 @@ class EpisodeHost:
 
     def give_up(self, request: EpisodeRequest, failure: RewardFailure | None) -> None:
         """An episode that is not to be played: it has failed, or nobody wants it (None)."""
-        told = None if failure is None else _ours(failure)
-        self._ended.append(Ended(request=request, failure=told))
-        self._something_ended.notify()
+        self._tell(Ended(request=request, failure=None if failure is None else _ours(failure)))
 
     async def collect(self) -> list[Ended]:
         """Waits until at least one episode has ended; all that have."""
@@ -177,10 +191,13 @@ class EpisodeHost:
             if (task := self._running.get(name)) is not None:
                 task.cancel()
         unwanted = set(request_ids)
-        for group_id, together in list(self._groups.items()):
-            if any(one.request.request_id in unwanted for one in together):
-                self._ended += self._groups.pop(group_id)  # they wait for others, which never end
-                self._something_ended.notify()
+        for together in self._groups.values():
+            names = {one.request.request_id for one in together}
+            if unwanted.isdisjoint(names) or any(one.played is None for one in together):
+                continue
+            together[:] = [replace(one, played=None) for one in together]
+            self._ended += together  # they wait for one that nobody wants
+            self._something_ended.notify()
 
     async def close(self) -> None:
         """Ends all episodes."""
@@ -324,16 +341,22 @@ class EpisodeHost:
         self._something_ended.notify()
 
     def _gather(self, ended: Ended) -> None:
-        """Hold it until its group is whole; one that has failed or was aborted holds nobody up,
-        since its group is not going to be trained."""
+        """Hold it until its group is whole. Of a group in which one has failed or was aborted
+        nobody is held up, and nobody has a reward: who was played is told as that one."""
         request = ended.request
         together = self._groups.setdefault(request.group_id, [])
-        if ended.played is None:
-            self._ended += [*self._groups.pop(request.group_id), ended]
-            return
         together.append(ended)
-        if len(together) == request.group_size:
+        is_whole = len(together) == request.group_size
+        if is_whole:
             del self._groups[request.group_id]
+        broken = next((one for one in together if one.played is None), None)
+        if broken is not None:
+            told = together if broken is ended else [ended]  # the others have been
+            for one in told:
+                is_played = one.played is not None
+                failure = broken.failure if is_played else one.failure
+                self._ended.append(replace(one, played=None, failure=failure))
+        elif is_whole:
             together.sort(key=lambda one: one.request.index)
             self._ended += self._with_group_reward(together)
 
@@ -342,7 +365,7 @@ class EpisodeHost:
         assert environment.group_reward is not None
         name = f"{environment.name}'s group_reward"
         try:
-            values = list(environment.group_reward([self._rollout(one) for one in together]))
+            values = list(environment.group_reward([self.rollout(one) for one in together]))
             if len(values) != len(together):
                 raise ValueError(
                     f"{name} returned {len(values)} numbers for {len(together)} rollouts."
@@ -352,21 +375,27 @@ class EpisodeHost:
             failure = _ours(failure_from(name, error))
             return [replace(one, played=None, failure=failure) for one in together]
 
-    def _rollout(self, ended: Ended) -> Rollout:
-        """As a function over texts sees it."""
-        played, request = ended.played, ended.request
-        assert played is not None
-        trajectory = played.trajectory
-        return Rollout(
-            group_id=request.group_id,
-            index=request.index,
-            prompt_text=self.decode(trajectory.prompt_token_ids),
-            completion_text=self.decode(trajectory.token_ids),
-            prompt_token_ids=trajectory.prompt_token_ids,
-            token_ids=trajectory.token_ids,
-            finish_reason=played.finish_reason,
-            metadata=request.task,
-        )
+
+def make_host(
+    environment: Environment,
+    tokenizer: Any,
+    sampler: Sampler,
+    *,
+    limits: EpisodeLimits,
+    memory_gib: float,
+    start_timeout_s: float,
+) -> EpisodeHost:
+    """With the tokenizer's chat template, if the environment wants one, and a process for plain
+    functions of at most `memory_gib`."""
+    template = None if environment.plain_text else tokenizer.chat_template or None
+    return EpisodeHost(
+        environment,
+        Codec(tokenizer, chat_template=template or ""),
+        sampler,
+        limits=limits,
+        plain=PlainFunctions(environment, memory_gib=memory_gib, start_timeout_s=start_timeout_s),
+        template=template,
+    )
 
 
 def _heard(task: asyncio.Task[Any]) -> None:

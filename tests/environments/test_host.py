@@ -552,6 +552,32 @@ def test_a_group_reward_sees_the_whole_group() -> None:
     assert ended[2].played.trajectory.turn_rewards.tolist() == [0.0, 3.0]
 
 
+@pytest.mark.parametrize("first_s", [0, 2])
+def test_a_group_in_which_one_fails_is_held_up_nowhere(first_s: float) -> None:
+    """Each comes out once, whether it was played before the failure or behind it."""
+
+    @rlsys.environment(group_reward=lambda rollouts: [9.0] * len(rollouts), num_retries=0)
+    async def sometimes(chat: Any, task: Any) -> float:
+        await chat("1")
+        await asyncio.sleep(task["delay_s"])
+        if task["delay_s"] == 1:
+            raise OSError("no server")
+        return 1.0
+
+    async def run() -> list[Ended]:
+        host, _ = hosted(sometimes, lambda text: "5")
+        delays = [first_s, 1, 3]
+        return await played(
+            host, [request(n, group_size=3, task={"delay_s": delays[n]}) for n in range(3)]
+        )
+
+    ended = run_in_virtual_time(asyncio.wait_for(run(), 100))
+    assert [one.played for one in ended] == [None] * 3
+    for one in ended:
+        assert one.failure is not None
+        assert "sometimes raised OSError: no server" in one.failure.message
+
+
 def test_aborted_episodes_come_out_with_nothing() -> None:
     @rlsys.environment
     async def waits(chat: Any, task: Any) -> float:
