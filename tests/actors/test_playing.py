@@ -91,7 +91,7 @@ def test_episodes_that_end_their_process_fail_alone_and_the_others_are_played() 
     failed, deaths, num_workers = asyncio.run(scenario())
     assert set(failed) == {7, 41}
     for message in failed.values():
-        assert message.startswith("some_end_it ended its worker's process (")
+        assert message.startswith("some_end_it ended its worker's process, also when")
         assert "its process has ended, and nobody had asked it to" in message
         assert "plain function" in message
     together = [one for one in deaths if "another plays its 60 episodes again" in one]
