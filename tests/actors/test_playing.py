@@ -80,6 +80,7 @@ def does(what: dict[int, str]) -> Callable[[int], dict[str, Any]]:
     return lambda number: {"does": what.get(number, "")}
 
 
+@pytest.mark.slow
 def test_episodes_that_end_their_process_fail_alone_and_the_others_are_played() -> None:
     async def scenario() -> tuple[dict[int, str], list[str], int]:
         deaths: list[str] = []
