@@ -267,13 +267,15 @@ class PlayingReplica:
         """Its worker has died, where nobody was beside it."""
         if unit is None:
             return
-        did = player.blocked.told if player.blocked else f"ended its worker's process ({death})"
-        message = (
-            f"{self._environment.name} {did}, each time that it was played; let it await what "
-            "takes time, or asyncio.to_thread(...), and put what may block or crash into a plain "
-            "function (`def`), which runs in a process of its own."
-        )
-        failure = RewardFailure(kind="crash", reward=self._environment.name, message=message)
+        name = self._environment.name
+        if player.blocked:
+            did = f"{name} {player.blocked.told}, also when it was played apart from others; await"
+            fix = "what takes time, call asyncio.to_thread(...), or make it a plain function"
+        else:
+            did = f"{name} ended its worker's process, also when it was played apart from others:"
+            fix = f"{death}. What may crash or exit belongs in a plain function"
+        message = f"{did} {fix} (`def`), which runs in a process of its own."
+        failure = RewardFailure(kind="crash", reward=name, message=message)
         self._verdicts.update(dict.fromkeys(unit, failure))
 
     def _tell_death(

@@ -21,7 +21,7 @@ from rlsys.workers import FinishedRollout
 from scripts.bench.environment_actors import playing, requests
 from tests.clusters import joined_cluster
 
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,6 +80,7 @@ def does(what: dict[int, str]) -> Callable[[int], dict[str, Any]]:
     return lambda number: {"does": what.get(number, "")}
 
 
+@pytest.mark.slow
 def test_episodes_that_end_their_process_fail_alone_and_the_others_are_played() -> None:
     async def scenario() -> tuple[dict[int, str], list[str], int]:
         deaths: list[str] = []
@@ -91,7 +92,7 @@ def test_episodes_that_end_their_process_fail_alone_and_the_others_are_played() 
     failed, deaths, num_workers = asyncio.run(scenario())
     assert set(failed) == {7, 41}
     for message in failed.values():
-        assert message.startswith("some_end_it ended its worker's process (")
+        assert message.startswith("some_end_it ended its worker's process, also when")
         assert "its process has ended, and nobody had asked it to" in message
         assert "plain function" in message
     together = [one for one in deaths if "another plays its 60 episodes again" in one]
