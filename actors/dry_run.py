@@ -18,6 +18,7 @@ from rlsys.estimate import (
     checkpoint_bytes,
     estimate_memory,
     estimate_rank,
+    partner_bytes,
     planned_links,
     role_shape,
     role_snapshot_bytes,
@@ -28,7 +29,7 @@ from rlsys.estimate import (
 from rlsys.fields import to_toml
 from rlsys.observe.diagnosis import foresee
 
-from .factories import needs, role_needs
+from .factories import needs, partners_of, role_needs
 
 
 def describe(
@@ -52,6 +53,7 @@ def describe(
         "",
         "placement",
         *(str(need) for need in [*ranks, *roles, *replicas]),
+        *(str(need) for replica in replicas for need in replica.partners),
         f"{_reward_workers(config.reward.num_workers)} and the store reserve nothing",
         "",
         f"memory for {shape.num_parameters:,} parameters",
@@ -96,6 +98,9 @@ def _ranks(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str
             yield from _rank(name, config, role, role_shape(config, one), one.head)
             snapshots = _size(role_snapshot_bytes(config, one))
             yield f"  snapshots       {snapshots}  of the last steps, in host memory"
+        elif one in partners_of(flow):
+            engine = _size(partner_bytes(config, one))
+            yield f"{name:17} {engine}  beside each replica, weights and a full KV cache"
         elif role is not None and (role.model.path or one.head == "logits"):
             weights = _size(worker_bytes(config, one))
             yield f"{name:17} {weights}  {role.model.dtype} weights of each worker"

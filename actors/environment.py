@@ -63,7 +63,7 @@ BLOCKED_S = 30.0
 # Workers that may die over an episode before it counts as failed.
 MAX_DEATHS = 3
 
-MakeHost = Callable[[Any], EpisodeHost]  # of what samples
+MakeHost = Callable[[Any, Mapping[str, Any]], EpisodeHost]  # of what samples, and partners
 
 
 class Turns:
@@ -141,18 +141,21 @@ class Turns:
 
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP)
 class EnvironmentActor(Heartbeat):
-    """Plays episodes; writes them to the store, tells their metadata and what they are worth."""
+    """Plays episodes; writes them to the store, tells their metadata and what they are worth.
+    `replica` samples for the policy, `partners` for other models, by their names."""
 
     def __init__(
         self,
         name: str,
-        make_host: Callable[[Any], EpisodeHost],
+        make_host: MakeHost,
         replica: Any,
+        partners: Mapping[str, Any],
         store: StoreAddress,
         tracer: Tracer,
     ) -> None:
         self._tracer = tracer
         self._turns = Turns(name, replica)
+        self._partners = {model: Turns(name, actor) for model, actor in partners.items()}
         self._make_host = make_host
         self._host: EpisodeHost | None = None
         self._store = StoreWriter(store)
@@ -162,7 +165,7 @@ class EnvironmentActor(Heartbeat):
 
     async def start(self) -> None:
         """Load tokenizer and environment. Raises ValueError if one cannot be loaded."""
-        host = self._make_host(self._turns)
+        host = self._make_host(self._turns, self._partners)
         await host.start()
         self._host = host
 
@@ -202,11 +205,13 @@ class EnvironmentActor(Heartbeat):
         if ended:
             await asyncio.sleep(GATHER_S)
             ended += await self._ended_within(0.0)
-        has_sampled = self._turns.num_sampled > self._num_sampled
-        self._num_sampled = self._turns.num_sampled
+        num_sampled = sum(turns.num_sampled for turns in self._all_turns)
+        has_sampled = num_sampled > self._num_sampled
+        self._num_sampled = num_sampled
         if not ended:
             return Collected(finished=[], has_sampled=has_sampled)
-        self._turns.ended([one.request.request_id for one in ended])
+        for turns in self._all_turns:
+            turns.ended([one.request.request_id for one in ended])
         for _ in ended:
             self._tracer.job_ends()
         self._tracer.counter("episodes", self._require_host().num_running)
@@ -216,6 +221,10 @@ class EnvironmentActor(Heartbeat):
     async def close(self) -> None:
         if self._host is not None:
             await self._host.close()
+
+    @property
+    def _all_turns(self) -> list[Turns]:
+        return [self._turns, *self._partners.values()]
 
     def _require_host(self) -> EpisodeHost:
         assert self._host is not None, "used while it starts"
@@ -306,7 +315,8 @@ def as_episode(request: GenerationRequest) -> EpisodeRequest:
 
 class PlayingReplica:
     """A `Replica` whose rollouts are episodes: `replica` samples, workers play. `hire` starts the
-    actor of a worker, by its name; `on_death` is told of one's death."""
+    actor of a worker, by its name; `on_death` is told of one's death. `partners` are the engines of
+    models that play seats beside the policy: whichever dies, all of it has."""
 
     def __init__(
         self,
@@ -318,7 +328,9 @@ class PlayingReplica:
         num_workers: int,
         start_timeout_s: float,
         on_death: Callable[[str], None],
+        partners: Sequence[Worker] = (),
     ) -> None:
+        self._partners = partners
         self._on_death = on_death
         self._replica = replica
         self._hire = hire
@@ -331,7 +343,7 @@ class PlayingReplica:
         self.spare: Player | None = None  # that plays nothing yet
         self._deaths: Counter[str] = Counter()  # of workers, by episode
         self._num_fruitless = 0  # deaths in a row, with nothing told between them
-        self._serving: asyncio.Future[Any] | None = None
+        self._serving: dict[Worker, asyncio.Future[Any]] = {}
         self._burials: list[str] = []  # actors whose memory in the store is to be taken back
 
     @property
@@ -353,7 +365,12 @@ class PlayingReplica:
     @property
     def workers(self) -> list[Worker]:
         spare = [] if self.spare is None else [self.spare]
-        return [self._replica.worker, *(one.worker for one in [*self._workers.values(), *spare])]
+        players = [one.worker for one in [*self._workers.values(), *spare]]
+        return [*self._engines, *players]
+
+    @property
+    def _engines(self) -> list[Worker]:
+        return [self._replica.worker, *self._partners]
 
     @property
     def players(self) -> list[Player]:
@@ -361,7 +378,11 @@ class PlayingReplica:
         return [*self._workers.values()]
 
     async def start(self, timeout_s: float) -> None:
-        await self._replica.start(timeout_s)
+        starts = [worker.call("start", timeout_s=timeout_s) for worker in self._partners]
+        try:
+            await asyncio.gather(self._replica.start(timeout_s), *starts)
+        except DEADLY as error:
+            raise ReplicaDied(f"{self.name} lacks a partner: {error}") from None
         try:
             for player in [self._create() for _ in range(self._num_workers)]:
                 self._workers[player.name] = player
@@ -383,21 +404,22 @@ class PlayingReplica:
 
     async def collect(self) -> Collected:
         """Of all workers: what the first that has something tells, and the others have by then."""
-        serving = self._serving
-        if serving is None:
-            serving = begun(self._replica.worker.call("serve_turns", timeout_s=self._poll_s))
-            self._serving = serving
+        for engine in self._engines:
+            if engine not in self._serving:
+                serving = begun(engine.call("serve_turns", timeout_s=self._poll_s))
+                self._serving[engine] = serving
         for player in self._workers.values():
             if player.collecting is None:
                 player.collecting = begun(player.call("collect", COLLECT_WAIT_S + BLOCKED_S))
         waits = [player.collecting for player in self._workers.values() if player.collecting]
-        await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            self._serving = None
-            try:
-                serving.result()
-            except DEADLY as error:
-                raise self._died("serve_turns", error) from None
+        await asyncio.wait([*self._serving.values(), *waits], return_when=asyncio.FIRST_COMPLETED)
+        for engine, serving in [*self._serving.items()]:
+            if serving.done():
+                del self._serving[engine]
+                try:
+                    serving.result()
+                except DEADLY as error:
+                    raise self._died("serve_turns", error) from None
         finished: list[FinishedRollout] = []
         has_sampled = False
         for player in list(self._workers.values()):

@@ -22,7 +22,8 @@ from .store_shards import StoreShards
 
 class RayFleet:
     """The controller's `Fleet`. `start_actor` starts the actor of a replica: the name of this life,
-    its place. `playing`: what a replica becomes whose rollouts an environment makes."""
+    its place. `playing`: what a replica in this place becomes whose rollouts an environment
+    makes."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class RayFleet:
         shards: StoreShards,
         *,
         start_timeout_s: float,
-        playing: Callable[[RayReplica], PlayingReplica] | None = None,
+        playing: Callable[[RayReplica, Place], PlayingReplica] | None = None,
     ) -> None:
         self._playing = playing
         self._places = places
@@ -69,7 +70,7 @@ class RayFleet:
         except (WorkerError, OSError) as error:
             raise ReplicaDied(f"{name} has no store to write to on its node: {error}") from None
         sampling = RayReplica(self._start_actor(name, place), self._learner, self._shards)
-        replica = sampling if self._playing is None else self._playing(sampling)
+        replica = sampling if self._playing is None else self._playing(sampling, place)
         self._replicas.append(replica)
         try:
             await replica.start(self._start_timeout_s)

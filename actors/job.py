@@ -41,7 +41,7 @@ from . import carry_over
 from .books import Books, open_books
 from .cluster import connected
 from .evaluating import EvaluationFactory, Evaluator
-from .factories import needs, role_needs
+from .factories import needs, partners_of, role_needs
 from .growth import growth
 from .local_ray import EndedEarly, ends_with_ray
 from .placement import reserved
@@ -94,6 +94,11 @@ class Job:
         roles = [model.config for model in self._flow.models.values()]
         return any(not role.model.path for role in roles if role is not None)
 
+    @property
+    def _partners_begin_alike(self) -> bool:
+        roles = [model.config for model in partners_of(self._flow)]
+        return any(not role.model.path for role in roles if role is not None)
+
     async def run(
         self, warm_start: WarmStart | None, last_words: Callable[[EndedEarly], None]
     ) -> None:
@@ -102,6 +107,7 @@ class Job:
         ranks, replicas = needs(config, self._flow)
         roles = role_needs(config, self._flow)
         every = [*ranks, *replicas, *(need for some in roles.values() for need in some)]
+        every += [need for replica in replicas for need in replica.partners]
         asked = sum(need.num_cpus for need in every if need.beside is None)
         async with contextlib.AsyncExitStack() as cluster:
             prompts = cluster.enter_context(self._prompts_of_all())
@@ -164,16 +170,18 @@ class Job:
     async def _start(
         self, team: Team, warm_start: WarmStart | None
     ) -> tuple[dict[int, Replica], WeightManifest | None]:
-        """Actors start side by side, but for replicas that share the trainer's devices; the trainer
-        warms up as soon as it is there. Returns the first replicas, by number, less those that died
+        """Actors start side by side, but for replicas that share the trainer's devices, or have
+        partners with weights that are yet to be taught; the trainer warms up as soon as it is
+        there. Returns the first replicas, by number, less those that died
         while they started, and what they begin with."""
         changed = warm_start is not None or bool(self._history)
         try:
             async with asyncio.TaskGroup() as tasks:
                 models = tasks.create_task(self._start_models(team, warm_start))
                 tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
-                if self._alternates:
+                if self._alternates or (warm_start and self._partners_begin_alike):
                     await models
+                if self._alternates:
                     weights = await self._first_weights(team, changed=changed)
                 first = [
                     tasks.create_task(self._hire(team.fleet, number))
@@ -206,7 +214,11 @@ class Job:
             await team.learner.export_the_end(self._checkpoints.taught)
             self._beginning = await asyncio.to_thread(self._checkpoints.seal_taught)
         limit_s = self._config.cluster.start_timeout_s
-        with self._console.phase(f"Loading {', '.join(model.name for model in roles)}"):
+        partners = partners_of(self._flow)  # which start with the replicas
+        names = [model.name for model in roles if model not in partners]
+        if not names:
+            return
+        with self._console.phase(f"Loading {', '.join(names)}"):
             async with asyncio.TaskGroup() as tasks:
                 for name, learner in team.learners.items():
                     if learner is not team.learner:

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.checkpoint import Checkpoint
-from rlsys.config import DataConfig, ModelConfig, RunConfig, TrainedRoleConfig, require
+from rlsys.config import (
+    DataConfig,
+    ModelConfig,
+    RoleConfig,
+    RunConfig,
+    TrainedRoleConfig,
+    require,
+)
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, TaskSource, load_tokenizer
@@ -27,6 +34,7 @@ from rlsys.dataflow.stages import (
     Head,
     InferStage,
     JudgeStage,
+    Model,
     PlayStage,
     ScoreStage,
     SourceStage,
@@ -123,6 +131,10 @@ def load_prompts(
                 for one in role.trainer.in_each_layout:
                     check_fits(one.layout, own.config, setting=f"{name}.trainer.layout")
                 check_lora(role.model.lora, own.linear_layers, setting=f"{name}.model.lora")
+    for played in flow.all(PlayStage):
+        for partner in played.partners:
+            with mistakes.noted():
+                _check_partner(config, played, partner, tokenizer, shape)
     for stage in flow.all(InferStage):
         with mistakes.noted():
             require(
@@ -256,9 +268,11 @@ def _usable_paths(
     that holds no model, one of another vocabulary, or one without the head of its role; what is
     wrong with a path of several roles is told of the first."""
     usable, seen = {""}, {""}
-    judges = {stage.model.name for stage in flow.all(JudgeStage)}  # which read text, not tokens
+    # Which read text, not tokens:
+    judges = {stage.model.name for stage in flow.all(JudgeStage)}
+    partners = {one.name for stage in flow.all(PlayStage) for one in stage.partners}
     for name, model in flow.models.items():
-        if model.config is None or name in judges:
+        if model.config is None or name in judges | partners:
             continue
         path, setting = model.config.model.path, f"{name}.model.path"
         if path not in seen:
@@ -292,6 +306,44 @@ def _check_judge(stage: JudgeStage, shape: ModelShape) -> None:
     )
     for name, function in (("ask", stage.ask), ("parse", stage.parse)):
         check_travels(f"flow.judge({stage.model.name!r}): {name} {name_of(function)}", function)
+
+
+def _check_partner(
+    config: RunConfig, stage: PlayStage, model: Model, tokenizer: Any, shape: ModelShape
+) -> None:
+    """Raise ValueError for a model that cannot play a seat: without weights, with too short a
+    context, or with another chat template where tools are called by the policy's. `tokenizer` and
+    `shape` are the policy's."""
+    role, environment = model.config, stage.environment
+    assert isinstance(role, RoleConfig)
+    path, setting = role.model.path, f"{model.name}.model.path"
+    named = f"{model.name!r}, which plays a seat of environment {environment.name!r}"
+    require(
+        config.placement == "separate",
+        f"placement=colocated: {named}, keeps its engine's memory while the trainer has the "
+        "devices of the replicas; leave placement out.",
+    )
+    own = tokenizer
+    if path:
+        shape = model_shape(path, setting=setting)
+        own = load_tokenizer(path, setting=setting)
+    needed = config.data.max_prompt_tokens + config.sampling.max_tokens
+    room = min(shape.max_context, role.pass_tokens)
+    require(
+        needed <= room,
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} and sampling.max_tokens="
+        f"{config.sampling.max_tokens}, of a whole conversation, are more than {named}, has room "
+        f"for: {room} tokens, the smaller one of its context and its pass_tokens; lower one of "
+        "them, or raise pass_tokens.",
+    )
+    require(
+        not environment.tools
+        or environment.plain_text
+        or own.chat_template == tokenizer.chat_template,
+        f"{setting}={path!r} has another chat template than the policy, and {environment.name!r} "
+        "has tools, whose calls are written as the policy's template does; give a model with the "
+        "same template, or an environment without tools.",
+    )
 
 
 def _note_no_head(setting: str, head: Head, lacking: list[str] | None) -> None:

@@ -51,6 +51,8 @@ from .factories import (
     EnvironmentFactory,
     InferenceFactory,
     JudgeFactory,
+    PartnerFactory,
+    PartnerSeat,
     RewardFactory,
     RolloutFactory,
     TrainerFactory,
@@ -376,21 +378,39 @@ class _Actors:
         make_engine = RolloutFactory(config=self._config, samples=samples, shares=shares)
         return self._start(name, RolloutActor, place.options, make_engine)
 
-    def playing(self, replica: RayReplica) -> PlayingReplica:
-        """With workers of its environment on its node."""
+    def playing(self, replica: RayReplica, place: Place) -> PlayingReplica:
+        """With workers of its environment on its node, and with the engines of partners."""
         config, stage = self._config, self._flow.stage(PlayStage)
+        max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
+        beginning = str(self._checkpoints.beginning(config.model.path))
+        partners: dict[str, Worker] = {}
+        seats: list[PartnerSeat] = []
+        for model, its_place in zip(stage.partners, place.partners, strict=True):
+            role = model.config
+            assert isinstance(role, RoleConfig)
+            path = role.model.path or beginning
+            make_engine = PartnerFactory(role=role, path=path, max_context=max_context)
+            name = f"{model.name}-{replica.name}"
+            partners[model.name] = self._start(name, RolloutActor, its_place.options, make_engine)
+            seats += [
+                PartnerSeat(name=seat, model=model.name, path=path)
+                for seat, whose in stage.seats
+                if whose is model
+            ]
+        handles = {model: worker.handle for model, worker in partners.items()}
         make_host = EnvironmentFactory(
             config=config,
             environment=cloudpickle.dumps(stage.environment),
             tokenizer=self._tokenizer,
-            max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
+            max_context=max_context,
+            seats=tuple(seats),
         )
 
         def hire(name: str) -> Worker:
             node = NodeAffinitySchedulingStrategy(replica.node_id, soft=False)
             options = {"num_cpus": 0, "scheduling_strategy": node}
             handle = replica.worker.handle
-            return self._start(name, EnvironmentActor, options, name, make_host, handle)
+            return self._start(name, EnvironmentActor, options, name, make_host, handle, handles)
 
         return PlayingReplica(
             replica,
@@ -400,6 +420,7 @@ class _Actors:
             num_workers=config.reward.num_workers,
             start_timeout_s=config.cluster.start_timeout_s,
             on_death=self._on_death,
+            partners=[*partners.values()],
         )
 
     def reward(self, number: int) -> Worker:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlsys.config import ModelConfig, RunConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.config import ModelConfig, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.data.hub import check_model_path, in_short, unreadable
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Head, Model
@@ -41,6 +41,10 @@ NUM_VERSIONS = 2
 # And for other nodes, packed: what was sent last and what it has changed to since, from which
 # changes are told, and in Ray's object store what is on its way.
 NUM_PACKED = 3
+
+# Places in the cache of a frozen model that writes, for each of its pass_tokens: they are given out
+# in blocks, and some models keep more than two vectors a head.
+CACHE_SLACK = 1.5
 
 # What a rank's allocator keeps beside what is held, because it lies in pieces of other sizes, as a
 # share of that. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md). Of torch's allocator
@@ -150,15 +154,15 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     itemsize = getattr(torch, config.model.dtype).itemsize
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if config.rollout.engine == "vllm":
-        kv_cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
+        cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
     else:
-        kv_cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
+        cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     return MemoryEstimate(
         published_bytes=NUM_VERSIONS * shape.num_parameters * itemsize,
         packed_bytes=NUM_PACKED * shape.num_parameters * itemsize,
         snapshot_bytes=snapshot_bytes(config, own, shape),
-        replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
+        replica_bytes=shape.num_parameters * itemsize + cache_bytes,
     )
 
 
@@ -315,6 +319,18 @@ def worker_bytes(config: RunConfig, model: Model) -> int:
     itemsize: int = getattr(torch, model.config.model.dtype).itemsize
     shape = role_shape(config, model)
     return shape.num_parameters * itemsize + shape.buffer_bytes
+
+
+def kv_cache_bytes(role: RoleConfig, shape: ModelShape) -> int:
+    """Keys and values of all that one engine of a frozen model reads and writes at once."""
+    itemsize: int = getattr(torch, role.model.dtype).itemsize
+    return int(CACHE_SLACK * role.pass_tokens * shape.kv_values_per_token * itemsize)
+
+
+def partner_bytes(config: RunConfig, model: Model) -> int:
+    """Of each engine of a model that plays a seat: weights and a full KV cache."""
+    assert isinstance(model.config, RoleConfig)
+    return worker_bytes(config, model) + kv_cache_bytes(model.config, role_shape(config, model))
 
 
 def role_snapshot_bytes(config: RunConfig, model: Model) -> int:

@@ -17,8 +17,9 @@ there:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rlsys.config import JudgeConfig, TrainedRoleConfig, require
@@ -34,6 +35,7 @@ from rlsys.dataflow.given import (
     check_pairs,
     check_read,
     check_rollouts,
+    check_seats,
     check_text_function,
     check_tokens,
 )
@@ -101,6 +103,8 @@ if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes se
     from rlsys.algorithms.aggregation import Aggregation
 
 S = TypeVar("S", bound=Stage)
+
+NO_SEATS: Mapping[str, Model] = MappingProxyType({})
 
 
 A_SOURCE = "Prompts(config=cfg.data), with rows=... for rows of your own"
@@ -193,6 +197,7 @@ class Dataflow:
         group_size: int,
         writes: str = "reward",
         parts: Sequence[str] = (),
+        seats: Mapping[str, Model] = NO_SEATS,
     ) -> Episodes:
         """Let `environment` play `group_size` episodes of each task with `model`, where
         flow.generate and flow.score would stand: it asks the model, turn by turn, and says what an
@@ -201,7 +206,11 @@ class Dataflow:
         Returns rollouts, as flow.generate does; their rewards, one each; and what functions over
         turns read (rlsys.algorithms.turn_advantage): turn_rewards, which stand at the last token of
         each turn, turns and seats. `parts`: named numbers of the reward that get columns of their
-        own. Where a rollout is a tree of branches, models read it as one by themselves."""
+        own. Where a rollout is a tree of branches, models read it as one by themselves.
+
+        `seats`: frozen models that play seats of the environment in the place of `model`, which
+        plays all others. What they say is no part of the rollouts, but for what the environment
+        tells `model` of it."""
         self._check_model("play", model)
         check_is("play", "tasks", tasks, Prompts, A_SOURCE)
         check_group_size("play", group_size)
@@ -222,9 +231,13 @@ class Dataflow:
             f"flow.play(parts={[*parts]}): it writes {clash} by itself; name numbers that the "
             "environment returns, or gives with chat.reward, in words of their own.",
         )
+        played = as_environment(environment)
+        check_seats(played, seats)
+        for partner in seats.values():
+            self._check_model("play", partner)
         self._check_first_source()
         rollouts = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
-        turn_rewards, turns, seats = (
+        turn_rewards, turns, whose = (
             Column(name, "token") for name in (TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN)
         )
         reward = Column(writes)
@@ -232,15 +245,16 @@ class Dataflow:
         self._add_all(
             PlayStage(
                 name="play",
-                writes=(*rollouts, turn_rewards, turns, seats, BRANCHES, reward, *beside),
+                writes=(*rollouts, turn_rewards, turns, whose, BRANCHES, reward, *beside),
                 model=model,
                 prompts=tasks,
                 group_size=group_size,
-                environment=as_environment(environment),
+                environment=played,
                 parts=tuple(parts),
+                seats=tuple(seats.items()),
             )
         )
-        return Episodes(rollouts, reward, turn_rewards, turns, seats, beside)
+        return Episodes(rollouts, reward, turn_rewards, turns, whose, beside)
 
     def dataset(
         self, prompts: Prompts, *, group_size: int, completions: str = "completions"
@@ -837,7 +851,7 @@ class Dataflow:
 
     def _check_models_used(self) -> None:
         trained = {stage.model.name for stage in self.all(TrainStage)}
-        of_rows: dict[str, str] = {}
+        of_rows = {one.name: stage.name for stage in self.all(PlayStage) for one in stage.partners}
         for stage in self.row_stages:
             name = stage.model.name
             require(
@@ -852,7 +866,7 @@ class Dataflow:
             require(
                 model.is_main or name in run,
                 f"model {name!r} is run by no stage, and would be started for nothing; leave it "
-                "out, or give it to flow.infer or flow.judge.",
+                "out, or give it to flow.infer or flow.judge, or a seat of flow.play.",
             )
             require(
                 not isinstance(model.config, TrainedRoleConfig) or name in trained,

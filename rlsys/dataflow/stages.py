@@ -189,6 +189,12 @@ class PlayStage(GenerateStage):
 
     environment: Environment
     parts: tuple[str, ...] = ()  # of its reward, that have columns of their own
+    seats: tuple[tuple[str, Model], ...] = ()  # that other models play, and which
+
+    @property
+    def partners(self) -> tuple[Model, ...]:
+        """The models that play seats beside the policy."""
+        return tuple({model.name: model for _, model in self.seats}.values())
 
     @property
     def scalars(self) -> tuple[str, ...]:

@@ -29,9 +29,11 @@ from rlsys.environments.codec import Codec
 from rlsys.environments.endpoint import EndpointServer
 from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import (
+    NO_PARTNERS,
     Episode,
     EpisodeFailed,
     EpisodeOver,
+    Partner,
     Played,
     Sampler,
 )
@@ -113,7 +115,8 @@ class Plain(Protocol):
 
 
 class EpisodeHost:
-    """All episodes of one worker. `template`: the chat template's text, where there is one."""
+    """All episodes of one worker. `template`: the chat template's text, where there is one;
+    `partners`: who plays in the policy's place, by the seat's number."""
 
     def __init__(
         self,
@@ -124,8 +127,10 @@ class EpisodeHost:
         limits: EpisodeLimits,
         plain: Plain,
         template: str | None = None,
+        partners: Mapping[int, Partner] = NO_PARTNERS,
     ) -> None:
         self._environment = environment
+        self._partners = partners
         self._codec = codec
         self._sampler = sampler
         self._limits = limits
@@ -249,6 +254,7 @@ class EpisodeHost:
             limits=self._limits,
             base=request.sampling,
             seed=request.seed,
+            partners=self._partners,
         )
         task = asyncio.create_task(self._call(episode, request))
         task.add_done_callback(_heard)

@@ -166,7 +166,7 @@ async def playing(
     )
     replica = PlayingReplica(
         sampling,
-        lambda name: start(name, EnvironmentActor, name, make_host, sampling.worker.handle),
+        lambda name: start(name, EnvironmentActor, name, make_host, sampling.worker.handle, {}),
         environment,
         shards,
         num_workers=num_workers,
