@@ -17,6 +17,8 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ from rlsys.dataflow.stages import (
 from rlsys.environments.environment import Environment
 from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest
 from rlsys.environments.turn_desk import Ask
-from rlsys.environments.turns import seats_of, turns_of
+from rlsys.environments.turns import num_by_seat, seats_of, turns_of
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import (
@@ -62,6 +64,8 @@ BLOCKED_S = 30.0
 
 # Workers that may die over an episode before it counts as failed.
 MAX_DEATHS = 3
+
+NO_PARTNERS: Mapping[str, RayReplica] = MappingProxyType({})
 
 MakeHost = Callable[[Any, Mapping[str, Any]], EpisodeHost]  # of what samples, and partners
 
@@ -283,6 +287,7 @@ class EnvironmentActor(Heartbeat):
             max_version=sampled.newest,
             finish_reason=played.finish_reason,
             num_injected=sampled.num_injected,
+            num_by_seat=num_by_seat(trajectory.policy_versions, seats_of(trajectory)),
             outcome=RewardResult(total=played.total, components=played.components),
             text=_text(self._require_host(), played) if is_recorded else None,
         )
@@ -315,8 +320,9 @@ def as_episode(request: GenerationRequest) -> EpisodeRequest:
 
 class PlayingReplica:
     """A `Replica` whose rollouts are episodes: `replica` samples, workers play. `hire` starts the
-    actor of a worker, by its name; `on_death` is told of one's death. `partners` are the engines of
-    models that play seats beside the policy: whichever dies, all of it has."""
+    actor of a worker, by its name; `on_death` is told of one's death. `partners`, by name of the
+    model, sample for models that play seats beside the policy: when one of them dies, all of it
+    has."""
 
     def __init__(
         self,
@@ -328,7 +334,7 @@ class PlayingReplica:
         num_workers: int,
         start_timeout_s: float,
         on_death: Callable[[str], None],
-        partners: Sequence[Worker] = (),
+        partners: Mapping[str, RayReplica] = NO_PARTNERS,
     ) -> None:
         self._partners = partners
         self._on_death = on_death
@@ -370,7 +376,11 @@ class PlayingReplica:
 
     @property
     def _engines(self) -> list[Worker]:
-        return [self._replica.worker, *self._partners]
+        return [self._replica.worker, *(one.worker for one in self._partners.values())]
+
+    @property
+    def nodes(self) -> set[str]:
+        return self._replica.nodes.union(*(one.nodes for one in self._partners.values()))
 
     @property
     def players(self) -> list[Player]:
@@ -378,11 +388,8 @@ class PlayingReplica:
         return [*self._workers.values()]
 
     async def start(self, timeout_s: float) -> None:
-        starts = [worker.call("start", timeout_s=timeout_s) for worker in self._partners]
-        try:
-            await asyncio.gather(self._replica.start(timeout_s), *starts)
-        except DEADLY as error:
-            raise ReplicaDied(f"{self.name} lacks a partner: {error}") from None
+        engines = [self._replica, *self._partners.values()]
+        await asyncio.gather(*(engine.start(timeout_s) for engine in engines))
         try:
             for player in [self._create() for _ in range(self._num_workers)]:
                 self._workers[player.name] = player
@@ -454,7 +461,19 @@ class PlayingReplica:
         await self._replica.release()
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
-        return await self._replica.update_weights(manifest, delayed=delayed)
+        """Of all that sample; what has none of its own keeps its weights."""
+        own = replace(manifest, others=())
+        loads = [self._replica.update_weights(own, delayed=delayed)]
+        for model, of_other in manifest.others:
+            loads.append(self._partners[model].update_weights(of_other, delayed=delayed))
+        # Nobody is told before all have ended, so that nothing loads twice at a time.
+        pauses = await asyncio.gather(*loads, return_exceptions=True)
+        told: list[float] = []
+        for pause in pauses:
+            if isinstance(pause, BaseException):
+                raise pause
+            told.append(pause)
+        return max(told)
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         for worker in self.workers:

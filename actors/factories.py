@@ -76,7 +76,7 @@ def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
             num_gpus=config.rollout.num_gpus if samples else 0,
             fix="rollout.num_replicas, rollout.num_cpus or rollout.num_gpus",
             beside=shared[replica],
-            partners=tuple(_partner(model, replica) for model in partners_of(flow)),
+            partners=tuple(_partner(config, model, replica) for model in partners_of(flow)),
         )
         for replica in range(config.rollout.num_replicas)
     ]
@@ -88,21 +88,23 @@ def partners_of(flow: Dataflow) -> list[Model]:
     return [model for stage in flow.all(PlayStage) for model in stage.partners]
 
 
-def _partner(model: Model, replica: int) -> Need:
+def _partner(config: RunConfig, model: Model, replica: int) -> Need:
+    """Of its engine beside a replica."""
     role = model.config
-    assert isinstance(role, RoleConfig)
+    own = role if isinstance(role, RoleConfig) else config.rollout
+    whose = f"of the {model.name}" if isinstance(role, RoleConfig) else "of rollout"
     return Need(
         name=f"{model.name}-rollout-{replica}",
-        num_cpus=role.num_cpus,
-        num_gpus=role.num_gpus,
-        fix=f"rollout.num_replicas, or num_cpus or num_gpus of the {model.name}",
+        num_cpus=own.num_cpus,
+        num_gpus=own.num_gpus,
+        fix=f"rollout.num_replicas, or num_cpus or num_gpus {whose}",
     )
 
 
 def role_needs(config: RunConfig, flow: Dataflow) -> dict[str, list[Need]]:
     """Of the models beside the main one that have places of their own, by name, and of an
     evaluation that reserves anything."""
-    partners = partners_of(flow)
+    partners = [model for model in partners_of(flow) if not model.may_train]
     roles = {
         model.name: _role(model)
         for model in flow.models.values()
@@ -268,14 +270,20 @@ def writing_engine(role: RoleConfig, path: str, *, max_context: int) -> Generati
 
 @dataclass(frozen=True, kw_only=True)
 class PartnerFactory:
-    """Of the engine of a frozen model that plays a seat; `path`: its weights."""
+    """Of the engine of another model that plays a seat. A frozen one's is as its role says, a
+    trained one's as the policy's. `path`: the weights that it begins with."""
 
-    role: RoleConfig
+    config: RunConfig
+    role: RoleConfig | TrainedRoleConfig
     path: str
-    max_context: int
 
     def __call__(self) -> GenerationEngine:
-        return writing_engine(self.role, self.path, max_context=self.max_context)
+        config, role = self.config, self.role
+        max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
+        if isinstance(role, RoleConfig):
+            return writing_engine(role, self.path, max_context=max_context)
+        model = replace(role.model, path=self.path)
+        return build_engine(model, config.rollout, config.sampling, max_context=max_context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,10 +351,12 @@ class EnvironmentFactory:
         """By number of the seat."""
         from rlsys.data.prompts import load_tokenizer
 
-        codecs: dict[str, Codec] = {}
+        codecs: dict[str, Codec | None] = {}
         for seat in self.seats:
-            if seat.model not in codecs:
-                tokenizer = load_tokenizer(seat.path)
+            if not seat.tokenizer:
+                codecs[seat.model] = None
+            elif seat.model not in codecs:
+                tokenizer = load_tokenizer(seat.tokenizer)
                 template = chat_template(environment, tokenizer)
                 codecs[seat.model] = Codec(tokenizer, chat_template=template or "")
         return {
@@ -359,11 +369,12 @@ class EnvironmentFactory:
 
 @dataclass(frozen=True, kw_only=True)
 class PartnerSeat:
-    """Of an environment, that a frozen model plays. `path`: where its tokenizer is."""
+    """Of an environment, that another model plays. `tokenizer`: where a frozen model has its own;
+    "" for one that is trained, which has the policy's."""
 
     name: str
     model: str
-    path: str
+    tokenizer: str
 
 
 def chat_template(environment: Environment, tokenizer: Any) -> str | None:

@@ -43,13 +43,17 @@ class RayFleet:
         self._start_timeout_s = start_timeout_s
         self._num_lives: Counter[int] = Counter()
         self._replicas: list[RayReplica | PlayingReplica] = []
-        learner.reader_nodes = lambda: {one.node_id for one in self.replicas if one.node_id}
+        learner.reader_nodes = self.nodes
 
     @property
     def replicas(self) -> list[RayReplica | PlayingReplica]:
         """Those that live, or are being started."""
         self._replicas = [replica for replica in self._replicas if not replica.worker.is_dead]
         return self._replicas
+
+    def nodes(self) -> set[str]:
+        """Ids of those that have replicas, or what samples beside them."""
+        return {node for one in self.replicas for node in one.nodes}
 
     async def hire(self, number: int) -> RayReplica | PlayingReplica:
         while True:

@@ -15,6 +15,7 @@ from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig
 from rlsys.controller import Controller, OpenWork
 from rlsys.controller.generation import Prompts
+from rlsys.controller.learners import Learners
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.external import ExternalPrompts, external_prompts
 from rlsys.data.prompts import PromptSource
@@ -43,6 +44,7 @@ from .cluster import connected
 from .evaluating import EvaluationFactory, Evaluator
 from .factories import needs, partners_of, role_needs
 from .growth import growth
+from .learner import RayLearner
 from .local_ray import EndedEarly, ends_with_ray
 from .placement import reserved
 from .signals import cancel_on_signals
@@ -140,14 +142,16 @@ class Job:
             # The store is empty: a shard that dies by now is replaced, and nothing is lost.
             first, weights = await team.keep_store_while(self._start(team, warm_start))
             await self._train(team, first, prompts, weights)
+            for model in self._flow.other_policies:
+                with self._console.phase(f"Exporting {model}"):
+                    await self._export(team.learners[model], self._directory.hf_of(model))
             with self._console.phase("Exporting the model"):
-                await team.learner.export_the_end(self._directory.hf)
-                await asyncio.to_thread(
-                    seal_export,
-                    self._directory.hf,
-                    config.num_steps,
-                    run_id=self._directory.run_id,
-                )
+                await self._export(team.learner, self._directory.hf)
+
+    async def _export(self, learner: RayLearner, directory: Path) -> None:
+        await learner.export_the_end(directory)
+        num_steps, run_id = self._config.num_steps, self._directory.run_id
+        await asyncio.to_thread(seal_export, directory, num_steps, run_id=run_id)
 
     def _prompts_of_all(self) -> contextlib.AbstractContextManager[Prompts]:
         """The run's own, and groups of other runs where the graph takes them."""
@@ -214,9 +218,8 @@ class Job:
             await team.learner.export_the_end(self._checkpoints.taught)
             self._beginning = await asyncio.to_thread(self._checkpoints.seal_taught)
         limit_s = self._config.cluster.start_timeout_s
-        partners = partners_of(self._flow)  # which start with the replicas
-        names = [model.name for model in roles if model not in partners]
-        if not names:
+        names = [model.name for model in roles if model.name in (*team.learners, *team.pools)]
+        if not names:  # who plays a seat, and is not trained, starts with the replicas
             return
         with self._console.phase(f"Loading {', '.join(names)}"):
             async with asyncio.TaskGroup() as tasks:
@@ -354,7 +357,13 @@ class Job:
             return WeightManifest(version=self._first_step)
 
         async def published() -> WeightManifest | None:
-            manifest = await team.learner.publish() if changed else None
+            learners = Learners(
+                team.learners, main=self._flow.main.name, others=self._flow.other_policies
+            )
+            manifest = None
+            if changed:
+                calls = [learner.publish() for learner in learners.samplers]
+                manifest = learners.joined(await asyncio.gather(*calls))
             if self._alternates:
                 await team.learner.release()
             return manifest

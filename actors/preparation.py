@@ -132,7 +132,17 @@ def load_prompts(
                     check_fits(one.layout, own.config, setting=f"{name}.trainer.layout")
                 check_lora(role.model.lora, own.linear_layers, setting=f"{name}.model.lora")
     for played in flow.all(PlayStage):
+        with mistakes.noted():
+            require(
+                config.placement == "separate" or not played.seats,
+                f"placement=colocated: {[one.name for one in played.partners]} play seats, and "
+                "keep their engines' memory while the trainer has the devices of the replicas; "
+                "leave placement out.",
+            )
         for partner in played.partners:
+            role = partner.config
+            if isinstance(role, TrainedRoleConfig) and role.model.path not in usable:
+                continue  # told already
             with mistakes.noted():
                 _check_partner(config, played, partner, tokenizer, shape)
     for stage in flow.all(InferStage):
@@ -270,7 +280,8 @@ def _usable_paths(
     usable, seen = {""}, {""}
     # Which read text, not tokens:
     judges = {stage.model.name for stage in flow.all(JudgeStage)}
-    partners = {one.name for stage in flow.all(PlayStage) for one in stage.partners}
+    played = [one for stage in flow.all(PlayStage) for one in stage.partners]
+    partners = {model.name for model in played if not model.may_train}
     for name, model in flow.models.items():
         if model.config is None or name in judges | partners:
             continue
@@ -315,29 +326,26 @@ def _check_partner(
     context, or with another chat template where tools are called by the policy's. `tokenizer` and
     `shape` are the policy's."""
     role, environment = model.config, stage.environment
-    assert isinstance(role, RoleConfig)
+    assert role is not None
     path, setting = role.model.path, f"{model.name}.model.path"
     named = f"{model.name!r}, which plays a seat of environment {environment.name!r}"
-    require(
-        config.placement == "separate",
-        f"placement=colocated: {named}, keeps its engine's memory while the trainer has the "
-        "devices of the replicas; leave placement out.",
-    )
     own = tokenizer
     if path:
         shape = model_shape(path, setting=setting)
         own = load_tokenizer(path, setting=setting)
     needed = config.data.max_prompt_tokens + config.sampling.max_tokens
-    room = min(shape.max_context, role.pass_tokens)
+    room, of_what = shape.max_context, "its context"
+    if isinstance(role, RoleConfig) and role.pass_tokens < room:
+        room, of_what = role.pass_tokens, "its pass_tokens, which you may raise"
     require(
         needed <= room,
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} and sampling.max_tokens="
-        f"{config.sampling.max_tokens}, of a whole conversation, are more than {named}, has room "
-        f"for: {room} tokens, the smaller one of its context and its pass_tokens; lower one of "
-        "them, or raise pass_tokens.",
+        f"{config.sampling.max_tokens}, of a whole conversation, are more than the {room} tokens "
+        f"of {named} ({of_what}); lower one of them.",
     )
     require(
-        not environment.tools
+        model.may_train  # with the policy's tokens, and so its template
+        or not environment.tools
         or environment.plain_text
         or own.chat_template == tokenizer.chat_template,
         f"{setting}={path!r} has another chat template than the policy, and {environment.name!r} "

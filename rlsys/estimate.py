@@ -288,8 +288,10 @@ def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_sta
         export_bytes += _num_trained(shape, config.model) * MASTER_BYTES
     evaluated = MAX_WAITING + 2 if config.evaluation.every else 0  # one under way, and the best
     num_exports = 1 + evaluated + warm_start
+    others = (flow.models[name] for name in flow.other_policies)
     return (
         RECORDS_BYTES
+        + sum(partner_published_bytes(config, one) // NUM_VERSIONS for one in others)
         + (config.keep_checkpoints + 1) * of_all
         + num_exports * export_bytes
         + warm_start * state_bytes
@@ -328,9 +330,23 @@ def kv_cache_bytes(role: RoleConfig, shape: ModelShape) -> int:
 
 
 def partner_bytes(config: RunConfig, model: Model) -> int:
-    """Of each engine of a model that plays a seat: weights and a full KV cache."""
-    assert isinstance(model.config, RoleConfig)
-    return worker_bytes(config, model) + kv_cache_bytes(model.config, role_shape(config, model))
+    """Of each engine of another model that plays a seat: weights and a full KV cache."""
+    if isinstance(model.config, RoleConfig):
+        return worker_bytes(config, model) + kv_cache_bytes(model.config, role_shape(config, model))
+    return _policy_memory(config, model).replica_bytes
+
+
+def partner_published_bytes(config: RunConfig, model: Model) -> int:
+    """Of versions of the weights of another policy, over its ranks' hosts."""
+    return _policy_memory(config, model).published_bytes
+
+
+def _policy_memory(config: RunConfig, model: Model) -> MemoryEstimate:
+    """As if it were the main one."""
+    role = model.config
+    assert isinstance(role, TrainedRoleConfig)
+    own = replace(config, model=role.model, trainer=role.trainer)
+    return estimate_memory(own, role_shape(config, model))
 
 
 def role_snapshot_bytes(config: RunConfig, model: Model) -> int:

@@ -187,6 +187,13 @@ def check_seats(environment: Environment, seats: Any) -> None:
             not model.is_main,
             f"{told}: {model.name!r} plays every seat that is not another model's; leave it out.",
         )
+        if model.may_train:
+            require(
+                model.head == "logits",
+                f"{told}: {model.name!r} has head {model.head!r}; who plays a seat writes, which "
+                "takes head 'logits': leave head out.",
+            )
+            continue
         role = _writer(told, "who plays a seat beside the policy", model)
         require(
             role.num_workers == 1,

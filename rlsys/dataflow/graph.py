@@ -208,9 +208,10 @@ class Dataflow:
         each turn, turns and seats. `parts`: named numbers of the reward that get columns of their
         own. Where a rollout is a tree of branches, models read it as one by themselves.
 
-        `seats`: frozen models that play seats of the environment in the place of `model`, which
-        plays all others. What they say is no part of the rollouts, but for what the environment
-        tells `model` of it."""
+        `seats`: other models, by the seats of the environment that they play; `model` plays the
+        rest. What frozen ones say is no part of the rollouts, but for what the environment tells
+        others of it. Trained ones have `model`'s tokens, and a flow.train each, which trains them
+        on the tokens of their own seats."""
         self._check_model("play", model)
         check_is("play", "tasks", tasks, Prompts, A_SOURCE)
         check_group_size("play", group_size)
@@ -570,14 +571,18 @@ class Dataflow:
         )
         check_read(loss, columns, {*needs, PROXIMAL_COLUMN} if model.head == "logits" else {*needs})
         name = "train" if model.is_main else f"train {model.name}"
+        source = self.source
+        seats = source.trained_seats(model) if isinstance(source, PlayStage) else None
+        whose = (Column(SEATS_COLUMN, "token"),) if seats is not None else ()
         self._add(
             TrainStage(
                 name=name,
-                reads=_distinct((*rollouts, *columns, *watch)),
+                reads=_distinct((*rollouts, *columns, *watch, *whose)),
                 model=model,
                 loss=loss,
                 aggregation=aggregation,
-                watches=tuple(column for column in watch if column not in columns),
+                watches=tuple(column for column in watch if column not in (*columns, *whose)),
+                seats=seats,
             )
         )
 
@@ -674,6 +679,7 @@ class Dataflow:
                     "that.",
                 )
         self._check_models_used()
+        self._check_updates()
         self._check_means()
 
     def check_groups(self, group_size: int) -> None:
@@ -720,6 +726,12 @@ class Dataflow:
             if stage.model.name == model:
                 return stage
         raise ValueError(f"no stage trains {model!r}; end the dataflow with flow.train.")
+
+    @property
+    def other_policies(self) -> list[str]:
+        """Names of models that are trained and play seats, beside the main one."""
+        played = [one for stage in self.all(PlayStage) for one in stage.partners]
+        return [model.name for model in played if model.may_train]
 
     @property
     def step_stages(self) -> list[StepStage]:
@@ -817,9 +829,8 @@ class Dataflow:
             for source, columns in by_writer.items():
                 lines.append(f"    {place[source]} -- {', '.join(columns)} --> {place[stage.name]}")
         for stage in self.all(TrainStage):
-            users = (GenerateStage, InferStage)
             for user in self.stages:
-                if isinstance(user, users) and user.model.name == stage.model.name:
+                if stage.model in _users(user):
                     weights = f"{place[stage.name]} -. weights, version v+1 .-> {place[user.name]}"
                     lines.append(f"    {weights}")
         return "\n".join(lines)
@@ -851,7 +862,8 @@ class Dataflow:
 
     def _check_models_used(self) -> None:
         trained = {stage.model.name for stage in self.all(TrainStage)}
-        of_rows = {one.name: stage.name for stage in self.all(PlayStage) for one in stage.partners}
+        partners = [one for stage in self.all(PlayStage) for one in stage.partners]
+        of_rows = {one.name: "play" for one in partners if not one.may_train}
         for stage in self.row_stages:
             name = stage.model.name
             require(
@@ -878,6 +890,21 @@ class Dataflow:
                 f"model {name!r} is trained, and its metrics would stand in metrics.jsonl as "
                 f"{name + '/...'!r}, among others of that name; give it another one, such as "
                 "'critic'.",
+            )
+
+    def _check_updates(self) -> None:
+        """Of π_prox, which several updates of a step need, a graph has that of its main model."""
+        for stage in self.all(TrainStage):
+            role = stage.model.config
+            if stage.seats is None or not isinstance(role, TrainedRoleConfig):
+                continue
+            num = role.trainer.updates_per_step
+            require(
+                num == 1 or getattr(stage.loss, "interpolates_proximal", False),
+                f"stage {stage.name!r} makes {num} updates of {stage.model.name!r} a step "
+                "(trainer.num_minibatches times num_epochs), for which its loss needs "
+                f"{PROXIMAL_COLUMN!r}, and a graph has that of its main model alone; use one "
+                "update, or a loss that interpolates it.",
             )
 
     @property
@@ -975,6 +1002,13 @@ class Dataflow:
             )
         self.stages.append(stage)
         return stage.writes
+
+
+def _users(stage: Stage) -> tuple[Model, ...]:
+    """The models whose newest weights it runs, where they are trained."""
+    if isinstance(stage, PlayStage):
+        return (stage.model, *stage.partners)
+    return (stage.model,) if isinstance(stage, GenerateStage | InferStage) else ()
 
 
 def _distinct(columns: Iterable[Column]) -> tuple[Column, ...]:

@@ -58,10 +58,10 @@ class EpisodeFailed(RuntimeError):
 
 @dataclass(kw_only=True, eq=False)
 class Turn:
-    """One reply of the policy, or of a partner."""
+    """One reply of whoever plays the seat."""
 
     seat: int
-    is_partners: bool  # a partner's, which nothing is trained on
+    is_frozen: bool  # a frozen model's, which nothing is trained on
     conversation: Conversation
     message: dict[str, Any]
     text: str  # of the reply, without its end
@@ -75,12 +75,12 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partner:
-    """A frozen model that plays a seat in the policy's place. It has tokens of its own, so that
-    all that it reads and says is text; the rollout has of it what the environment tells the
-    policy."""
+    """Another model that plays a seat. A frozen one has tokens of its own, so that all that it
+    reads and says is text; the rollout has of it what the environment tells the policy. One that is
+    trained has the policy's (`codec` is None), and its turns are part of the rollout."""
 
-    codec: Codec
     sampler: Sampler
+    codec: Codec | None
 
 
 NO_PARTNERS: Mapping[int, Partner] = MappingProxyType({})
@@ -88,13 +88,13 @@ NO_PARTNERS: Mapping[int, Partner] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Side:
-    """Who samples, what was said, and what may be said still: of the policy in all its seats, or
-    of a partner in one."""
+    """Who samples, what was said, and what may be said still. Whoever is trained has these
+    in common, but for who samples; a frozen model in each of its seats has its own."""
 
     sampler: Sampler
     conversation: Conversation
     rooms: Rooms
-    is_partners: bool
+    is_frozen: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +153,16 @@ class Episode:
             rooms=Rooms(
                 self.limits, max_turns=environment.max_turns, turn_tokens=environment.turn_tokens
             ),
-            is_partners=False,
+            is_frozen=False,
         )
         self._partners = {
-            seat: _Side(
+            seat: replace(self._own, sampler=partner.sampler)
+            if partner.codec is None
+            else _Side(
                 sampler=partner.sampler,
                 conversation=Conversation(partner.codec),
                 rooms=Rooms(self.limits, max_turns=None, turn_tokens=environment.turn_tokens),
-                is_partners=True,
+                is_frozen=True,
             )
             for seat, partner in self.partners.items()
         }
@@ -227,7 +229,7 @@ class Episode:
         self.is_over |= self.is_truncated or not side.rooms.has_turns
         turn = Turn(
             seat=path.seat,
-            is_partners=side.is_partners,
+            is_frozen=side.is_frozen,
             conversation=conversation,
             message=message,
             text=str(message.get("content") or ""),
@@ -250,8 +252,8 @@ class Episode:
         """Raises EpisodeOver where there is none, EpisodeFailed for a first prompt too long."""
 
         def goes_on() -> Path:
-            # Behind the policy's last turn a partner may still reply.
-            if self.is_truncated if side.is_partners else self.is_over:
+            # Behind the last turn that is trained on a frozen model may still reply.
+            if self.is_truncated if side.is_frozen else self.is_over:
                 raise EpisodeOver(WENT_ON)
             return prompt()
 
@@ -263,7 +265,7 @@ class Episode:
             why = "tokens or context are used up" if reason.is_truncated else WENT_ON
             raise EpisodeOver(why) from None
         except FirstTooLong as error:
-            whose = "a partner's seat of " if side.is_partners else ""
+            whose = "a frozen model's seat of " if side.is_frozen else ""
             self.failure = EpisodeFailed(f"{whose}{self.environment.name} {error}")
             raise self.failure from None
 
@@ -275,15 +277,15 @@ class Episode:
         return [*longest.messages, {"role": "user", "content": rest}] if rest else longest.messages
 
     def reward(self, turn: Turn | None, value: object, name: str) -> None:
-        """For a turn; what a partner has earned counts for nothing. Raises ValueError for what is
-        no finite number, and before the first turn."""
+        """For a turn; what a frozen model has earned counts for nothing. Raises ValueError for what
+        is no finite number, and before the first turn."""
         if turn is None:
             raise ValueError(
                 f"chat.reward({value!r}) comes before any reply that it could be for; ask the "
                 "policy first, or return it at the end."
             )
         number = _number(value, f"chat.reward({value!r})")
-        if turn.is_partners:
+        if turn.is_frozen:
             return
         turn.reward += number
         self.named[name] = self.named.get(name, 0.0) + number
@@ -323,7 +325,7 @@ class Episode:
 
     @property
     def _own_turns(self) -> list[Turn]:
-        return [turn for turn in self.turns if not turn.is_partners]
+        return [turn for turn in self.turns if not turn.is_frozen]
 
     def _trajectory(self) -> Trajectory:
         own = self._own_turns
@@ -336,13 +338,13 @@ class Episode:
         return functools.reduce(joined, made)
 
     def _transcript(self, ended: str) -> list[Mapping[str, Any]]:
-        """For people: who said what, branch by branch, those of the policy first, and at last
-        what ended it, if it was not its function. Where there are several seats, each line says
-        whose branch it is in; what a partner said was not sampled, as far as the policy goes."""
-        partners = [side.conversation for side in self._partners.values()]
+        """For people: who said what, branch by branch, those that are trained on first, and at
+        last what ended it, if it was not its function. Where there are several seats, each line
+        says whose branch it is in. What a frozen model said does not count as sampled."""
+        frozen = [side.conversation for side in self._partners.values() if side.is_frozen]
         spoken = _conversations([*self._own_turns, *self.turns])
         branches = [
-            (branch, self._seat_of(seat), one not in partners)
+            (branch, self._seat_of(seat), one not in frozen)
             for one in spoken
             for seat, branch in zip(one.branch_seats(), one.transcript(), strict=True)
         ]

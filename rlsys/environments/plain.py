@@ -317,7 +317,7 @@ async def _done(chats: dict[int, Chat], message: Mapping[str, Any]) -> dict[str,
     except ValueError as error:
         return {"error": str(error)}
     state = {"done": chat.done, "truncated": chat.truncated}
-    return {"value": value, "state": state, "is_partners": chat.is_partners}
+    return {"value": value, "state": state, "is_frozen": chat.is_frozen}
 
 
 async def _method(chats: dict[int, Chat], chat: Chat, method: str, given: Mapping[str, Any]) -> Any:

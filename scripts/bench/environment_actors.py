@@ -157,7 +157,7 @@ async def playing(
         handle = actor.options(num_cpus=0).remote(*args, shards.address, Tracer(name))
         return Worker(name, handle, timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S)
 
-    sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s)), None, shards)  # type: ignore[arg-type]
+    sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s)), None, shards)
     make_host = EnvironmentFactory(
         config=CONFIG,
         environment=cloudpickle.dumps(environment),

@@ -237,7 +237,7 @@ def test_too_long_a_first_text_is_told_with_whose_it_was() -> None:
 
     ended, _, _ = play(longwinded, lambda text: "5", lambda text: "a")
     assert ended.failure is not None
-    assert "partner's seat of longwinded begins with 30 tokens" in ended.failure.message
+    assert "frozen model's seat of longwinded begins with 30 tokens" in ended.failure.message
 
 
 @pytest.mark.parametrize("seat", [0, 1])
