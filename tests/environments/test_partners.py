@@ -14,6 +14,7 @@ from rlsys.environments.episode import Partner
 from rlsys.environments.host import Ended, EpisodeHost
 from rlsys.environments.plain import PlainFunctions
 from rlsys.environments.room import EpisodeLimits
+from rlsys.environments.turns import num_by_seat, seats_of
 from rlsys.tiny_models import build_tokenizer
 from tests.environments.playing import (
     CHARACTERS,
@@ -254,3 +255,74 @@ def test_a_seats_forks_are_the_seats(seat: int) -> None:
     assert len(sampler.asked) == len(partner.asked) == 2
     assert ended.played.trajectory.num_branches == 1
     assert set(ended.played.trajectory.branches.reshape(-1, 4)[:, 3]) == {1 - seat}
+
+
+def test_another_policy_has_a_seat_of_the_same_rollout() -> None:
+    """Who is trained shares the rollout, its tokens and its limits; only who samples differs."""
+
+    @rlsys.environment(seats=("first", "second"), max_turns=3)
+    async def both(chat: Any, task: Any) -> dict[str, float]:
+        two = chat.seat("second")
+        move = await chat("1")
+        answer = await two(move)
+        two.reward(-2.0)
+        await chat(answer)
+        return {"won": 1.0 if two.done and chat.done else 0.0}
+
+    codec = Codec(build_tokenizer(CHARACTERS), chat_template="")
+    sampler, other = Scripted(codec, lambda text: "4"), Scripted(codec, lambda text: "9")
+
+    async def run() -> Ended:
+        host = EpisodeHost(
+            both,
+            codec,
+            sampler,
+            limits=LIMITS,
+            plain=InThreads(),
+            partners={1: Partner(codec=None, sampler=other)},
+        )
+        (ended,) = await played(host, [request()])
+        return ended
+
+    ended = asyncio.run(run())
+    assert ended.played is not None, ended.failure
+    assert ended.played.components == {"turns": -2.0, "won": 1.0}
+    trajectory = ended.played.trajectory
+    first, second = (path.tolist() for path in trajectory.paths())
+    assert (first, second) == ([4, 7, 2, 12, 7, 2], [7, 12, 2])
+    assert len(sampler.asked) == 2
+    assert len(other.asked) == 1
+    seats = seats_of(trajectory)
+    assert seats.tolist() == [0] * 5 + [1] * 3
+    assert trajectory.policy_versions.tolist() == [7, 7, -1, 7, 7, -1, 7, 7]
+    assert trajectory.turn_rewards.tolist() == [0, 0, 0, 0, 1, 0, 0, -2]
+    assert num_by_seat(trajectory.policy_versions, seats) == (4, 2)
+    assert [line["sampled"] for line in ended.played.transcript if line["seat"] == "second"] == [
+        False,
+        True,
+    ]
+
+
+def test_what_parse_refuses_of_another_policy_is_the_policys() -> None:
+    @rlsys.environment(seats=("first", "second"), format_reward=-9.0)
+    async def parses(chat: Any, task: Any) -> float:
+        return float(await chat.seat("second")("1", parse=int))
+
+    codec = Codec(build_tokenizer(CHARACTERS), chat_template="")
+
+    async def run() -> Ended:
+        partners = {1: Partner(codec=None, sampler=Scripted(codec, lambda text: "?"))}
+        host = EpisodeHost(
+            parses,
+            codec,
+            Scripted(codec, lambda text: "4"),
+            limits=LIMITS,
+            plain=InThreads(),
+            partners=partners,
+        )
+        (ended,) = await played(host, [request()])
+        return ended
+
+    ended = asyncio.run(run())
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == -9.0
