@@ -874,6 +874,7 @@ class Dataflow:
             )
             of_rows[name] = stage.name
         run = {*trained, *of_rows, *(stage.model.name for stage in self.all(InferStage))}
+        run.update(one.name for one in partners)
         for name, model in self.models.items():
             require(
                 model.is_main or name in run,

@@ -1,16 +1,20 @@
-"""Runs whose environments have seats of other models."""
+"""A run in whose environment three models play: the policy, another one that is trained, and a
+frozen one with a vocabulary of its own."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from rlsys.audit import audit
+from rlsys.exported import export_faults
 from rlsys.history import read_evidence
 from rlsys.observe.metrics import read_metrics
 from rlsys.tiny_models import build_tiny_model
@@ -21,41 +25,56 @@ import sys
 sys.path.insert(0, {root!r})
 from dataclasses import dataclass, field
 import rlsys
-from rlsys.algorithms import clipped_surrogate, token_mean, turn_advantage
+from rlsys.algorithms import clipped_surrogate, prompt_mean, token_mean, turn_advantage
 
-@rlsys.environment(seats=("first", "second"), turn_tokens=3, plain_text=True)
+DIGITS = "0123456789"
+
+@rlsys.environment(seats=("first", "second", "third"), turn_tokens=3, plain_text=True)
 async def game(chat, task):
-    one, two = chat.seat("first"), chat.seat("second")
+    one, two, three = chat, chat.seat("second"), chat.seat("third")
     move = await one("?")
-    answer = await two("=" + str(sum(map(ord, move)) % 10))
     one.reward(len(move))
-    two.reward(-100.0)
-    reply = await one("".join(c for c in answer if c in "0123456789") or "<")
-    return {{"said": float(len(reply) + len(answer))}}
+    hint = await three("=" + str(sum(map(ord, move)) % 10))
+    three.reward(-100.0)
+    answer = await two("<" + "".join(c for c in hint if c in DIGITS))
+    two.reward(sum(c in DIGITS for c in answer))
+    reply = await one(">" + str(len(answer)))
+    return {{"said": float(len(reply))}}
 
 @dataclass(frozen=True, kw_only=True)
 class Config(rlsys.RunConfig):
     name: str = "seats"
-    opponent: rlsys.RoleConfig = field(default_factory=rlsys.RoleConfig)
+    rival: rlsys.TrainedRoleConfig = field(
+        default_factory=lambda: rlsys.TrainedRoleConfig(trainer=rlsys.TrainerConfig(
+            learning_rate=1e-2, micro_batch_tokens=512, num_cpus=0.25)))
+    opponent: rlsys.RoleConfig = field(
+        default_factory=lambda: rlsys.RoleConfig(num_cpus=0.25))
     num_steps: int = 3
     prompts_per_step: int = 4
     group_size: int = 4
     sampling: rlsys.SamplingConfig = field(
-        default_factory=lambda: rlsys.SamplingConfig(max_tokens=24))
+        default_factory=lambda: rlsys.SamplingConfig(max_tokens=32))
+    rollout: rlsys.RolloutConfig = field(
+        default_factory=lambda: rlsys.RolloutConfig(num_cpus=0.25))
     trainer: rlsys.TrainerConfig = field(
-        default_factory=lambda: rlsys.TrainerConfig(learning_rate=1e-3, micro_batch_tokens=512))
+        default_factory=lambda: rlsys.TrainerConfig(
+            learning_rate=1e-2, micro_batch_tokens=512, num_cpus=0.25))
 
 def graph(cfg):
     flow = rlsys.Dataflow()
-    policy, opponent = flow.model("policy"), flow.model("opponent", cfg.opponent)
+    policy, rival = flow.model("policy"), flow.model("rival", cfg.rival)
+    opponent = flow.model("opponent", cfg.opponent)
     tasks = rlsys.Prompts(config=cfg.data, rows=[{{"number": n}} for n in range(1, 10)])
     episodes = flow.play(
-        policy, game, tasks, group_size=cfg.group_size, seats={{"second": opponent}})
+        policy, game, tasks, group_size=cfg.group_size,
+        seats={{"second": rival, "third": opponent}})
     (advantages,) = flow.per_batch(
         turn_advantage, episodes.turn_rewards, episodes.turns, episodes.seats, per="token")
+    loss = clipped_surrogate(0.2, 0.2)
     flow.train(
         policy, episodes.rollouts, advantages,
-        loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean, watch=[episodes.reward])
+        loss=loss, aggregation=token_mean, watch=[episodes.reward])
+    flow.train(rival, episodes.rollouts, advantages, loss=loss, aggregation=prompt_mean)
     return flow
 
 if __name__ == "__main__":
@@ -71,6 +90,10 @@ def recipe(tmp_path: Path) -> str:
     return str(script)
 
 
+def options(tmp_path: Path, *more: str) -> list[str]:
+    return ["--runs-dir", str(tmp_path / "runs"), "--asynchrony.max-staleness", "0", *more]
+
+
 def records_of(directory: Path) -> list[dict[str, Any]]:
     with (directory / "rollouts.jsonl").open() as file:
         return [json.loads(line) for line in file]
@@ -83,45 +106,78 @@ def audited(directory: Path) -> None:
     assert verdict.finished
 
 
-def test_a_frozen_opponent_of_another_vocabulary_plays_a_seat(tmp_path: Path) -> None:
-    directory, opponent = tmp_path / "runs" / "seats", tmp_path / "opponent"
-    build_tiny_model(opponent, characters="ab9876543210=", width=32, num_layers=2)
-    options = ["--runs-dir", str(tmp_path / "runs"), "--asynchrony.max-staleness", "0"]
-    options += ["--opponent.model.path", str(opponent)]
-    job = run(recipe(tmp_path), options, tmp_path)
-    assert job.returncode == 0, job.output
+def check_trained(directory: Path, num_steps: int) -> None:
+    """Each policy was sampled with its own newest weights, trained, and exported."""
     audited(directory)
     lines = read_metrics(directory / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all(line["grad_norm"] > 0 for line in lines)
-    assert all(line["kl/sampler_trainer"] < 1e-4 for line in lines)
+    assert [line["step"] for line in lines] == [*range(1, num_steps + 1)]
+    for of_model in ("", "rival/"):
+        assert all(line[f"{of_model}grad_norm"] > 0 for line in lines)
+        # On policy: what sampled the tokens of its seats is what trains on them.
+        assert max(line[f"{of_model}kl/sampler_trainer"] for line in lines) < 1e-5
+        assert max(line[f"{of_model}staleness/max"] for line in lines) == 0
+    exports = [directory / "hf", directory / "hf-rival"]
+    run_id = json.loads((directory / "config.json").read_text())["run_id"]
+    assert [export_faults(one, run_id=run_id) for one in exports] == [[], []]
+    own, theirs = (load_file(one / "model.safetensors") for one in exports)
+    assert any((own[name] != theirs[name]).any() for name in own)
+
+
+def test_three_models_play_and_two_of_them_learn(tmp_path: Path) -> None:
+    directory, opponent = tmp_path / "runs" / "seats", tmp_path / "opponent"
+    build_tiny_model(opponent, characters="ab9876543210=", width=32, num_layers=2)
+    job = run(recipe(tmp_path), options(tmp_path, "--opponent.model.path", str(opponent)), tmp_path)
+    assert job.returncode == 0, job.output
+    check_trained(directory, 3)
     records = records_of(directory)
     assert records
     for record in records:
-        said = {(turn["seat"], turn["branch"]) for turn in record["turns"]}
-        assert said == {("first", 0), ("second", 1)}
-        theirs = [turn for turn in record["turns"] if turn["seat"] == "second"]
-        assert [turn["role"] for turn in theirs] == ["user", "assistant"]
-        assert not any(turn["sampled"] for turn in theirs)
-        assert theirs[0]["text"][0] == "="
-        assert not set(theirs[1]["text"].replace("<eos>", "")) - set("ab9876543210=")
+        said = [(turn["branch"], turn["seat"], turn["role"]) for turn in record["turns"]]
+        assert said == [
+            *[(0, "first", role) for role in ("user", "assistant") * 2],
+            *[(1, "second", role) for role in ("user", "assistant")],
+            *[(2, "third", role) for role in ("user", "assistant")],
+        ]
+        sampled = {turn["seat"] for turn in record["turns"] if turn["sampled"]}
+        assert sampled == {"first", "second"}
+        hint = re.sub("<[a-z]+>", "", record["turns"][-1]["text"])  # but for special tokens
+        assert not set(hint) - set("ab9876543210=")
         assert record["reward"] >= 0, "the opponent's reward counts"
 
 
 @pytest.mark.slow
-def test_a_run_outlives_the_engine_of_an_opponent(tmp_path: Path) -> None:
+def test_it_outlives_each_engine_and_a_trainer(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "seats"
-    options = ["--runs-dir", str(tmp_path / "runs"), "--num-steps", "60"]
-    job = start(recipe(tmp_path), options, tmp_path)
+    job = start(recipe(tmp_path), options(tmp_path, "--num-steps", "80"), tmp_path)
     try:
         step = job.wait_for_step(directory, 2)
-        engines = [p for p, command in job.processes().items() if "RolloutActor" in command]
-        assert len(engines) == 2
-        os.kill(max(engines), signal.SIGKILL)
-        job.wait_for_step(directory, step + 3)
+        for number in range(3):
+            engines = sorted(p for p, c in job.processes().items() if "RolloutActor" in c)
+            assert len(engines) == 3
+            os.kill(engines[number], signal.SIGKILL)
+            step = job.wait_for_step(directory, step + 3)
+        trainers = sorted(p for p, c in job.processes().items() if "TrainerActor" in c)
+        assert len(trainers) == 2
+        os.kill(trainers[1], signal.SIGKILL)
         assert job.wait() == 0, job.output
-        assert "rollout-0 died" in job.output
+        assert job.output.count("rollout-0") >= 3
         assert job.left_behind() == {}
     finally:
         job.end()
-    audited(directory)
+    check_trained(directory, 80)
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_two_policies_goes_on(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "seats"
+    given = options(tmp_path, "--num-steps", "30", "--checkpoint-every", "5")
+    job = start(recipe(tmp_path), given, tmp_path)
+    try:
+        job.wait_for_step(directory, 12)
+        for pid in job.processes():
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        job.end()
+    job = run(recipe(tmp_path), [*given, "--resume", "true"], tmp_path)
+    assert job.returncode == 0, job.output
+    check_trained(directory, 30)
