@@ -87,7 +87,7 @@ class Rows:
     scalars: Mapping[str, Sequence[float]]  # columns with a value per row
     group_ids: Sequence[int]
     group_sizes: Sequence[int]
-    group_num_tokens: Sequence[int]  # completion tokens of the row's whole group, less others
+    group_num_tokens: Sequence[int]  # tokens of its whole group that are trained on
     origins: Sequence[Origin] = ()  # for a judge alone
     seats: tuple[int, ...] | None = None  # whose tokens are trained on; None: all that were sampled
 

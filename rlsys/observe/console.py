@@ -284,8 +284,10 @@ class RunConsole:
                 if number == half:
                     self._print(f"  [... {left_out} turns ...]")
                 continue
-            if turn["branch"] and (number == 0 or turns[number - 1]["branch"] != turn["branch"]):
-                self._print(f"  branch {turn['branch']}")
+            begins = number == 0 or turns[number - 1]["branch"] != turn["branch"]
+            if begins and (turn["branch"] or "seat" in turn):
+                whose = f": {turn['seat']}" if "seat" in turn else ""
+                self._print(f"  branch {turn['branch']}{whose}")
             self._print(_indented(turn["role"], turn["text"]))
 
     def _print(self, text: str, style: str = "") -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import rlsys
 from actors import factories
+from actors.environment import PlayingReplica
 from actors.placement import ClusterTooSmall, check_capacity
 from rlsys.algorithms import clipped_surrogate, token_mean, turn_advantage
 from rlsys.config import (
@@ -25,7 +27,10 @@ from rlsys.config import (
 )
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Prompts
+from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.tiny_models import build_tiny_model
+from rlsys.types import WeightManifest
+from rlsys.workers import WeightsGone
 
 
 @rlsys.tool
@@ -89,6 +94,61 @@ def test_engines_of_other_models_stand_beside_each_replica() -> None:
     check_capacity(first, [{"CPU": 4.5, "GPU": 3.0}])
     with pytest.raises(ClusterTooSmall, match=r"Lower rollout\.num_replicas, or num_cpus"):
         check_capacity(first, [{"CPU": 4.5, "GPU": 2.0}])
+
+
+class Sampling:
+    """Of a RayReplica what a PlayingReplica asks it for when weights come."""
+
+    def __init__(self, seconds: float, death: Exception | None = None) -> None:
+        self.seconds, self.death = seconds, death
+        self.begun: list[WeightManifest] = []
+        self.num_ended = 0
+
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        self.begun.append(manifest)
+        await asyncio.sleep(self.seconds)
+        self.num_ended += 1
+        if self.death is not None:
+            raise self.death
+        return self.seconds
+
+
+def playing(replica: Any, partners: Any) -> PlayingReplica:
+    return PlayingReplica(
+        replica,
+        lambda name: pytest.fail("nobody plays"),
+        game,
+        cast(Any, None),
+        num_workers=1,
+        start_timeout_s=1.0,
+        on_death=pytest.fail,
+        partners=partners,
+    )
+
+
+def test_each_model_gets_its_own_weights_and_a_frozen_one_none() -> None:
+    own, rival, frozen = Sampling(1.0), Sampling(3.0), Sampling(9.0)
+    replica = playing(own, {"frozen": frozen, "rival": rival})
+    of_rival = WeightManifest(version=7)
+    manifest = WeightManifest(version=7, others=(("rival", of_rival),))
+    assert run_in_virtual_time(replica.update_weights(manifest, delayed=False)) == 3.0
+    assert own.begun == [WeightManifest(version=7)]
+    assert rival.begun == [of_rival]
+    assert frozen.begun == []
+
+
+def test_weights_that_are_gone_are_told_when_nobody_loads_any_more() -> None:
+    gone = WeightsGone("a newer version is there")
+    own, rival = Sampling(1.0, gone), Sampling(3.0)
+    replica = playing(own, {"rival": rival})
+    manifest = WeightManifest(version=7, others=(("rival", WeightManifest(version=7)),))
+
+    async def load() -> None:
+        with pytest.raises(WeightsGone, match="a newer version is there"):
+            await replica.update_weights(manifest, delayed=False)
+        assert rival.num_ended == 1
+
+    run_in_virtual_time(load())
 
 
 def launched(tmp_path: Path, make: Any = graph, **changes: Any) -> None:

@@ -123,6 +123,7 @@ def check_trained(directory: Path, num_steps: int) -> None:
     assert any((own[name] != theirs[name]).any() for name in own)
 
 
+@pytest.mark.slow
 def test_three_models_play_and_two_of_them_learn(tmp_path: Path) -> None:
     directory, opponent = tmp_path / "runs" / "seats", tmp_path / "opponent"
     build_tiny_model(opponent, characters="ab9876543210=", width=32, num_layers=2)
