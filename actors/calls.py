@@ -46,6 +46,9 @@ SELF_EXPLAINING = (
 # A heartbeat takes this share of the time within which it must be answered.
 BEAT_FRAC = 1 / 6
 
+# What Ray says where all it knows is that the process is gone.
+ENDED_BY_ITSELF = re.compile(r"process has died.*connection error code 2\. End of file", re.DOTALL)
+
 # Limits are counted in pieces of this length, each at most once: while this process itself stands
 # still (stopped, a machine that sleeps), no time passes.
 TICK_S = 1.0
@@ -285,4 +288,9 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, RayActorError) and not error.actor_init_failed:
         lines = lines[1:] or lines  # after "The actor died unexpectedly ..."
     told = " ".join(line.strip() for line in lines[-3:]).partition(" Some common causes")[0]
+    if isinstance(error, RayActorError) and ENDED_BY_ITSELF.search(told):
+        return (
+            "its process has ended, and nobody had asked it to (it was killed, crashed in C code, "
+            "or called os._exit; its log may say more)"
+        )
     return told.rstrip(".") or "no reason given"

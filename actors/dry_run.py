@@ -14,6 +14,7 @@ from rlsys.dataflow.stages import GenerateStage, Head, Model, PlayStage
 from rlsys.estimate import (
     ANOTHER_NODE,
     ITS_NODE,
+    MemoryEstimate,
     ModelShape,
     checkpoint_bytes,
     estimate_memory,
@@ -59,7 +60,7 @@ def describe(
         "",
         f"memory for {shape.num_parameters:,} parameters",
         *_ranks(config, flow, shape),
-        f"published weights {_size(memory.published_bytes)}  at most two versions, shared memory",
+        f"published weights {_size(memory.published_bytes)}  {versions_text(memory)}",
         f"  packed          {_size(memory.packed_bytes)}  beside them, for replicas on other nodes",
         f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
         f"rollout replica   {_size(memory.replica_bytes)}  weights and a full KV cache",
@@ -73,6 +74,12 @@ def describe(
     return "\n".join(
         ["# configuration", to_toml(as_given), *(f"# {fact}".rstrip() for fact in facts)]
     )
+
+
+def versions_text(memory: MemoryEstimate) -> str:
+    if memory.lies_in_share:
+        return "the version before the rank's own weights, which replicas read where they lie"
+    return "at most two versions, shared memory"
 
 
 def _data(flow: Dataflow, prompts: RowSource, tokenizer: Any) -> Iterator[str]:

@@ -16,15 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import ray
 
 from rlsys import metrics
 from rlsys.config import RunConfig
 from rlsys.controller import BetweenSteps
 from rlsys.engines.generation.protocol import EngineError
+from rlsys.environments.environment import Environment
 from rlsys.held_out import evaluation_config, export_path, is_due, pending_exports
 from rlsys.held_out_loss import HeldOutLoss
-from rlsys.model_evaluation import Evaluation, evaluate_packed
+from rlsys.model_evaluation import Evaluation, evaluate_packed, evaluate_played
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import PackedRewards
 from rlsys.run_directory import MAX_WAITING
@@ -65,11 +67,13 @@ Told = tuple[int, Found | None]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationFactory:
-    """What the worker needs: all but the model. `rewards`: of samples, None for no samples; `loss`:
-    of held-out completions. `rows` replace the dataset."""
+    """What the worker needs: all but the model. `rewards`: of samples, None for no samples;
+    `environment`: that is played instead, pickled; `loss`: of held-out completions. `rows` replace
+    the dataset."""
 
     config: RunConfig
     rewards: PackedRewards | None
+    environment: bytes | None
     loss: HeldOutLoss | None
     rows: Sequence[Mapping[str, Any]] | None
 
@@ -81,7 +85,13 @@ class EvaluationFactory:
             of_loss = await asyncio.to_thread(
                 self.loss.metrics, config, rows=self.rows, on_pass=on_progress
             )
-        if self.rewards is not None:
+        if self.environment is not None:
+            environment: Environment = cloudpickle.loads(self.environment)
+            evaluation = await evaluate_played(
+                config, environment, rows=self.rows, on_sample=lambda sample: on_progress()
+            )
+            sampled = Found.of(evaluation)
+        elif self.rewards is not None:
             evaluation = await evaluate_packed(
                 config, self.rewards, rows=self.rows, on_sample=lambda sample: on_progress()
             )

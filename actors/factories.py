@@ -38,8 +38,7 @@ from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.environments.codec import Codec
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode import Partner, Sampler
-from rlsys.environments.host import EpisodeHost
-from rlsys.environments.plain import PlainFunctions
+from rlsys.environments.host import EpisodeHost, codec_of, make_host
 from rlsys.environments.room import EpisodeLimits
 from rlsys.rewards import PackedRewards, RewardRunner
 
@@ -324,12 +323,11 @@ class EnvironmentFactory:
     def __call__(
         self, sampler: Sampler, partners: Mapping[str, Sampler] = NO_SAMPLERS
     ) -> EpisodeHost:
-        config, tokenizer = self.config, self.tokenizer
+        config = self.config
         environment: Environment = cloudpickle.loads(self.environment)
-        template = chat_template(environment, tokenizer)
-        return EpisodeHost(
+        return make_host(
             environment,
-            Codec(tokenizer, chat_template=template or ""),
+            self.tokenizer,
             sampler,
             partners=self._partners(environment, partners),
             limits=EpisodeLimits(
@@ -337,12 +335,8 @@ class EnvironmentFactory:
                 max_tokens=config.sampling.max_tokens,
                 max_context=self.max_context,
             ),
-            plain=PlainFunctions(
-                environment,
-                memory_gib=config.reward.memory_gib,
-                start_timeout_s=config.cluster.start_timeout_s,
-            ),
-            template=template,
+            memory_gib=config.reward.memory_gib,
+            start_timeout_s=config.cluster.start_timeout_s,
         )
 
     def _partners(
@@ -356,9 +350,7 @@ class EnvironmentFactory:
             if not seat.tokenizer:
                 codecs[seat.model] = None
             elif seat.model not in codecs:
-                tokenizer = load_tokenizer(seat.tokenizer)
-                template = chat_template(environment, tokenizer)
-                codecs[seat.model] = Codec(tokenizer, chat_template=template or "")
+                codecs[seat.model] = codec_of(environment, load_tokenizer(seat.tokenizer))
         return {
             environment.seats.index(seat.name): Partner(
                 codec=codecs[seat.model], sampler=samplers[seat.model]
@@ -375,11 +367,6 @@ class PartnerSeat:
     name: str
     model: str
     tokenizer: str
-
-
-def chat_template(environment: Environment, tokenizer: Any) -> str | None:
-    """The text of the one that its chats are rendered with; None: none."""
-    return None if environment.plain_text else tokenizer.chat_template or None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ import ray
 from rlsys.workers import ReplicaDied
 
 from .calls import Worker, WorkerError
-from .environment import PlayingReplica
 from .learner import RayLearner
 from .placement import Place
+from .playing import PlayingReplica
 from .rollout import RayReplica
 from .store_shards import StoreShards
 

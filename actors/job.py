@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig
 from rlsys.controller import Controller, OpenWork
@@ -26,7 +28,7 @@ from rlsys.dataflow.stages import GenerateStage, ScoreStage
 from rlsys.errors import first_error
 from rlsys.estimate import STORE_FILL, row_bytes, store_bytes
 from rlsys.exported import seal_export
-from rlsys.held_out import rewards_of
+from rlsys.held_out import environment_of, rewards_of
 from rlsys.held_out_loss import held_out_loss
 from rlsys.history import State
 from rlsys.launching import HeldOut, WarmStart
@@ -417,9 +419,11 @@ class Job:
     def _evaluator(self, team: Team, books: Books, on_progress: Callable[[], None]) -> Evaluator:
         assert books.scoreboard is not None
         rewards = rewards_of(self._flow, self._held_out)
+        environment = environment_of(self._flow)
         factory = EvaluationFactory(
             config=self._config,
             rewards=pack_rewards(rewards) if rewards else None,
+            environment=cloudpickle.dumps(environment) if environment else None,
             loss=held_out_loss(self._config, self._flow),
             rows=self._held_out.rows,
         )

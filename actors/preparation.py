@@ -46,12 +46,12 @@ from rlsys.environments.environment import Environment
 from rlsys.environments.tool_use import ToolUse
 from rlsys.errors import Mistakes
 from rlsys.estimate import ModelShape, model_shape
-from rlsys.held_out import evaluation_config, rewards_of
+from rlsys.held_out import environment_of, evaluation_config, rewards_of
 from rlsys.held_out_loss import held_out_loss
 from rlsys.launching import HeldOut, WarmStart
 from rlsys.layout.fits import check_fits
 from rlsys.lora import check_lora
-from rlsys.model_evaluation import held_out_prompts
+from rlsys.model_evaluation import held_out_prompts, held_out_tasks
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.rewards.packing import check_travels
 from rlsys.tiny_models import OwnModel
@@ -209,8 +209,7 @@ def load_prompts(
             with mistakes.noted():
                 _check_environment(config, environment, tokenizer, shape)
             with mistakes.noted():
-                if not config.evaluation.every:  # which reads prompts
-                    _check_settings_of_tasks(played.prompts.config)
+                _check_settings_of_tasks(played.prompts.config)
     mistakes.tell()
     assert prompts is not None
     return prompts
@@ -371,16 +370,33 @@ def check_held_out(
     """Raise ValueError for an evaluation that could not be done."""
     if not config.evaluation.every:
         return
+    for played in flow.all(PlayStage):
+        require(
+            not played.seats,
+            f"evaluation.every={config.evaluation.every} has {flow.main.name!r} play alone, and in "
+            f"{played.environment.name!r} the seats {[seat for seat, _ in played.seats]} are other "
+            "models'; use evaluation.every=0.",
+        )
     require(
         held_out.rows is None or not config.evaluation.source,
         f"evaluation.source={config.evaluation.source!r} would not be read: the recipe makes its "
         "own held-out rows; leave it out.",
     )
     rewards, loss = rewards_of(flow, held_out), held_out_loss(config, flow)
+    environment = environment_of(flow)
+    if rewards:
+        names = [one.name for one in as_rewards(rewards)]
+        require(
+            environment is None,
+            f"HeldOut(rewards={names}) scores completions of prompts, and flow.play has tasks: its "
+            "environment says what an episode is worth. Leave the rewards out, or return what they "
+            "say from the environment, by a name of its own.",
+        )
     require(
-        bool(rewards) or loss is not None,
+        bool(rewards) or loss is not None or environment is not None,
         f"evaluation.every={config.evaluation.every}, and nothing says what a model is told by: "
-        "the dataflow has no flow.score, and its loss is not of a dataset's completions alone. "
+        "the dataflow has no flow.score or flow.play, and its loss is not of a dataset's "
+        "completions alone. "
         "Give launch(held_out=rlsys.HeldOut(rewards=[...])), or use evaluation.every=0.",
     )
     require(
@@ -397,6 +413,8 @@ def check_held_out(
     evaluated = evaluation_config(config, config.model.path)
     if rewards:
         pack_rewards(rewards)  # raises for those that cannot travel
+    if environment is not None:
+        held_out_tasks(evaluated, environment, held_out.rows, of_a_run=True)
     if loss is not None:
         loss.prompts(evaluated, tokenizer, held_out.rows)
     if rewards:

@@ -44,7 +44,7 @@ from rlsys.rewards import pack_rewards
 from rlsys.signal import Signal
 
 from .calls import Worker, WorkerError, end_all
-from .environment import EnvironmentActor, PlayingReplica
+from .environment import EnvironmentActor
 from .evaluating import EvaluationActor, EvaluationFactory
 from .factories import (
     EVALUATION,
@@ -62,6 +62,7 @@ from .inference import InferenceActor, RayPool
 from .layouts import Layouts
 from .learner import RayLearner
 from .placement import Place, Places, standing
+from .playing import PlayingReplica
 from .reward import RayScorer, RewardActor
 from .rollout import RayReplica, RolloutActor
 from .snapshots import SnapshotKeepers

@@ -253,4 +253,6 @@ class TrainerActor(Heartbeat):
             self._failure = error
             if lost_contact(error):
                 raise LearnerDied(f"trainer-{self._rank} lost another rank: {error}") from error
+            if isinstance(error, DamagedWeightsError):
+                raise LearnerDied(f"trainer-{self._rank} has damaged weights: {error}") from error
             raise

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from rlsys import algorithms
     from rlsys.environments.mcp import mcp_tools
     from rlsys.environments.tools import ToolError, tool
+    from rlsys.playing import play
 
 __version__ = "0.1.0"
 
@@ -96,6 +97,7 @@ __all__ = [
     "main",
     "mcp_tools",
     "parse",
+    "play",
     "require",
     "reward",
     "rewards",
@@ -104,17 +106,18 @@ __all__ = [
 ]
 
 
-# Where each of these is, which takes pydantic to import.
-TOOLS = {
+# Where each of these is, whose import takes long: of pydantic, or of torch.
+LATER = {
     "ToolError": "rlsys.environments.tools",
     "mcp_tools": "rlsys.environments.mcp",
+    "play": "rlsys.playing",
     "tool": "rlsys.environments.tools",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in TOOLS:
-        return getattr(importlib.import_module(TOOLS[name]), name)
+    if name in LATER:
+        return getattr(importlib.import_module(LATER[name]), name)
     if name == "algorithms":  # with torch, whose import takes seconds
         return importlib.import_module("rlsys.algorithms")
     raise AttributeError(f"module 'rlsys' has no attribute {name!r}")

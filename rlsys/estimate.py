@@ -36,7 +36,8 @@ MIN_STORE_BYTES = 64 << 20
 
 MASTER_BYTES, GRAD_BYTES = 4, 4  # per parameter, float32
 
-# Of published weights: the newest, and the one before while a replica still reads it.
+# Of published weights, beside those that replicas compute with: the newest, and the one before
+# while a replica still reads it.
 NUM_VERSIONS = 2
 # And for other nodes, packed: what was sent last and what it has changed to since, from which
 # changes are told, and in Ray's object store what is on its way.
@@ -95,6 +96,7 @@ class RankMemory:
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     published_bytes: int  # versions of the weights for the replicas, over the ranks' hosts
+    lies_in_share: bool  # the newest of them is the rank's own weights, and counts as theirs
     packed_bytes: int  # for replicas on other nodes, over the ranks' hosts
     snapshot_bytes: int  # per trainer rank, in the host's memory
     replica_bytes: int
@@ -158,12 +160,21 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     else:
         cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
+    lies_in_share = _lies_in_share(config)
     return MemoryEstimate(
-        published_bytes=NUM_VERSIONS * shape.num_parameters * itemsize,
+        published_bytes=(NUM_VERSIONS - lies_in_share) * shape.num_parameters * itemsize,
+        lies_in_share=lies_in_share,
         packed_bytes=NUM_PACKED * shape.num_parameters * itemsize,
         snapshot_bytes=snapshot_bytes(config, own, shape),
         replica_bytes=shape.num_parameters * itemsize + cache_bytes,
     )
+
+
+def _lies_in_share(config: RunConfig) -> bool:
+    """Whether the trainer has its weights where replicas find them (training/resident.py)."""
+    trainer, model = config.trainer, config.model
+    is_plain = model.dtype == "float32" and not model.lora
+    return is_plain and trainer.parallel.num_ranks == 1 and not trainer.num_gpus
 
 
 # Ranks are laid out one by one, in a fraction of a second each.

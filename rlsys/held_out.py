@@ -16,7 +16,8 @@ from pathlib import Path
 from rlsys.config import FrozenModelConfig, RunConfig
 from rlsys.data.rows import LOADERS
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import RewardFn, ScoreStage
+from rlsys.dataflow.stages import PlayStage, RewardFn, ScoreStage
+from rlsys.environments.environment import Environment
 from rlsys.launching import HeldOut
 from rlsys.model_evaluation import EvaluationConfig
 
@@ -28,6 +29,12 @@ def rewards_of(flow: Dataflow, held_out: HeldOut) -> list[RewardFn]:
     scored = flow.all(ScoreStage)
     rewards: list[RewardFn] = [*(scored[0].rewards if scored and held_out.rewards is None else [])]
     return rewards + list(held_out.rewards or [])
+
+
+def environment_of(flow: Dataflow) -> Environment | None:
+    """What held-out tasks are played in, where the dataflow plays."""
+    played = flow.all(PlayStage)
+    return played[0].environment if played else None
 
 
 def evaluation_config(run: RunConfig, model: Path | str) -> EvaluationConfig:

@@ -112,7 +112,7 @@ class HeldOut:
     rows: Sequence[Mapping[str, Any]] | None = None
     """In place of evaluation.source, where a recipe makes its own."""
     rewards: Sequence[RewardFn] | None = None
-    """None: those that the dataflow scores with."""
+    """None: those that the dataflow scores with. Where it plays, the environment scores."""
 
     def __post_init__(self) -> None:
         check_rows(self.rows, "HeldOut.rows")

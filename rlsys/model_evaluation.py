@@ -1,19 +1,22 @@
-"""Evaluates a model on held-out prompts, without a cluster.
+"""Evaluates a model on held-out prompts, or on tasks of an environment, without a cluster.
 
     prompts ─► generation engine ─► completions ─► reward functions ─► scores ─► evaluation.py
+    tasks ─► playing.py ─► episodes ────────────────────────────────────┘
 
-In: a configuration and reward functions. Out: pass@k, mean@n and what they come from. Samples are
-scored while others are still being drawn. Reward functions run in the supervised process that they
-have in training too, under the same limits, so that one that hangs fails its own sample only.
+In: a configuration and reward functions, or an environment. Out: pass@k, mean@n and what they come
+from. Samples are scored while others are still being drawn. Reward functions run in the supervised
+process that they have in training too, under the same limits, so that one that hangs fails its own
+sample only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,14 +34,18 @@ from rlsys.config import (
     require,
 )
 from rlsys.data.hub import offline_where_unreachable
-from rlsys.data.prompts import PromptSource, load_tokenizer
+from rlsys.data.prompts import PromptSource, TaskSource, load_tokenizer
+from rlsys.data.row_source import RowSource
 from rlsys.data.rows import LOADERS
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.sampling import request_seed
+from rlsys.environments.environment import Environment
+from rlsys.environments.host import Ended, EpisodeHost
 from rlsys.estimate import model_shape
-from rlsys.evaluation import Estimate, as_metrics, evaluate
+from rlsys.evaluation import Estimate, as_metrics, bootstrap, evaluate
 from rlsys.fields import conform
+from rlsys.playing import Player
 from rlsys.rewards import (
     PackedRewards,
     Reward,
@@ -66,16 +73,19 @@ class EvaluationConfig:
     """Reward functions, whose weighted sum is a sample's score: numeric_answer, exact_match or
     math_answer (which read the column "answer", or another as numeric_answer:COLUMN),
     module:function, or file.py:function."""
+    environment: str = ""
+    """In place of rewards, an environment that is played, whose tasks are the data's rows:
+    module:function or file.py:function."""
     num_samples: int = 1
-    """Completions for each prompt."""
+    """Completions for each prompt, or episodes of each task."""
     k: tuple[int, ...] = (1,)
     """Each k of pass@k: the probability that one of k completions is right."""
     right_at: float = 1.0
-    """Score from which on a completion counts as right."""
+    """Score from which on a completion counts as right; an episode's score is its reward."""
     greedy: bool = False
     """The most likely token each time, instead of samples; needs num_samples=1."""
     num_prompts: int | None = None
-    """Prompts to evaluate on, the first ones, or with data.shuffle any; unset: all."""
+    """Prompts or tasks to evaluate on, the first ones, or with data.shuffle any; unset: all."""
     seed: int = 0
     """Of sampling and of the order of prompts."""
     out: str | None = None
@@ -102,18 +112,21 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One completion of one prompt, scored."""
+    """One completion of one prompt, scored; or an episode of a task, with who said what. Of an
+    episode whose environment failed there is nothing: its rollout is empty, and ABORTED."""
 
     rollout: Rollout
     outcome: RewardResult | RewardFailure
+    transcript: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     estimates: Mapping[str, Estimate]
-    """By metric, such as "eval/pass@1"."""
+    """By metric, such as "eval/pass@1"; also of each of several rewards, or parts of one, as
+    "eval/found/mean"."""
     num_prompts: int
-    """That the estimates are of."""
+    """That the estimates are of; or tasks."""
     num_left_out: int
     """Prompts without as many scored samples as the largest k."""
     failed: Mapping[str, int]
@@ -167,10 +180,7 @@ async def evaluate_packed(
     on_sample: Callable[[Sample], None],
 ) -> Evaluation:
     """As `evaluate_model`. The data is searched for what the rewards in `checked` read."""
-    names = [config.model.path]
-    if rows is None and Path(config.data.source).suffix not in LOADERS:
-        names.append(config.data.source)
-    with offline_where_unreachable(*names):
+    with offline_where_unreachable(*_hub_names(config, rows)):
         max_context = model_shape(config.model.path).max_context
         tokenizer = load_tokenizer(config.model.path)
         prompts = held_out_prompts(config, tokenizer, max_context, checked, rows)
@@ -198,6 +208,78 @@ async def evaluate_packed(
     return _evaluation(config, samples, seconds)
 
 
+async def evaluate_played(
+    config: EvaluationConfig,
+    environment: Environment,
+    *,
+    rows: Rows | None = None,
+    on_sample: Callable[[Sample], None] = lambda sample: None,
+) -> Evaluation:
+    """As `evaluate_model`, of episodes: the data's rows are tasks, and the environment says what
+    one is worth. An episode that fails in all its tries is a sample whose reward failed."""
+    with offline_where_unreachable(*_hub_names(config, rows)):
+        tasks = held_out_tasks(config, environment, rows)
+        player = Player(
+            model=config.model,
+            sampling=config.sampling,
+            num_episodes=config.num_samples,
+            greedy=config.greedy,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            seed=config.seed,
+            rollout=config.rollout,
+            reward=config.reward,
+        )
+        samples: list[Sample] = []
+
+        def on_ended(host: EpisodeHost, ended: Ended) -> None:
+            samples.append(_sample(host, ended))
+            on_sample(samples[-1])
+
+        seconds = await player.play(environment, tasks, on_ended)
+    return _evaluation(config, samples, seconds)
+
+
+def _sample(host: EpisodeHost, ended: Ended) -> Sample:
+    played, request = ended.played, ended.request
+    if played is not None:
+        outcome = RewardResult(total=played.total, components=played.components)
+        return Sample(rollout=host.rollout(ended), outcome=outcome, transcript=played.transcript)
+    assert ended.failure is not None, "nobody aborts"
+    nothing = np.empty(0, np.int32)
+    rollout = Rollout(
+        group_id=request.group_id,
+        index=request.index,
+        prompt_text="",
+        completion_text="",
+        prompt_token_ids=nothing,
+        token_ids=nothing,
+        finish_reason=FinishReason.ABORTED,
+        metadata=request.task,
+    )
+    return Sample(rollout=rollout, outcome=ended.failure)
+
+
+def _hub_names(config: EvaluationConfig, rows: Rows | None) -> list[str]:
+    """What may have to come from the hub."""
+    names = [config.model.path]
+    if rows is None and Path(config.data.source).suffix not in LOADERS:
+        names.append(config.data.source)
+    return names
+
+
+def held_out_tasks(
+    config: EvaluationConfig,
+    environment: Environment,
+    rows: Rows | None = None,
+    *,
+    of_a_run: bool = False,
+) -> list[Mapping[str, Any]]:
+    """As `held_out_prompts`: what an environment plays."""
+    source = TaskSource(config.data, seed=config.seed, rows=rows, held_out=of_a_run)
+    source.check_required(environment.required_columns, f"environment {environment.name!r}")
+    return [one.metadata for one in _first(config, source, "tasks", of_a_run=of_a_run)]
+
+
 def held_out_prompts(
     config: EvaluationConfig,
     tokenizer: Any,
@@ -221,11 +303,18 @@ def held_out_prompts(
         held_out=of_a_run,
     )
     source.check_rewards(rewards)
+    return _first(config, source, "prompts", of_a_run=of_a_run)
+
+
+def _first(
+    config: EvaluationConfig, source: RowSource, what: str, *, of_a_run: bool
+) -> list[Prompt]:
+    """As many as are evaluated on. Raises ValueError where there are too few."""
     num = len(source) if config.num_prompts is None else config.num_prompts
     prefix = "evaluation." if of_a_run else ""
     require(
         2 <= num <= len(source),
-        f"{prefix}num_prompts={num}, but {source.where} has {len(source)} prompts that can be "
+        f"{prefix}num_prompts={num}, but {source.where} has {len(source)} {what} that can be "
         "used, and an interval needs 2; use 2 to that many, or more data.",
     )
     return [source.at(index) for index in range(num)]
@@ -296,35 +385,54 @@ def _rollout(prompt: Prompt, index: int, generation: Generation, text: str) -> R
     )
 
 
-def _evaluation(config: EvaluationConfig, samples: Sequence[Sample], seconds: float) -> Evaluation:
-    scores: dict[int, dict[int, float]] = {one.rollout.group_id: {} for one in samples}
+def _evaluation(config: EvaluationConfig, samples: Iterable[Sample], seconds: float) -> Evaluation:
+    # In the order of prompts and samples: sums do not depend on which was scored first.
+    samples = sorted(samples, key=lambda one: (one.rollout.group_id, one.rollout.index))
+    scored: dict[int, list[RewardResult]] = {one.rollout.group_id: [] for one in samples}
     failures: list[RewardFailure] = []
     for one in samples:
         if isinstance(one.outcome, RewardFailure):
             failures.append(one.outcome)
         else:
-            scores[one.rollout.group_id][one.rollout.index] = one.outcome.total
-    # In the order of prompts and samples: sums do not depend on which was scored first.
-    enough = [
-        [total for _, total in sorted(scores[prompt].items())]
-        for prompt in sorted(scores)
-        if len(scores[prompt]) >= max(config.k)
-    ]
+            scored[one.rollout.group_id].append(one.outcome)
+    enough = [of_prompt for of_prompt in scored.values() if len(of_prompt) >= max(config.k)]
     first_failure = f"{failures[0].kind}: {failures[0].message}" if failures else None
     require(
         len(enough) >= 2,
-        f"only {len(enough)} of {len(scores)} prompts have {max(config.k)} samples whose reward "
+        f"only {len(enough)} of {len(scored)} prompts have {max(config.k)} samples whose reward "
         f"did not fail; mend the reward. The first failure is a {first_failure}",
     )
-    lengths = [len(one.rollout.token_ids) for one in samples]
-    truncated = [one.rollout.finish_reason == FinishReason.LENGTH for one in samples]
+    totals = [[one.total for one in of_prompt] for of_prompt in enough]
+    reasons = [one.rollout.finish_reason for one in samples]
+    num_whole = sum(reason != FinishReason.ABORTED for reason in reasons)
     return Evaluation(
-        estimates=evaluate(enough, ks=config.k, right_at=config.right_at, seed=config.seed),
+        estimates={
+            **evaluate(totals, ks=config.k, right_at=config.right_at, seed=config.seed),
+            **_parts(enough, seed=config.seed),
+        },
         num_prompts=len(enough),
-        num_left_out=len(scores) - len(enough),
+        num_left_out=len(scored) - len(enough),
         failed=dict(Counter(one.kind for one in failures)),
         first_failure=first_failure,
-        tokens_mean=sum(lengths) / len(lengths),
-        truncated_frac=sum(truncated) / len(truncated),
+        tokens_mean=sum(len(one.rollout.token_ids) for one in samples) / num_whole,
+        truncated_frac=sum(reason == FinishReason.LENGTH for reason in reasons) / num_whole,
         seconds=seconds,
     )
+
+
+def _parts(scored: Sequence[Sequence[RewardResult]], *, seed: int) -> dict[str, Estimate]:
+    """Means of what the scores are made of, where that is more than one number: of each reward
+    before its weight, of each name that an environment gives. What a sample does not have is 0."""
+    names = sorted({name for of_prompt in scored for one in of_prompt for name in one.components})
+    means = {
+        name: [
+            math.fsum(one.components.get(name, 0.0) for one in of_prompt) / len(of_prompt)
+            for of_prompt in scored
+        ]
+        for name in names
+    }
+    return {
+        metrics.of_held_out(metrics.column_mean(name)): bootstrap(values, seed=seed)
+        for name, values in means.items()
+        if len(names) > 1
+    }

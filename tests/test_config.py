@@ -55,6 +55,17 @@ from rlsys.types import SamplingParams
             {"engine": "vllm", "replay_routing": True},
             "rollout.replay_routing=True with rollout.engine='vllm'",
         ),
+        (RolloutConfig, {"quantization": "fp8_per_channel"}, 'use rollout.engine="vllm"'),
+        (
+            RolloutConfig,
+            {"engine": "vllm", "quantization": "fp8_per_tensor"},
+            'use "fp8_per_channel", or a GPU',
+        ),
+        (
+            RolloutConfig,
+            {"engine": "vllm", "quantization": "fp8_per_channel", "tensor_parallel": 2},
+            "use tensor_parallel=1",
+        ),
         (RolloutConfig, {"kv_cache_gib": 0.0}, "rollout.kv_cache_gib=0.0"),
         (RolloutConfig, {"gpu_memory_frac": 1.5}, "rollout.gpu_memory_frac=1.5"),
         (RolloutConfig, {"num_cpus": 0}, "rollout.num_cpus=0"),
@@ -153,6 +164,11 @@ from rlsys.types import SamplingParams
             RunConfig,
             {"placement": "colocated", "rollout": RolloutConfig(num_gpus=1)},
             "rollout.num_gpus=1 and trainer.num_gpus=0 with placement=colocated",
+        ),
+        (
+            RunConfig,
+            {"rollout": RolloutConfig(engine="vllm", quantization="fp8_per_channel")},
+            "use model.dtype=bfloat16",
         ),
         (
             RunConfig,

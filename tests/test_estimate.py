@@ -17,6 +17,7 @@ import pytest
 from transformers import AutoConfig
 
 import rlsys
+from actors.dry_run import versions_text
 from recipes import arithmetic, ppo
 from recipes.grpo import GRPOConfig, grpo
 from rlsys.algorithms.losses import clipped_surrogate
@@ -42,6 +43,7 @@ from rlsys.estimate import (
     RankMemory,
     checkpoint_bytes,
     disk_bytes,
+    estimate_memory,
     estimate_rank,
     model_shape,
     num_snapshots,
@@ -337,3 +339,24 @@ def test_a_process_that_played_a_rank_prints_exceptions_as_before(apart: Executo
     before, as_rank, after = apart.submit(hooks_of_a_rank).result()
     assert before == after
     assert as_rank == "torch.distributed.distributed_c10d"  # its hook names the rank in every line
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_versions", "text"),
+    [
+        ({}, 1, "the version before the rank's own weights, which replicas read where they lie"),
+        ({"model": ModelConfig(dtype="bfloat16")}, 2, "at most two versions, shared memory"),
+        ({"model": ModelConfig(lora="r4")}, 2, "at most two versions, shared memory"),
+        ({"trainer": TrainerConfig(layout="dp2")}, 2, "at most two versions, shared memory"),
+        ({"trainer": TrainerConfig(num_gpus=1)}, 2, "at most two versions, shared memory"),
+    ],
+)
+def test_a_float32_ranks_own_weights_are_a_published_version(
+    settings: dict[str, Any], num_versions: int, text: str, tmp_path: Path
+) -> None:
+    config = RunConfig(**settings)
+    shape = model_shape(str(tiny_model(tmp_path)))
+    memory = estimate_memory(config, shape)
+    itemsize = 2 if config.model.dtype == "bfloat16" else 4
+    assert memory.published_bytes == num_versions * shape.num_parameters * itemsize
+    assert versions_text(memory) == text

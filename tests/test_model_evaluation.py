@@ -6,12 +6,19 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import rlsys
 from rlsys.config import DataConfig, FrozenModelConfig, RewardConfig, RolloutConfig, SamplingConfig
-from rlsys.model_evaluation import Evaluation, EvaluationConfig, Sample, evaluate_model
+from rlsys.model_evaluation import (
+    Evaluation,
+    EvaluationConfig,
+    Sample,
+    evaluate_model,
+    evaluate_played,
+)
 from rlsys.rewards import Reward, RewardFailure
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import FinishReason
@@ -149,3 +156,81 @@ def test_mistakes_are_told_at_construction(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         replace(config, **wrong)  # type: ignore[arg-type]
+
+
+@rlsys.environment(turn_tokens=2, plain_text=True, num_retries=0)
+async def counted(chat: Any, task: Any) -> dict[str, float]:
+    """Known: worth 1 on the even tasks, and on the others half as much for each of two turns."""
+    await chat(str(task["number"]))
+    await chat("=")
+    if task["number"] % 2:
+        chat.reward(0.25, "odd")
+        return {"right": 0.25}
+    return {"right": 1.0}
+
+
+def played(
+    config: EvaluationConfig, environment: Any, samples: list[Sample] | None = None
+) -> Evaluation:
+    kept: list[Sample] = [] if samples is None else samples
+    work = evaluate_played(config, environment, on_sample=kept.append)
+    return asyncio.run(asyncio.wait_for(work, PATIENCE_S))
+
+
+def test_episodes_of_an_environment_are_samples(config: EvaluationConfig) -> None:
+    samples: list[Sample] = []
+    longer = replace(config, sampling=SamplingConfig(max_tokens=16))
+    found = played(longer, counted, samples)
+    places = sorted((one.rollout.group_id, one.rollout.index) for one in samples)
+    assert places == [(task, index) for task in range(6) for index in range(4)]
+    assert found.estimates["eval/pass@1"].value == pytest.approx(1 / 2)
+    assert found.estimates["eval/mean@4"].value == pytest.approx(3 / 4)
+    assert found.estimates["eval/right/mean"].value == pytest.approx(5 / 8)
+    odd = found.estimates["eval/odd/mean"]
+    assert (odd.low, odd.value, odd.high) != (odd.value, odd.value, odd.value)
+    assert odd.value == pytest.approx(1 / 8)
+    assert found.as_metrics()["eval/odd/mean/high"] == odd.high
+    assert found.tokens_mean == sum(len(one.rollout.token_ids) for one in samples) / 24
+    for one in samples:
+        assert one.transcript is not None
+        said = [line["text"] for line in one.transcript if not line["sampled"]]
+        assert said == [str(one.rollout.metadata["number"]), "="]
+
+
+def test_an_episode_whose_environment_fails_counts_nowhere(config: EvaluationConfig) -> None:
+    @rlsys.environment(turn_tokens=2, plain_text=True, num_retries=0)
+    async def fails_once(chat: Any, task: Any) -> float:
+        await chat("1")
+        if task["number"] == 5:
+            raise OSError("no server")
+        return 1.0
+
+    samples: list[Sample] = []
+    found = played(config, fails_once, samples)
+    assert dict(found.failed) == {"exception": 4}
+    assert (found.num_prompts, found.num_left_out) == (5, 1)
+    assert found.first_failure is not None
+    assert "no server" in found.first_failure
+    assert found.estimates["eval/mean@4"].value == 1.0
+    assert set(found.estimates) == {"eval/pass@1", "eval/pass@4", "eval/mean@4"}
+    assert found.tokens_mean == sum(len(one.rollout.token_ids) for one in samples) / 20
+
+
+def test_a_column_that_an_environment_requires_is_looked_for(config: EvaluationConfig) -> None:
+    @rlsys.environment(required_columns=("solution",))
+    async def reads(chat: Any, task: Any) -> float:
+        return float(await chat("1") == task["solution"])
+
+    with pytest.raises(ValueError, match="environment 'reads' reads column 'solution'"):
+        played(config, reads)
+
+
+def test_several_rewards_are_told_apart(config: EvaluationConfig) -> None:
+    @rlsys.reward(weight=2.0)
+    def half(rollout: rlsys.Rollout) -> float:
+        return 0.5
+
+    found = evaluated(config, second, half)
+    assert found.estimates["eval/mean@4"].value == pytest.approx(1 / 8 + 1)
+    assert found.estimates["eval/half/mean"].value == 0.5
+    assert found.estimates["eval/second/mean"].value == pytest.approx(1 / 8)

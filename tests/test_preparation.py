@@ -202,3 +202,54 @@ def test_held_out_rows_have_one_source(tmp_path: Path) -> None:
             held_out=arithmetic.held_out(),
             dry_run=True,
         )
+
+
+@rlsys.environment(plain_text=True, required_columns=("number",))
+async def ask(chat: Any, task: Any) -> float:
+    return float(await chat("1") == task["number"])
+
+
+def dry_play(tmp_path: Path, held_out: rlsys.HeldOut | None, **settings: Any) -> None:
+    cfg = rlsys.RunConfig(
+        prompts_per_step=2,
+        sampling=rlsys.SamplingConfig(max_tokens=8),
+        runs_dir=str(tmp_path),
+        **{"evaluation": HeldOutConfig(every=5), **settings},
+    )
+    flow = rlsys.Dataflow()
+    policy = flow.model("policy")
+    tasks = rlsys.Prompts(config=cfg.data, rows=[{"number": "1"}, {"number": "2"}])
+    episodes = flow.play(policy, ask, tasks, group_size=8)
+    advantages = flow.per_group(grpo_advantage, episodes.reward)
+    flow.train(policy, episodes.rollouts, advantages, loss=cispo(4.0), aggregation=token_mean)
+    own_model = OwnModel(name="own", characters="12", width=16, num_layers=1)
+    rlsys.launch(cfg, flow, own_model=own_model, held_out=held_out, dry_run=True)
+
+
+def test_held_out_tasks_are_what_a_run_of_episodes_is_evaluated_on(tmp_path: Path) -> None:
+    dry_play(tmp_path, rlsys.HeldOut(rows=[{"number": "1"}, {"number": "2"}]))
+
+
+@pytest.mark.parametrize(
+    ("held_out", "settings", "words"),
+    [
+        (None, {}, r"evaluation\.every=5, and nothing is held out"),
+        ({"rows": [{"number": "1"}]}, {}, r"evaluation\.num_prompts=1, but .* has 1 tasks"),
+        ({"rows": [{"n": "1"}] * 2}, {}, r"'ask' reads column 'number', which .*held-out data"),
+        (
+            {"rows": [{"number": "1"}] * 2, "rewards": [arithmetic.correct]},
+            {},
+            r"HeldOut\(rewards=\['correct'\]\) scores completions .* Leave the rewards",
+        ),
+        (
+            {"rows": [{"number": "1"}] * 2},
+            {"data": DataConfig(prompt_column="question")},
+            r"data\.prompt_column='question' is of prompts, and flow\.play has tasks",
+        ),
+    ],
+)
+def test_an_evaluation_of_episodes_that_could_not_be_done_is_told(
+    tmp_path: Path, held_out: Any, settings: Any, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        dry_play(tmp_path, rlsys.HeldOut(**held_out) if held_out else None, **settings)

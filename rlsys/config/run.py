@@ -144,6 +144,9 @@ class RolloutConfig:
     """CPU cores that Ray reserves for one replica; also its compute threads."""
     num_gpus: float = 0
     """GPUs that Ray reserves for one replica; 0 runs on the CPU."""
+    quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] | None = None
+    """Linear layers' weights in 8 bits, from each new version again: less memory, faster, further
+    from the trainer; vllm only. Per channel runs on the CPU too."""
     replay_routing: bool = False
     """Of a mixture of experts: record which experts the sampler sends each token to, and train on
     these in place of the trainer's own choice (R3, 2510.11370); torch only."""
@@ -155,6 +158,22 @@ class RolloutConfig:
             f"rollout.replay_routing=True with rollout.engine={self.engine!r}: rlsys takes the "
             'experts of tokens from the torch engine alone; use rollout.engine="torch", or '
             "replay_routing=False.",
+        )
+        require(
+            self.quantization is None or self.engine == "vllm",
+            f"rollout.quantization={self.quantization!r} with rollout.engine={self.engine!r}: only "
+            'vLLM has kernels for it; use rollout.engine="vllm", or leave it out.',
+        )
+        require(
+            self.quantization in (None, "fp8_per_channel") or self.num_gpus > 0,
+            f"rollout.quantization={self.quantization!r} with rollout.num_gpus=0: vLLM has no "
+            'kernels for it on the CPU; use "fp8_per_channel", or a GPU.',
+        )
+        require(
+            self.quantization is None or self.num_gpus > 0 or self.tensor_parallel == 1,
+            f"rollout.quantization={self.quantization!r} with rollout.tensor_parallel="
+            f"{self.tensor_parallel} on the CPU: vLLM's ranks agree on scales in the midst of "
+            "generation, where theirs could be at different updates; use tensor_parallel=1.",
         )
         require(
             1 <= self.num_replicas <= MAX_PROCESSES,
@@ -257,15 +276,15 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutConfig:
-    """Evaluation on held-out prompts, beside training."""
+    """Evaluation on held-out prompts, or tasks where the graph plays, beside training."""
 
     every: int = 0
     """Optimizer steps between evaluations; there is one before the first step and one after the
     last too. 0: none."""
     num_prompts: int | None = None
-    """Held-out prompts to evaluate on, the first ones; unset: all."""
+    """Held-out prompts or tasks to evaluate on, the first ones; unset: all."""
     num_samples: int = 1
-    """Completions for each of them."""
+    """Completions, or episodes, of each of them."""
     k: tuple[int, ...] = (1,)
     """Each k of pass@k: the probability that one of k completions is right."""
     greedy: bool = False
@@ -508,6 +527,11 @@ class RunConfig:
         require(
             self.keep_checkpoints >= 1,
             f"keep_checkpoints={self.keep_checkpoints} would delete the newest one; use >= 1.",
+        )
+        require(
+            self.rollout.quantization is None or self.model.dtype != "float32",
+            f"rollout.quantization={self.rollout.quantization!r} with model.dtype=float32: vLLM "
+            "quantizes models of 16 bits alone; use model.dtype=bfloat16, or leave it out.",
         )
         if self.placement == "colocated":
             self._check_colocated()

@@ -13,6 +13,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from urllib.parse import urlsplit
 
 from rlsys.config import require
@@ -39,6 +40,7 @@ def unreadable() -> tuple[type[Exception], ...]:
         RuntimeError,
         StrictDataclassError,
         SafetensorError,
+        UnpicklingError,  # of .bin files with more than tensors, which are not run
     )
 
 

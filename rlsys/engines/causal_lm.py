@@ -21,6 +21,7 @@ from rlsys.data.hub import in_short, unreadable
 from rlsys.engines import onednn_linear
 from rlsys.engines.attention import ATTENTION, register_attention
 from rlsys.engines.float32_product import Float32Copy, float32_product, gradient_sum, mm
+from rlsys.engines.loading_report import check_kinds, check_report, no_printed_report
 from rlsys.engines.promises import Promise
 from rlsys.engines.sixteen_bit_linear import use_float32_products
 from rlsys.engines.weight_files import load_promised
@@ -51,18 +52,25 @@ def load_causal_lm(
 
     hide_progress_bars()
     try:
-        options = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
-        model = None
-        if promised:
-            config = AutoConfig.from_pretrained(path)
-            model = load_promised(config, path, lambda: class_of(config), **options)
-        if model is None:
-            model = AutoModelForCausalLM.from_pretrained(path, **options)
+        options = {
+            "dtype": getattr(torch, dtype),
+            "attn_implementation": "eager",
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,
+        }
+        with no_printed_report():
+            loaded = None
+            if promised:
+                config = AutoConfig.from_pretrained(path)
+                loaded = load_promised(config, path, lambda: class_of(config), **options)
+            model, report = loaded or AutoModelForCausalLM.from_pretrained(path, **options)
     except unreadable() as error:
         raise ValueError(
             f"model.path={str(path)!r} holds no causal language model ({in_short(error)}); give a "
             "Hugging Face model directory or hub name."
         ) from error
+    check_report(model, report, path)
+    check_kinds(model, path)
     check_finite(model, path)
     use_engine_layers(model)
     return model.to(device)

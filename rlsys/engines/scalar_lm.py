@@ -16,8 +16,6 @@ Shape legend: T tokens of a row, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch import nn
 from rlsys.data.hub import in_short, unreadable
 from rlsys.engines.architecture import Architecture, Outputs, check_architecture, difference
 from rlsys.engines.causal_lm import backbone, check_finite, hide_progress_bars
+from rlsys.engines.loading_report import check_kinds, check_report, no_printed_report
 from rlsys.engines.weight_files import load_promised
 
 HAS_HEAD = "ForSequenceClassification"
@@ -52,8 +51,9 @@ def load_scalar_lm(
             "dtype": getattr(torch, dtype),
             "attn_implementation": "eager",
             "output_loading_info": True,
+            "ignore_mismatched_sizes": True,
         }
-        with _no_load_report():
+        with no_printed_report():
             loaded = None
             if promised:
                 config = AutoConfig.from_pretrained(path, num_labels=1)
@@ -61,16 +61,12 @@ def load_scalar_lm(
             model, report = loaded or kind.from_pretrained(path, num_labels=1, **options)
     except unreadable() as error:
         raise _unreadable(path, error) from error
-    missing: set[str] = set(report["missing_keys"])
     head = scalar_head(model)
-    if not has_head and head is not None:
-        nn.init.zeros_(head)
-        missing.discard("score.weight")
-    if missing:
-        raise ValueError(
-            f"model.path={str(path)!r} lacks {', '.join(sorted(missing))} of a "
-            f"{type(model).__name__}; give a model that is whole, or a causal language model."
-        )
+    fresh = None if has_head else head
+    check_report(model, report, path, may_lack=[] if fresh is None else ["score.weight"])
+    if fresh is not None:
+        nn.init.zeros_(fresh)
+    check_kinds(model, path)
     check_finite(model, path)
     return model
 
@@ -183,19 +179,6 @@ def scalar_class(config: Any) -> Any:
         (GenericForSequenceClassification, family),
         {"base_model_prefix": causal.base_model_prefix},
     )
-
-
-@contextmanager
-def _no_load_report() -> Iterator[None]:
-    """transformers warns of a head that it did not find, and of one that it did not need."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _unreadable(path: str | Path, error: Exception, setting: str = "model.path") -> ValueError:

@@ -91,7 +91,7 @@ class Codec:
             text = text[: -len(self._end_of_turn)]
         thinking = self.thinking
         if thinking is None:
-            return Reading(text, None)
+            return Reading(self._behind_header(text), None)
         before, end, after = text.partition(thinking.end)
         begins = before.lstrip().startswith(thinking.start)
         if not (end or begins or thinking.is_begun):
@@ -99,6 +99,18 @@ class Codec:
         if begins:
             before = before.lstrip().removeprefix(thinking.start)
         return Reading(after.lstrip("\n"), before.strip("\n"))
+
+    def _behind_header(self, text: str) -> str:
+        """The content of a reply, where the model writes a header of special tokens before it: what
+        stands before the last one, such as the channel of its thoughts, is none; nor is a reply
+        that is cut off there. One without any of that is content as it is."""
+        header = self.template.content_header if self.template else ""
+        specials = self.text.leading_specials(header)
+        if not specials:
+            return text
+        _, found, content = text.rpartition(header)
+        is_cut = text.startswith(header[: specials[0][1]])
+        return content if found or not is_cut else ""
 
     def _num_end_tokens(self, token_ids: Sequence[int]) -> int:
         """How many of a reply's last tokens say that it has ended."""

@@ -36,6 +36,15 @@ from rlsys.types import Generation
 Line = tuple[str, str, bool]  # role, text, whether it was sampled
 
 
+class TextTooLong(Exception):
+    """A message's text that no path has room for: at least so many tokens."""
+
+    def __init__(self, num_chars: int, num_tokens: int) -> None:
+        super().__init__(
+            f"a text of {num_chars:,} characters, which are more than {num_tokens:,} tokens"
+        )
+
+
 @dataclass(eq=False, frozen=True, slots=True, kw_only=True)
 class Path:
     """Tokens to sample behind. `num_reused`: how many of them, from the first, stand in a path that
@@ -52,10 +61,11 @@ class Path:
 
 class Conversation:
     """Of one episode. Several paths may be sampled at the same time; forks and edited messages make
-    branches."""
+    branches. `max_tokens`: of a path; a longer text is not encoded only to be refused."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, *, max_tokens: int | None = None) -> None:
         self._codec = codec
+        self._max_tokens = max_tokens
         self._tree = TokenTree()
         self._roots: dict[int, Node] = {}
         self._encoded: Cache = {}
@@ -67,7 +77,8 @@ class Conversation:
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, seat: int = 0
     ) -> Path:
         """Raises ValueError for messages that are none or that the chat template refuses, for tools
-        where it renders none, and for text that the tokenizer has no tokens for."""
+        where it renders none, and for text that the tokenizer has no tokens for; TextTooLong for
+        one that certainly has more than `max_tokens`."""
         codec = self._codec
         if not messages:
             raise ValueError("messages=[] is no prompt; give at least one message.")
@@ -252,6 +263,7 @@ class Conversation:
     def _prepared(self, node: Node) -> dict[str, Any]:
         if node.prepared is None:
             self._check_role(node)
+            self._check_length(node)
             node.prepared = for_template(node.message, self._codec.text.guarded)
         return node.prepared
 
@@ -262,6 +274,15 @@ class Conversation:
                 f"messages[{node.depth}] has the role {role!r}, of which the model's chat template "
                 "writes nothing; use another role, or a model whose template knows it."
             )
+
+    def _check_length(self, node: Node) -> None:
+        """Of what is written as it is; of an assistant's text a template may leave most out."""
+        text = (node.message.get("content") or "").strip()
+        if self._max_tokens is None or node.message["role"] == "assistant":
+            return
+        num_tokens = self._codec.text.num_tokens_beyond(text, self._max_tokens)
+        if num_tokens is not None:
+            raise TextTooLong(len(text), num_tokens)
 
     def _encode(self, text: str, at_start: bool, where: str) -> list[int]:
         return self._codec.text.encode(text, at_start=at_start, cache=self._encoded, where=where)

@@ -149,7 +149,7 @@ class Episode:
         environment = self.environment
         self._own = _Side(
             sampler=self.sampler,
-            conversation=Conversation(self.codec),
+            conversation=Conversation(self.codec, max_tokens=self.limits.max_context),
             rooms=Rooms(
                 self.limits, max_turns=environment.max_turns, turn_tokens=environment.turn_tokens
             ),
@@ -160,7 +160,7 @@ class Episode:
             if partner.codec is None
             else _Side(
                 sampler=partner.sampler,
-                conversation=Conversation(partner.codec),
+                conversation=Conversation(partner.codec, max_tokens=self.limits.max_context),
                 rooms=Rooms(self.limits, max_turns=None, turn_tokens=environment.turn_tokens),
                 is_frozen=True,
             )
@@ -198,7 +198,9 @@ class Episode:
         """The policy's continuation of a text, without the chat template. One that begins with an
         earlier text and its continuation goes on from there. Raises as `turn` does."""
         if self._raw is None:
-            self._raw = Conversation(self.codec.without_template)
+            self._raw = Conversation(
+                self.codec.without_template, max_tokens=self.limits.max_context
+            )
         conversation, messages = self._raw, self._known_beginning(prompt)
         turn = await self._asked(
             self._own, conversation, lambda: conversation.prompt(messages), max_tokens, stop
@@ -262,8 +264,7 @@ class Episode:
         except NoRoom as reason:
             self.is_over = True
             self.is_truncated |= reason.is_truncated
-            why = "tokens or context are used up" if reason.is_truncated else WENT_ON
-            raise EpisodeOver(why) from None
+            raise EpisodeOver(str(reason) if reason.is_truncated else WENT_ON) from None
         except FirstTooLong as error:
             whose = "a frozen model's seat of " if side.is_frozen else ""
             self.failure = EpisodeFailed(f"{whose}{self.environment.name} {error}")

@@ -37,7 +37,7 @@ from rlsys.environments.episode import (
     Played,
     Sampler,
 )
-from rlsys.environments.plain import PlainFailed, ProcessEnded
+from rlsys.environments.plain import PlainFailed, PlainFunctions, ProcessEnded
 from rlsys.environments.room import EpisodeLimits
 from rlsys.environments.tool_use import ToolUse
 from rlsys.rewards import RewardFailure
@@ -155,6 +155,22 @@ class EpisodeHost:
     def decode(self, token_ids: Any) -> str:
         return self._codec.text.decode(list(token_ids))
 
+    def rollout(self, ended: Ended) -> Rollout:
+        """As a function over texts sees an episode that was played."""
+        played, request = ended.played, ended.request
+        assert played is not None
+        trajectory = played.trajectory
+        return Rollout(
+            group_id=request.group_id,
+            index=request.index,
+            prompt_text=self.decode(trajectory.prompt_token_ids),
+            completion_text=self.decode(trajectory.token_ids),
+            prompt_token_ids=trajectory.prompt_token_ids,
+            token_ids=trajectory.token_ids,
+            finish_reason=played.finish_reason,
+            metadata=request.task,
+        )
+
     @property
     def num_running(self) -> int:
         return len(self._running)
@@ -164,10 +180,9 @@ class EpisodeHost:
             task = asyncio.create_task(self._play(request), name=request.request_id)
             self._running[request.request_id] = task
 
-    def give_up(self, request: EpisodeRequest, failure: RewardFailure) -> None:
-        """An episode that is not to be played: it has failed."""
-        self._ended.append(Ended(request=request, failure=_ours(failure)))
-        self._something_ended.notify()
+    def give_up(self, request: EpisodeRequest, failure: RewardFailure | None) -> None:
+        """An episode that is not to be played: it has failed, or nobody wants it (None)."""
+        self._tell(Ended(request=request, failure=None if failure is None else _ours(failure)))
 
     async def collect(self) -> list[Ended]:
         """Waits until at least one episode has ended; all that have."""
@@ -180,6 +195,14 @@ class EpisodeHost:
         for name in request_ids:
             if (task := self._running.get(name)) is not None:
                 task.cancel()
+        unwanted = set(request_ids)
+        for together in self._groups.values():
+            names = {one.request.request_id for one in together}
+            if unwanted.isdisjoint(names) or any(one.played is None for one in together):
+                continue
+            together[:] = [replace(one, played=None) for one in together]
+            self._ended += together  # they wait for one that nobody wants
+            self._something_ended.notify()
 
     async def close(self) -> None:
         """Ends all episodes."""
@@ -256,7 +279,7 @@ class EpisodeHost:
             seed=request.seed,
             partners=self._partners,
         )
-        task = asyncio.create_task(self._call(episode, request))
+        task = asyncio.create_task(self._call(episode, request), name=request.request_id)
         task.add_done_callback(_heard)
         try:
             while (left_s := episode.own_time_left_s()) > 0:
@@ -324,17 +347,22 @@ class EpisodeHost:
         self._something_ended.notify()
 
     def _gather(self, ended: Ended) -> None:
-        """Hold it until its group is whole; one that has failed or was aborted holds nobody up,
-        since its group is not going to be trained."""
+        """Hold it until its group is whole. Of a group in which one has failed or was aborted
+        nobody is held up, and nobody has a reward: who was played is told as that one."""
         request = ended.request
         together = self._groups.setdefault(request.group_id, [])
-        if ended.played is None:
-            self._ended += [*together, ended]
-            together.clear()
-            return
         together.append(ended)
-        if len(together) == request.group_size:
+        is_whole = len(together) == request.group_size
+        if is_whole:
             del self._groups[request.group_id]
+        broken = next((one for one in together if one.played is None), None)
+        if broken is not None:
+            told = together if broken is ended else [ended]  # the others have been
+            for one in told:
+                is_played = one.played is not None
+                failure = broken.failure if is_played else one.failure
+                self._ended.append(replace(one, played=None, failure=failure))
+        elif is_whole:
             together.sort(key=lambda one: one.request.index)
             self._ended += self._with_group_reward(together)
 
@@ -343,7 +371,7 @@ class EpisodeHost:
         assert environment.group_reward is not None
         name = f"{environment.name}'s group_reward"
         try:
-            values = list(environment.group_reward([self._rollout(one) for one in together]))
+            values = list(environment.group_reward([self.rollout(one) for one in together]))
             if len(values) != len(together):
                 raise ValueError(
                     f"{name} returned {len(values)} numbers for {len(together)} rollouts."
@@ -353,21 +381,37 @@ class EpisodeHost:
             failure = _ours(failure_from(name, error))
             return [replace(one, played=None, failure=failure) for one in together]
 
-    def _rollout(self, ended: Ended) -> Rollout:
-        """As a function over texts sees it."""
-        played, request = ended.played, ended.request
-        assert played is not None
-        trajectory = played.trajectory
-        return Rollout(
-            group_id=request.group_id,
-            index=request.index,
-            prompt_text=self.decode(trajectory.prompt_token_ids),
-            completion_text=self.decode(trajectory.token_ids),
-            prompt_token_ids=trajectory.prompt_token_ids,
-            token_ids=trajectory.token_ids,
-            finish_reason=played.finish_reason,
-            metadata=request.task,
-        )
+
+def make_host(
+    environment: Environment,
+    tokenizer: Any,
+    sampler: Sampler,
+    *,
+    limits: EpisodeLimits,
+    memory_gib: float,
+    start_timeout_s: float,
+    partners: Mapping[int, Partner] = NO_PARTNERS,
+) -> EpisodeHost:
+    """With the tokenizer's chat template, if the environment wants one, and a process for plain
+    functions of at most `memory_gib`."""
+    return EpisodeHost(
+        environment,
+        codec_of(environment, tokenizer),
+        sampler,
+        limits=limits,
+        plain=PlainFunctions(environment, memory_gib=memory_gib, start_timeout_s=start_timeout_s),
+        template=_template(environment, tokenizer),
+        partners=partners,
+    )
+
+
+def codec_of(environment: Environment, tokenizer: Any) -> Codec:
+    """Of a model with this tokenizer that plays in it."""
+    return Codec(tokenizer, chat_template=_template(environment, tokenizer) or "")
+
+
+def _template(environment: Environment, tokenizer: Any) -> str | None:
+    return None if environment.plain_text else tokenizer.chat_template or None
 
 
 def _heard(task: asyncio.Task[Any]) -> None:

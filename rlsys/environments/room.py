@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlsys.environments.conversation import Conversation, Path
+from rlsys.environments.conversation import Conversation, Path, TextTooLong
 from rlsys.signal import Signal
 
 
@@ -27,10 +27,11 @@ class EpisodeLimits:
 
 
 class NoRoom(Exception):
-    """Turns, tokens or context are used up; `is_truncated`: not the turns."""
+    """Turns, tokens or context are used up; `is_truncated`: not the turns. `why`: more of it."""
 
-    def __init__(self, *, is_truncated: bool) -> None:
-        super().__init__()
+    def __init__(self, *, is_truncated: bool, why: str = "") -> None:
+        used_up = "tokens or context are used up" if is_truncated else "turns are used up"
+        super().__init__(f"{used_up}: {why}" if why else used_up)
         self.is_truncated = is_truncated
 
 
@@ -77,7 +78,10 @@ class Rooms:
         while True:
             if not self.has_turns:
                 raise NoRoom(is_truncated=False)
-            path = prompt()
+            try:
+                path = prompt()
+            except TextTooLong as error:
+                raise self._too_long(error) from None
             context = limits.max_context - len(path.token_ids)
             asked = (context, self._turn_tokens, max_tokens)
             wanted = min(limit for limit in asked if limit is not None)
@@ -130,6 +134,21 @@ class Rooms:
         return conversation is first.conversation and (path.seat, path.token_ids) == (
             first.path.seat,
             first.path.token_ids,
+        )
+
+    def _too_long(self, error: TextTooLong) -> Exception:
+        """Whoever begins with it has made a mistake, whoever goes on with it no room."""
+        limits = self._limits
+        if not self._conversations and not self._num_held:
+            return FirstTooLong(
+                f"begins with {error}; it may have {limits.max_prompt_tokens} "
+                "(data.max_prompt_tokens). Shorten its first text, or raise that."
+            )
+        return NoRoom(
+            is_truncated=True,
+            why=f"the environment says {error}; a conversation may have {limits.max_context} "
+            "(data.max_prompt_tokens + sampling.max_tokens). Let it say less, such as "
+            "text[:8000], or raise these.",
         )
 
     @property

@@ -86,6 +86,14 @@ class ChatTemplate:
         return text[found[-1].end() :] if found else ""
 
     @cached_property
+    def content_header(self) -> str:
+        """What stands before a reply's content and is the model's to write, such as gpt-oss's
+        channel."""
+        text = self._render([self._user, _marked(1, Said())], [], reply_follows=False)
+        found = MARK.search(text)
+        return text[num_shared(self._prompt, text) : found.start()] if found else ""
+
+    @cached_property
     def thinking(self) -> Thinking | None:
         """None: it knows none."""
         marked = [self._user, _marked(1, Said(True))]

@@ -23,6 +23,12 @@ GUARD = "\ufdd1"
 NOTHING = "\ufdd2"  # behind a guard: it parts a token
 GUARDED = re.compile(f"{GUARD}(?:{NOTHING}|([0-9]+);)")  # nothing, or a character
 
+# Ordinary text has fewer characters a token; more of a long text is looked at where it has not.
+CHARS_PER_TOKEN = 4
+# A text's beginning may have a few tokens more than stand for it in the whole: what is cut in its
+# midst is encoded otherwise.
+CUT_TOKENS = 256
+
 Segment = tuple[str, bool]  # a text without special tokens, whether a path begins with it
 Cache = MutableMapping[Segment, list[int]]
 
@@ -89,6 +95,19 @@ class TextEncoder:
         if end < len(text):
             token_ids += self._segment(text[end:], at_start, cache, where)
         return token_ids
+
+    def num_tokens_beyond(self, text: str, max_tokens: int) -> int | None:
+        """A number above `max_tokens` that a plain text has no fewer tokens than; None where it may
+        have fewer. Encodes no more of the text than it needs to say so."""
+        num_chars = CHARS_PER_TOKEN * (max_tokens + CUT_TOKENS)
+        while num_chars < len(text):
+            beginning = text[:num_chars].encode("utf-8", "replace").decode()
+            num_tokens = len(self._plain(beginning, False)) - CUT_TOKENS
+            self.num_encoded += num_chars
+            if num_tokens > max_tokens:
+                return num_tokens
+            num_chars *= 2
+        return None
 
     def leading_specials(self, text: str) -> list[tuple[int, int]]:
         """The special tokens that a rendered text begins with, one after another, and how many

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NotRequired, get_args, get_origin
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -40,12 +40,19 @@ class WrongArguments(ValueError):
 
 
 class Signature:
-    """What a model may give to one function.
+    """What a model may give to one function. `taken`: its parameters with their types, where these
+    are known; else the names of types in its annotations are looked up.
 
     Raises ValueError for a function whose arguments cannot all be given by name as JSON.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str | None = None,
+        *,
+        taken: Sequence[inspect.Parameter] | None = None,
+    ) -> None:
         self.name = name or name_of(function)
         if not NAME.fullmatch(self.name):
             raise ValueError(
@@ -53,8 +60,8 @@ class Signature:
                 'letters, digits, "_" or "-". Give it one with @rlsys.tool(name="...").'
             )
         self.description, told = described(_docstring(function))
-        parameters = _parameters(self.name, function)
-        fields = {one.name: _field(self.name, one, told.get(one.name, "")) for one in parameters}
+        self.taken = _parameters(self.name, function) if taken is None else list(taken)
+        fields = {one.name: _field(self.name, one, told.get(one.name, "")) for one in self.taken}
         arguments = MAKE_TYPED_DICT(self.name, fields)
         arguments.__pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
         try:

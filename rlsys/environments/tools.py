@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -147,6 +148,7 @@ class FunctionTool(Tool, Generic[P, R]):
         timeout_s: float | None = None,
         on_timeout: Literal["tell", "fail"] = "tell",
         max_output_chars: int = MAX_OUTPUT_CHARS,
+        taken: Sequence[inspect.Parameter] | None = None,
     ) -> None:
         super().__init__(
             timeout_s=timeout_s, on_timeout=on_timeout, max_output_chars=max_output_chars
@@ -160,7 +162,7 @@ class FunctionTool(Tool, Generic[P, R]):
             max_output_chars=max_output_chars,
         )
         self.function = function
-        self.signature = Signature(function, name)
+        self.signature = Signature(function, name, taken=taken)
         self.name = self.signature.name
         self.schema = self.signature.schema
         self.is_async = _is_async(function)
@@ -176,8 +178,10 @@ class FunctionTool(Tool, Generic[P, R]):
     def __repr__(self) -> str:
         return f"<tool {self.name}>"
 
-    def __reduce__(self) -> tuple[Any, ...]:  # compiled validators are made again
-        return self._remade, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Compiled validators are made again. The types travel: a function of a script that is
+        sent to another process does not have there what only its annotations name."""
+        return functools.partial(self._remade, taken=self.signature.taken), ()
 
     async def output(self, arguments: Mapping[str, Any], execute: Execute) -> Any:
         given = self.signature.arguments(arguments)

@@ -284,10 +284,11 @@ class RunConsole:
                 if number == half:
                     self._print(f"  [... {left_out} turns ...]")
                 continue
-            begins = number == 0 or turns[number - 1]["branch"] != turn["branch"]
-            if begins and (turn["branch"] or "seat" in turn):
-                whose = f": {turn['seat']}" if "seat" in turn else ""
-                self._print(f"  branch {turn['branch']}{whose}")
+            if number == 0 or turns[number - 1]["branch"] != turn["branch"]:
+                names = [f"branch {turn['branch']}"] if turn["branch"] else []
+                names += [f"seat {turn['seat']}"] if "seat" in turn else []
+                if names:
+                    self._print(f"  {', '.join(names)}")
             self._print(_indented(turn["role"], turn["text"]))
 
     def _print(self, text: str, style: str = "") -> None:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import cloudpickle
 
@@ -43,22 +44,29 @@ def named_reward(text: str) -> Reward:
     place, _, name = text.partition(":")
     if place in BUILT_IN:
         return BUILT_IN[place](name or COLUMNS.get(place, ANSWER_COLUMN))
+    named = named_function(text, "reward", Reward, REWARD_FIX)
+    return named if isinstance(named, Reward) else reward(named)
+
+
+def named_function(text: str, what: str, kind: type[Any], fix: str) -> Any:
+    """A function, or a `kind` of it, as module:function or file.py:function. Raises ValueError for
+    a text that names none; messages call it `what`."""
+    place, _, name = text.partition(":")
     if not place or not name:
-        raise ValueError(f"reward {text!r} names no reward function; {REWARD_FIX}")
-    module = _from_file(place, text) if place.endswith(".py") else _from_package(place, text)
+        raise ValueError(f"{what} {text!r} names no {what} function; {fix}")
+    told = f"{what} {text!r}"
+    module = _from_file(place, told) if place.endswith(".py") else _from_package(place, told)
     function = getattr(module, name, None)
-    if isinstance(function, Reward):
-        return function
     if not callable(function):
-        there = [key for key, value in vars(module).items() if isinstance(value, Reward)]
+        there = [key for key, value in vars(module).items() if isinstance(value, kind)]
         raise ValueError(
-            f"reward {text!r}: {place} has no function {name!r}"
+            f"{told}: {place} has no function {name!r}"
             f"{'; it has ' + ', '.join(there) if there else ''}. Name one that it has."
         )
-    return reward(function)
+    return function
 
 
-def _from_package(place: str, text: str) -> ModuleType:
+def _from_package(place: str, told: str) -> ModuleType:
     if "" not in sys.path:  # as for python -m; a script puts its own folder there instead
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -67,16 +75,16 @@ def _from_package(place: str, text: str) -> ModuleType:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise  # a package that is missing inside keeps its trace
         raise ValueError(
-            f"reward {text!r}: there is no module {error.name!r}, looked for from {Path.cwd()} on; "
+            f"{told}: there is no module {error.name!r}, looked for from {Path.cwd()} on; "
             "give one that can be imported there, or file.py:function."
         ) from error
 
 
-def _from_file(place: str, text: str) -> ModuleType:
+def _from_file(place: str, told: str) -> ModuleType:
     path = Path(place)
     if not path.is_file():
-        raise ValueError(f"reward {text!r}: {place} is no file (looked in {Path.cwd()}).")
-    spec = importlib.util.spec_from_file_location(f"rlsys_rewards_of_{path.stem}", path)
+        raise ValueError(f"{told}: {place} is no file (looked in {Path.cwd()}).")
+    spec = importlib.util.spec_from_file_location(f"rlsys_functions_of_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

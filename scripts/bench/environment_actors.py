@@ -37,8 +37,9 @@ import ray
 
 import rlsys
 from actors.calls import Worker, end_all
-from actors.environment import EnvironmentActor, PlayingReplica, as_episode
+from actors.environment import BLOCKED_S, EnvironmentActor, as_episode
 from actors.factories import EnvironmentFactory
+from actors.playing import PlayingReplica
 from actors.rollout import RayReplica, RolloutActor
 from actors.store_shards import StoreShards
 from rlsys.engines.generation.protocol import EngineStats
@@ -141,7 +142,12 @@ class MakeEngine:
 
 @contextlib.asynccontextmanager
 async def playing(
-    environment: Environment, *, delay_s: float = 0.0, num_workers: int = 1
+    environment: Environment,
+    *,
+    delay_s: float = 0.0,
+    num_workers: int = 1,
+    blocked_s: float = BLOCKED_S,
+    on_death: Callable[[str], None] = print,
 ) -> AsyncIterator[PlayingReplica]:
     """A replica whose engine computes nothing, with workers of this environment. Ray is running."""
     shards = StoreShards(
@@ -153,8 +159,8 @@ async def playing(
     await shards.ensure(ray.get_runtime_context().get_node_id())
     running = asyncio.create_task(shards.run())
 
-    def start(name: str, actor: Any, *args: Any) -> Worker:
-        handle = actor.options(num_cpus=0).remote(*args, shards.address, Tracer(name))
+    def start(name: str, actor: Any, *args: Any, **named: Any) -> Worker:
+        handle = actor.options(num_cpus=0).remote(*args, shards.address, Tracer(name), **named)
         return Worker(name, handle, timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S)
 
     sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s)), None, shards)
@@ -164,14 +170,19 @@ async def playing(
         tokenizer=build_tokenizer(CHARACTERS),
         max_context=4160,
     )
+
+    def hire(name: str) -> Worker:
+        handle = sampling.worker.handle
+        return start(name, EnvironmentActor, name, make_host, handle, {}, blocked_s=blocked_s)
+
     replica = PlayingReplica(
         sampling,
-        lambda name: start(name, EnvironmentActor, name, make_host, sampling.worker.handle, {}),
+        hire,
         environment,
         shards,
         num_workers=num_workers,
         start_timeout_s=LIMIT_S,
-        on_death=print,
+        on_death=on_death,
     )
     try:
         await replica.start(LIMIT_S)

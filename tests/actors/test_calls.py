@@ -35,6 +35,14 @@ RAY_SAYS = """The actor died unexpectedly before finishing this task.
 Its process has died. Exit detail: End of file. Some common causes include: (1) ..."""
 
 
+RAY_KNOWS_NOTHING = """The actor died unexpectedly before finishing this task.
+\tclass_name: EnvironmentActor
+\tpid: 12
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit \
+detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes \
+include: (1) ..."""
+
+
 RAY_SAYS_OF_MEMORY = """5 worker(s) were killed due to the node running low on memory. Memory on the
 node (IP: 127.0.0.1, ID: 63d4) was 22.85GB used / 23.54GB limit (0.970688)
 Ray killed 5 worker(s) based on the killing policy
@@ -266,6 +274,21 @@ def test_a_death_of_full_memory_is_a_sentence() -> None:
             "rollout-0 died during submit: Ray ended it, since the memory of its node was nearly "
             "full (22.85GB of 23.54GB); end other programs there, use fewer or smaller processes "
             "(--dry-run estimates what is needed), or a larger node"
+        )
+
+    run(main())
+
+
+def test_a_death_of_which_ray_knows_nothing_is_a_sentence() -> None:
+    async def main() -> None:
+        actor = FakeActor()
+        actor.death = RayActorError(error_msg=RAY_KNOWS_NOTHING)
+        call = asyncio.create_task(fake_worker(actor).call("collect", NEVER))
+        await asyncio.sleep(1)
+        actor.dead.set()
+        assert await death_of(call) == (
+            "rollout-0 died during collect: its process has ended, and nobody had asked it to (it "
+            "was killed, crashed in C code, or called os._exit; its log may say more)"
         )
 
     run(main())

@@ -28,6 +28,7 @@ from actors.store import StoreAddress
 from actors.trainer import TrainerActor
 from rlsys.checkpoint import Checkpoint
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
+from rlsys.layout.transport.staging import DamagedWeightsError
 from rlsys.mesh import Layout
 from rlsys.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult, WeightManifest
@@ -63,6 +64,7 @@ class CountingEngine:
                 "own": FunctionFailed,
                 "bug": KeyError,
                 "gloo": RuntimeError,
+                "damaged": DamagedWeightsError,
             }
             raise errors[error](f"gloo of rank {self._rank}")
         self._num_parts += 1
@@ -578,6 +580,7 @@ def test_an_error_of_the_mathematics_stays_what_it_is(cluster: None, tmp_path: P
         ("own", FunctionFailed, "gloo of rank 1"),
         ("bug", WorkerError, r"trainer-1.accumulate failed: KeyError"),
         ("gloo", LearnerDied, "trainer-1 lost another rank: gloo of rank 1"),
+        ("damaged", LearnerDied, "trainer-1 has damaged weights: gloo of rank 1"),
     ]
 
     async def run() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 import rlsys
 from actors import factories
-from actors.environment import PlayingReplica
 from actors.placement import ClusterTooSmall, check_capacity
+from actors.playing import PlayingReplica
 from rlsys.algorithms import clipped_surrogate, token_mean, turn_advantage
 from rlsys.config import (
     DataConfig,
@@ -231,6 +231,15 @@ def test_devices_in_turns_and_seats_exclude_each_other(tmp_path: Path) -> None:
         r"placement=colocated: \['frozen'\] play seats, and keep their engines' memory",
         lambda config: graph(config, RoleConfig()),
         placement="colocated",
+    )
+
+
+def test_nobody_is_evaluated_against_others(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        r"evaluation\.every=2 has 'policy' play alone, and in 'game' the seats \['third'\] are oth",
+        lambda config: graph(config, RoleConfig()),
+        evaluation=dataclasses.replace(RunConfig().evaluation, every=2),
     )
 
 

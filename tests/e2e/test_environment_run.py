@@ -14,6 +14,7 @@ import pytest
 from rlsys.audit import audit
 from rlsys.history import read_evidence
 from rlsys.observe.metrics import read_metrics
+from rlsys.scoreboard import read_evaluations
 from tests.e2e.job import ROOT, Job, run, start
 
 RECIPE = """
@@ -72,7 +73,8 @@ def graph(cfg):
 if __name__ == "__main__":
     cfg = rlsys.parse(Config).config
     model = rlsys.OwnModel(name="play", characters="0123456789?<>=", width=32, num_layers=2)
-    rlsys.launch(cfg, graph(cfg), own_model=model)
+    held_out = rlsys.HeldOut(rows=[{{"number": n}} for n in (1, 2, 3)])
+    rlsys.launch(cfg, graph(cfg), own_model=model, held_out=held_out)
 """
 
 
@@ -150,12 +152,33 @@ def test_a_killed_run_of_episodes_goes_on(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(directory / "metrics.jsonl")] == [*range(1, 41)]
 
 
+def test_held_out_tasks_are_played_beside_training(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "play"
+    options = ["--evaluation.every", "2", "--evaluation.num-samples", "2"]
+    job = run(recipe(tmp_path), arguments(tmp_path, *options), tmp_path)
+    assert job.returncode == 0, job.output
+    assert job.left_behind() == {}
+    audited(directory)
+    lines = read_evaluations(directory / "evaluations.jsonl")
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    for line in lines:
+        assert line["eval/prompts"] == 3
+        parts = [line.get(f"eval/{name}/mean", 0.0) for name in ("right", "turns", "final")]
+        assert line["eval/mean@2"] == pytest.approx(sum(parts), abs=1e-5)
+        assert 0.0 <= line["eval/right/mean"] <= 1.0
+    assert "held-out, after step 4: pass@1" in job.output
+
+
 @pytest.mark.slow
 def test_a_plain_environment_that_fails_drops_its_groups(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "play"
-    job = run(recipe(tmp_path), arguments(tmp_path, "--plain", "true"), tmp_path)
+    evaluated = ["--evaluation.every", "4", "--evaluation.num-samples", "2"]
+    job = run(recipe(tmp_path), arguments(tmp_path, "--plain", "true", *evaluated), tmp_path)
     assert job.returncode == 0, job.output
     assert "no ones" in job.output
+    assert "evaluation of step 4: the reward of 2 samples failed" in job.output
+    lines = read_evaluations(directory / "evaluations.jsonl")
+    assert [(line["eval/failed"], line["eval/prompts"]) for line in lines] == [(2, 2)] * 2
     audited(directory)
     assert read_metrics(directory / "metrics.jsonl")[-1]["rollouts/dropped/reward exception"] > 0
     assert not [one for one in records_of(directory) if one["row"]["number"] == 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from rlsys.engines.training.adapters import AdaptedWeight
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.resident import lying_in_share
 from rlsys.layout.transport import staging
+from rlsys.layout.transport.staging import DamagedWeightsError
 from rlsys.layout.transport.weights import Weights
 from tests.engines.published import read_all
 from tests.engines.training_harness import (
@@ -161,6 +164,68 @@ def test_weights_that_change_unannounced_are_not_published(model_path: Path) -> 
     with pytest.raises(AssertionError, match="call before_change first"):
         engine.publish()
     engine.close()
+
+
+def test_damage_where_weights_are_published_is_found_before_it_is_passed_on(
+    model_path: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(model_path)
+    path = memory(tmp_path / "snapshots", engine.snapshot_bytes(1))
+    file = engine.open_snapshots(path, "snapshots")
+    engine.publish()
+    engine.snapshot(file)
+    assert engine._publisher is not None
+    engine._publisher._stage._kept[0].content[-8] ^= 1  # as another program may
+    passed_on: list[Callable[[], object]] = [
+        *(lambda: step(engine, 0), engine.publish, lambda: engine.snapshot(file)),
+        lambda: engine.export(tmp_path / "hf"),
+    ]
+    for pass_on in passed_on:
+        with pytest.raises(DamagedWeightsError, match=r"version 0 .* is damaged in 1 of its"):
+            pass_on()
+    assert not (tmp_path / "hf").exists()
+    before = make_engine(model_path)
+    before.restore(before.open_snapshots(path, "snapshots"), 0)  # what the next life begins with
+    assert_same(copies(before), copies(make_engine(model_path)))
+    engine.close()
+
+
+def test_damage_that_makes_the_loss_no_number_is_not_told_as_the_users(model_path: Path) -> None:
+    engine = make_engine(model_path)
+    engine.publish()
+    assert engine._publisher is not None
+    engine._publisher._stage._kept[0].content[-1024:] = 0xFF  # NaN, in float32
+    with pytest.raises(DamagedWeightsError, match=r"version 0 .* is damaged"):
+        step(engine, 0)
+    engine.close()
+
+
+def test_beside_what_an_engine_computes_with_lie_two_versions_at_most(model_path: Path) -> None:
+    """One of them is the trainer's own weights: what rlsys.estimate counts."""
+    engine, num = make_engine(model_path), []
+    computes_with: Weights | None = None
+    for seed in range(5):
+        manifest = engine.publish()
+        assert manifest is not None
+        taken = Weights(manifest)  # the engine prepares it, while the trainer goes on
+        step(engine, seed)
+        num.append(len(memories()) - (computes_with is not None))
+        if computes_with is not None:
+            computes_with.close()
+        computes_with = taken
+    assert max(num) == 2
+    engine.close()
+    taken.close()
+
+
+def memories() -> set[int]:
+    """Of versions, that this process keeps open, by inode."""
+    found = set()
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            if "memfd:rlsys-weights" in os.readlink(one):
+                found.add(one.stat().st_ino)
+    return found
 
 
 def test_a_held_state_is_not_that_of_the_next_step(model_path: Path, tmp_path: Path) -> None:

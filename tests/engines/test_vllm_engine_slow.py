@@ -104,6 +104,28 @@ def test_an_update_equals_a_fresh_start_for(variant: str, tmp_path: Path) -> Non
         np.testing.assert_allclose(a.sampler_logprobs, expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("variant", ["qwen3", "llama, untied", "qwen2, with biases"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_are_quantized_again_at_an_update(variant: str, dtype: str, tmp_path: Path) -> None:
+    """As a fresh start does it, and nothing of it is in full precision."""
+    paths = build(variant, tmp_path)
+    models = [load(paths[1])] * 2
+    options = {"dtype": dtype, "quantization": "fp8_per_channel"}
+    updated, fresh = asyncio.run(updated_and_fresh(paths, **options))
+    for prompt, a, b in zip(PROMPTS, updated, fresh, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids)
+        assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
+        exact = hf_logprobs(models, prompt, a)
+        apart = np.abs(a.sampler_logprobs - exact).mean()
+        assert 1e-4 < apart < 0.2
+
+
+def test_experts_are_not_quantized(tmp_path: Path) -> None:
+    (path, _) = build("qwen3_moe", tmp_path)
+    with pytest.raises((ValueError, EngineError), match="quantiz"):
+        asyncio.run(make_engine(path, quantization="fp8_per_channel").start())
+
+
 @pytest.mark.parametrize("variant", ["qwen3", "qwen3_moe", "gpt_oss"])
 def test_an_update_equals_a_fresh_start_for_two_tensor_parallel_ranks(
     variant: str, tmp_path: Path

@@ -191,10 +191,6 @@ def with_another_head(path: Path) -> None:
     rewrite(path, lambda tensors: {**tensors, HEAD: tensors[EMBEDDING] + 1})
 
 
-def without_a_norm(path: Path) -> None:
-    rewrite(path, lambda tensors: {n: x for n, x in tensors.items() if n != "model.norm.weight"})
-
-
 def with_names_of_the_backbone(path: Path) -> None:
     rewrite(path, lambda tensors: {n.removeprefix("model."): x for n, x in tensors.items()})
 
@@ -213,7 +209,7 @@ def rewrite(path: Path, change: Callable[[Weights], Weights]) -> None:
     "change",
     [
         *(as_saved, in_bfloat16, in_two_files, as_torch_file, with_a_tied_head_too),
-        *(with_another_head, without_a_norm, with_names_of_the_backbone),
+        *(with_another_head, with_names_of_the_backbone),
     ],
 )
 def test_whatever_the_files_say_the_weights_are_those_of_transformers(
@@ -289,3 +285,85 @@ def test_what_cannot_be_loaded_is_refused_as_when_it_is_loaded_whole(
     with pytest.raises(ValueError, match=r"model\.path") as promised:
         make_engine(path)
     assert str(promised.value) == str(whole.value)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def _without_a_matrix(tensors: Weights) -> Weights:
+    return {name: one for name, one in tensors.items() if name != UP}
+
+
+def _with_a_bias(tensors: Weights) -> Weights:
+    return {**tensors, "model.layers.1.self_attn.q_proj.bias": torch.zeros(4)}
+
+
+def _with_a_layer(tensors: Weights) -> Weights:
+    return tensors | {name.replace(".1.", ".9."): one.clone() for name, one in tensors.items()}
+
+
+def _of_another_width(tensors: Weights) -> Weights:
+    return {**tensors, UP: torch.zeros(7, 5)}
+
+
+def _untied(tensors: Weights) -> Weights:
+    return tensors  # config.json has it so
+
+
+@pytest.mark.parametrize(
+    ("mixed_up", "message"),
+    [
+        (_without_a_matrix, rf"Qwen3ForCausalLM that config.json describes: the files lack {UP}\."),
+        (_with_a_bias, r"its layers have no model\.layers\.1\.self_attn\.q_proj\.bias\."),
+        (_with_a_layer, r"its layers have no model\.layers\.9\.\S+, \S+, \S+ and \d more\."),
+        (_of_another_width, rf"other shapes have {UP}: \(7, 5\) instead of \("),
+        (_untied, r"the files lack lm_head\.weight\."),
+    ],
+)
+def test_files_of_another_model_are_refused(
+    mixed_up: Callable[[Weights], Weights], message: str, tmp_path: Path
+) -> None:
+    path = tiny_model(tmp_path)
+    rewrite(path, mixed_up)
+    if mixed_up is _untied:
+        config = path / "config.json"
+        config.write_text(
+            json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False})
+        )
+    for load in (make_engine, lambda path: load_causal_lm(path, dtype="float32")):
+        with pytest.raises(ValueError, match=message):
+            load(path)
+
+
+def test_what_lies_beside_the_layers_is_left_alone(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path)
+    expected = weights(make_engine(path))
+    rewrite(path, lambda tensors: {**tensors, "vision_tower.weight": torch.ones(2)})
+    assert_equal(weights(make_engine(path)), expected, what="with a tower")
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int32, torch.bool])
+def test_weights_that_are_no_floating_point_numbers_are_refused(
+    kind: torch.dtype, tmp_path: Path
+) -> None:
+    path = tiny_model(tmp_path)
+    rewrite(path, lambda tensors: {**tensors, UP: (100 * tensors[UP]).to(kind)})
+    with pytest.raises(ValueError, match=rf"{UP} in {kind}, .*quantization_config"):
+        make_engine(path)
+
+
+def test_a_file_that_would_run_code_is_refused_and_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_model(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    torch.save({**tensors, "more": RunsCode()}, path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"holds no causal language model .*Weights only"):
+        make_engine(path)
+    assert "it has run" not in capsys.readouterr().out
+
+
+class RunsCode:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("it has run",)

@@ -75,9 +75,14 @@ class InThreads:
 
 
 def hosted(
-    environment: Environment, says: Says, *, limits: EpisodeLimits = LIMITS, delay_s: float = 0.0
+    environment: Environment,
+    says: Says,
+    *,
+    limits: EpisodeLimits = LIMITS,
+    delay_s: float = 0.0,
+    characters: str = CHARACTERS,
 ) -> tuple[EpisodeHost, Scripted]:
-    codec = Codec(build_tokenizer(CHARACTERS), chat_template="")
+    codec = Codec(build_tokenizer(characters), chat_template="")
     sampler = Scripted(codec, says, delay_s)
     return EpisodeHost(environment, codec, sampler, limits=limits, plain=InThreads()), sampler
 

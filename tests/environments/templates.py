@@ -172,6 +172,19 @@ RETURNING = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
+# As of gpt-oss: the model writes the channel of each of its messages; thoughts are messages too.
+CHANNELS = """\
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|im_start|>assistant<|start_header_id|>final<|end_header_id|>' + m.content }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '<|end_header_id|>' + m.content }}
+    {%- endif %}
+    {{- '<|eos|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{%- endif %}
+"""
+
 # As of Command A: a reply ends with two special tokens.
 TWO_ENDS = """\
 {%- for m in messages %}

@@ -16,6 +16,7 @@ from rlsys.tiny_models import build_tokenizer
 from rlsys.types import INJECTED, FinishReason, Generation
 from tests.environments import templates
 from tests.environments.templates import (
+    CHANNELS,
     CHATML,
     FORGETTING,
     MOVING_TOOLS,
@@ -392,6 +393,34 @@ def test_the_end_of_a_conversation_becomes_the_end_of_a_turn_in_another_branch()
     assert decoded(trajectory.token_ids[trajectory.policy_versions >= 0].tolist()) == (
         "a<|eos|>b<|eos|>c"
     )
+
+
+THOUGHT = "<|start_header_id|>analysis<|end_header_id|>Hm.<|im_end|><|im_start|>assistant"
+FINAL = "<|start_header_id|>final<|end_header_id|>"
+
+
+@pytest.mark.parametrize(
+    ("sampled", "content"),
+    [
+        (f"{THOUGHT}{FINAL}42<|eos|>", "42"),
+        (f"{FINAL}42<|eos|>", "42"),
+        (THOUGHT, ""),
+        ("<|start_header_id|>analysis", ""),
+        ("42<|eos|>", "42"),
+    ],
+    ids=["thought", "answered", "cut in between", "cut in its thoughts", "without a channel"],
+)
+def test_what_a_model_writes_before_its_answer_is_kept_and_is_no_part_of_it(
+    sampled: str, content: str
+) -> None:
+    conversation = talk(CHANNELS)
+    said = conversation.reply(
+        conversation.prompt([user("Hi")]), says(sampled, is_cut="<|eos|>" not in sampled)
+    )
+    assert said == {"role": "assistant", "content": content}
+    path = conversation.prompt([user("Hi"), {"role": "assistant", "content": content}, user("on")])
+    kept = sampled.removesuffix("<|eos|>")
+    assert f"<|im_end|><|im_start|>assistant{kept}<|im_end|><|im_start|>user" in text_of(path)
 
 
 @pytest.mark.parametrize(

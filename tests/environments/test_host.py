@@ -113,6 +113,77 @@ def test_a_reply_that_fills_the_context_is_truncated() -> None:
     assert ended.played.total == 1.0  # the environment says what that is worth
 
 
+HUGE = "12345678 " * 1_200_000  # about 10 MB
+
+
+def test_a_huge_first_text_is_refused_without_being_encoded() -> None:
+    @rlsys.environment
+    async def tells_all(chat: Any, task: Any) -> float:
+        await chat(HUGE.replace(" ", "9"))
+        return 1.0
+
+    async def run() -> tuple[Ended, int]:
+        host, _ = hosted(tells_all, lambda text: "5")
+        (ended,) = await played(host, [request()])
+        await host.close()
+        return ended, host._codec.num_encoded
+
+    ended, num_encoded = run_in_virtual_time(run())
+    assert ended.failure is not None
+    assert "begins with a text of 10,800,000 characters" in ended.failure.message
+    assert "it may have 16 (data.max_prompt_tokens)" in ended.failure.message
+    assert num_encoded < 10_000
+
+
+def test_a_huge_later_text_ends_the_episode_as_truncated() -> None:
+    @rlsys.environment(format_reward=-1.0)
+    async def tells_all(chat: Any, task: Any) -> float:
+        await chat("1")
+        await chat(HUGE.replace(" ", "9"))
+        return 1.0
+
+    async def run() -> tuple[Ended, int]:
+        host, _ = hosted(tells_all, lambda text: "5")
+        (ended,) = await played(host, [request()])
+        await host.close()
+        return ended, host._codec.num_encoded
+
+    ended, num_encoded = run_in_virtual_time(run())
+    assert ended.played is not None
+    assert ended.played.finish_reason == "length"
+    assert ended.played.total == -1.0
+    told = ended.played.transcript[-1]["text"]
+    assert "the environment says a text of 10,800,000 characters" in told
+    assert "a conversation may have 80" in told
+    assert num_encoded < 10_000
+
+
+def test_what_waits_for_its_group_comes_out_when_nobody_wants_the_group() -> None:
+    """One fails, and is told; the next one ends before the group is aborted."""
+
+    @rlsys.environment(num_retries=0, group_reward=lambda group: [0.0] * len(group))
+    async def one_fails(chat: Any, task: Any) -> float:
+        await chat("1")
+        if task["fails"]:
+            raise RuntimeError("no")
+        return 1.0
+
+    async def run() -> list[Ended]:
+        host, _ = hosted(one_fails, lambda text: "5")
+        ended = await played(host, [request(0, group_size=2, task={"fails": True})])
+        host.submit([request(1, group_size=2, task={"fails": False})])
+        await asyncio.sleep(1)
+        assert not host.num_running
+        host.abort(["0.0.0", "0.1.0"])
+        ended += await host.collect()
+        await host.close()
+        return ended
+
+    fails, held = run_in_virtual_time(run())
+    assert fails.failure is not None
+    assert held.request.request_id == "0.1.0"
+
+
 @pytest.mark.parametrize(
     ("returned", "why"),
     [
@@ -422,6 +493,11 @@ def test_seats_have_conversations_of_their_own() -> None:
     assert [path.tolist() for path in trajectory.paths()] == [[4, 8, 2], [5, 8, 2]]
     assert trajectory.policy_versions.tolist() == [7, 7, -1, 7, 7]
     assert trajectory.turn_rewards.tolist() == [0, 1, 0, 0, -1]
+    said = [(one["branch"], one["seat"], one["text"]) for one in ended.played.transcript]
+    assert said == [
+        *((0, "first", "1"), (0, "first", "5<eos>")),
+        *((1, "second", "2"), (1, "second", "5<eos>")),
+    ]
 
 
 def test_a_seat_has_one_conversation_whoever_asks_for_it() -> None:
@@ -474,6 +550,32 @@ def test_a_group_reward_sees_the_whole_group() -> None:
     assert ended[2].played is not None
     assert ended[2].played.components == {"final": 1.0, "group": 2.0}
     assert ended[2].played.trajectory.turn_rewards.tolist() == [0.0, 3.0]
+
+
+@pytest.mark.parametrize("first_s", [0, 2])
+def test_a_group_in_which_one_fails_is_held_up_nowhere(first_s: float) -> None:
+    """Each comes out once, whether it was played before the failure or behind it."""
+
+    @rlsys.environment(group_reward=lambda rollouts: [9.0] * len(rollouts), num_retries=0)
+    async def sometimes(chat: Any, task: Any) -> float:
+        await chat("1")
+        await asyncio.sleep(task["delay_s"])
+        if task["delay_s"] == 1:
+            raise OSError("no server")
+        return 1.0
+
+    async def run() -> list[Ended]:
+        host, _ = hosted(sometimes, lambda text: "5")
+        delays = [first_s, 1, 3]
+        return await played(
+            host, [request(n, group_size=3, task={"delay_s": delays[n]}) for n in range(3)]
+        )
+
+    ended = run_in_virtual_time(asyncio.wait_for(run(), 100))
+    assert [one.played for one in ended] == [None] * 3
+    for one in ended:
+        assert one.failure is not None
+        assert "sometimes raised OSError: no server" in one.failure.message
 
 
 def test_aborted_episodes_come_out_with_nothing() -> None:

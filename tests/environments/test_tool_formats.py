@@ -357,7 +357,6 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="trl ships the models' templates")
 @pytest.mark.parametrize(("model", "name"), PUBLISHED.items())
 @settings(max_examples=60, deadline=None)
 @given(arguments=ARGUMENTS)

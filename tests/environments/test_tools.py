@@ -324,6 +324,27 @@ def test_a_tool_travels_to_a_worker() -> None:
     assert there.schema == times_factor.schema
 
 
+SCRIPT = """
+from __future__ import annotations
+from typing import Literal
+
+def turn(where: Literal["left", "right"], by: int = 1) -> str:
+    return where * by
+"""
+
+
+def test_the_types_of_a_scripts_tool_travel_with_it() -> None:
+    script: dict[str, Any] = {"__name__": "a_script_that_nobody_can_import"}
+    exec(SCRIPT, script)  # cloudpickle sends of it what the function's code names
+    here = tool(script["turn"])
+    there = pickle.loads(cloudpickle.dumps(here))
+    assert there.schema == here.schema
+    tools = ToolSet([pickle.loads(cloudpickle.dumps(there))])
+    right, wrong = contents(tools, call("turn", where="left"), call("turn", where="up"))
+    assert right == "left"
+    assert "where" in wrong
+
+
 def test_partials_and_methods_are_tools() -> None:
     class Account:
         def __init__(self) -> None:

@@ -242,13 +242,14 @@ def test_an_episode_is_shown_turn_by_turn() -> None:
         "  branch 1",
         "  user       \\x1b!",
     ]
-    seated = [one | {"seat": ("first", "second")[one["branch"]]} for one in turns]
-    screen.run.step(step_line(10), [replace(RECORD, step=10, turns=seated)])
+    seated = [{**one, "seat": "ab"[one["branch"]]} for one in turns]
+    screen = Screen()
+    screen.run.step(step_line(1), [replace(RECORD, step=1, turns=seated)])
     assert screen.lines[-5:] == [
-        "  branch 0: first",
+        "  seat a",
         "  user       ?",
         "  assistant  3",
-        "  branch 1: second",
+        "  branch 1, seat b",
         "  user       \\x1b!",
     ]
     long = [turn(0, "user", str(number)) for number in range(40)]

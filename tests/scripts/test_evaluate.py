@@ -39,11 +39,15 @@ def test_short_options() -> None:
     assert spelled_out(["--help"]) == ["--help"]
 
 
-def test_the_documented_command_is_accepted() -> None:
+def test_the_documented_commands_are_accepted() -> None:
     text = (DOCS / "evaluation.md").read_text().replace("\\\n", " ")
-    (arguments,) = re.findall(r"python scripts/evaluate\.py ([^`\n]*)", text)
-    config = parse(EvaluationConfig, spelled_out(shlex.split(arguments))).config
-    assert (config.num_samples, config.k, config.data.split) == (8, (1, 4), "test")
+    commands = re.findall(r"python scripts/evaluate\.py ([^`\n]*)", text)
+    scored, played = (
+        parse(EvaluationConfig, spelled_out(shlex.split(arguments))).config
+        for arguments in commands
+    )
+    assert (scored.num_samples, scored.k, scored.data.split) == (8, (1, 4), "test")
+    assert (played.environment, played.rewards) == ("my_game.py:game", ())
 
 
 def test_a_table_json_last_and_the_samples(
@@ -65,6 +69,42 @@ def test_a_table_json_last_and_the_samples(
     assert all(line["components"]["always"] == 1.0 for line in lines)
     assert all(line["score"] == 1.0 + line["components"]["exact_match"] for line in lines)
     assert {line["prompt_index"] for line in lines} == {0, 1, 2, 3}
+
+
+GAME = """
+import rlsys
+
+@rlsys.environment(turn_tokens=2, plain_text=True)
+def game(chat, task):
+    chat(task["prompt"])
+    chat("+")
+    return {"first": 1.0, "answer": float(task["answer"])}
+
+async def bare(chat, task):
+    return float(len(await chat(task["prompt"])) > 9)
+"""
+
+
+def test_an_environment_is_played(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text(GAME)
+    out = tmp_path / "samples.jsonl"
+    options = ["--environment", f"{own}:game", "--samples", "2", "--sampling.max-tokens", "8"]
+    run([*command, *options, "--out", str(out)])
+    printed = capsys.readouterr().out
+    assert "4 tasks, 2 samples each" in printed
+    report = json.loads(printed.splitlines()[-1])
+    assert report["eval/mean@2"] == 3.5
+    assert report["eval/answer/mean"] == 2.5
+    assert report["eval/answer/mean/low"] < 2.5 < report["eval/answer/mean/high"]
+    assert report["environment"] == f"{own}:game"
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 8
+    assert all([turn["sampled"] for turn in line["turns"]] == [False, True] * 2 for line in lines)
+    run([*command, "--environment", f"{own}:bare"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["eval/mean@1"] == 0.0
 
 
 def test_a_dry_run_shows_the_configuration(
@@ -93,6 +133,9 @@ def test_k_beyond_the_samples_is_refused_at_once(
             r"--out '/nowhere/a.jsonl' cannot be written \(No such file .* give a file",
         ),
         (["--reward", "exact_match:solution"], "reads column 'solution'"),
+        (["--environment", "game"], "environment 'game' names no environment function; give one"),
+        (["--environment", "x.py:game"], "environment 'x.py:game': x.py is no file"),
+        (["--environment", "a:b", "--reward", "c"], "--reward c beside --environment a:b, which"),
     ],
 )
 def test_mistakes_are_told(command: list[str], options: list[str], words: str) -> None:

@@ -59,6 +59,7 @@ def start_vllm(
         args = AsyncEngineArgs(
             model=path,
             dtype=dtype,
+            quantization=rollout.quantization,
             # Logits as the trainer computes them, not rounded to 16 bits.
             hf_overrides={"head_dtype": "float32"},
             max_model_len=-1,  # the longest that model and KV cache allow

@@ -24,7 +24,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,8 +35,12 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
@@ -49,6 +53,12 @@ from rlsys.layout.transport.weights import Weights
 TABLES = ("_parameters", "_buffers", "_modules")  # of a module
 
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+# vLLM quantizes what was loaded in full precision, into parameters that checkpoints do not have.
+QUANTIZED = (OnlineLinearBase,)
+
+# With this attribute of a layer, vLLM takes it for packed.
+IS_PACKED = "_already_called_process_weights_after_loading"
 
 # Kernels of experts that read them as they were loaded, and those whose packing cannot be redone.
 AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
@@ -161,10 +171,9 @@ class WeightUpdater:
         return []
 
     def _overwrite_packed(self, layer: str, weights: Weights) -> None:
-        names = self._names_in(layer)
-        shadow = self._shadow(layer, self._read(weights, names.values()))
-        for own_name, name in names.items():
-            self._own[name].copy_(getattr(shadow, own_name))
+        shadow = self._shadow(layer, self._read(weights, self._names_in(layer).values()))
+        for name, own in self._packed[layer].named_parameters(recurse=False):
+            own.copy_(getattr(shadow, name))
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -189,15 +198,18 @@ class WeightUpdater:
 
     def _names_in(self, prefix: str) -> dict[str, str]:
         """The parameters of a packed layer, by their names in it."""
-        own = self._packed[prefix].named_parameters(recurse=False)
-        return {name: self._names[_joined(prefix, name)] for name, _ in own}
+        full = {name: _joined(prefix, name) for name in self._packed[prefix]._parameters}
+        return {name: self._names[one] for name, one in full.items() if one in self._names}
 
     def _shadow(self, prefix: str, new: Mapping[str, torch.Tensor]) -> Any:
         """A layer with new weights, packed."""
         layer = self._packed[prefix]
         shadow = copy.copy(layer)
         shadow.__dict__.update({table: dict(getattr(layer, table)) for table in TABLES})
-        for own_name, name in self._names_in(prefix).items():
+        shadow.__dict__.pop(IS_PACKED, None)
+        names = self._names_in(prefix)
+        shadow._parameters = {name: None for name in layer._parameters if name not in names}
+        for own_name, name in names.items():
             parameter = layer._parameters[own_name]
             made = nn.Parameter(new[name], requires_grad=False)
             made.__class__, made.__dict__ = parameter.__class__, dict(parameter.__dict__)
@@ -267,9 +279,19 @@ def _places(model: Any) -> list[tuple[str, Any, dict[str, Any], str]]:
         for prefix, module in model.named_modules()
         for table in (module._parameters, module._buffers)
         for name, tensor in table.items()
-        if id(tensor) in of_model
-        and not (is_deferred_attention_layer(module) and name not in _loaded(module))
+        if id(tensor) in of_model and not _is_computed(module, name, tensor)
     ]
+
+
+def _is_computed(module: Any, name: str, tensor: Any) -> bool:
+    """Whether vLLM makes it of those that were loaded."""
+    if is_deferred_attention_layer(module):
+        return name not in _loaded(module)
+    return _is_quantized(module) and getattr(tensor, "weight_loader", None) is None
+
+
+def _is_quantized(module: Any) -> bool:
+    return isinstance(getattr(module, "quant_method", None), QUANTIZED)
 
 
 def _joined(prefix: str, name: str) -> str:
@@ -285,8 +307,10 @@ def _loaded(module: Any) -> dict[str, torch.Tensor]:
 def _hollow(module: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """As a loader takes it, on the meta device."""
     hollow = to_meta_tensor(_loaded(module).get(name, tensor))
-    restored: torch.Tensor = restore_layer_refs(hollow, module)
-    return restored
+    restored: Any = restore_layer_refs(hollow, module)
+    if _is_quantized(module):  # whose loaders keep all for later
+        restored.weight_loader = _get_original_loader(restored)
+    return cast("torch.Tensor", restored)
 
 
 def _is_packed(name: str, layer: Any) -> bool:
@@ -296,10 +320,13 @@ def _is_packed(name: str, layer: Any) -> bool:
     if (form := _unknown_form(layer, method)) is not None:
         raise ValueError(
             f"layer {name} keeps its weights in the form of {form}, which cannot be replaced in a "
-            "running vLLM; use an unquantized model, or the torch engine."
+            "running vLLM; use an unquantized model, without rollout.quantization, or the torch "
+            "engine."
         )
     if isinstance(method, UnquantizedFusedMoEMethod):
         return method.unquantized_backend not in AS_LOADED
+    if isinstance(method, QUANTIZED):
+        return True
     if isinstance(method, PLAIN):
         return any(parameter.device.type == "cpu" for parameter in layer.parameters())
     return False
@@ -309,7 +336,7 @@ def _unknown_form(layer: Any, method: Any) -> str | None:
     """In words; None for one that is known."""
     if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend in NOT_AGAIN:
         return f"the {method.unquantized_backend.value} kernel for experts"
-    is_known = isinstance(method, (*PLAIN, UnquantizedFusedMoEMethod))
+    is_known = isinstance(method, (*PLAIN, *QUANTIZED, UnquantizedFusedMoEMethod))
     has_weights = next(layer.parameters(), None) is not None
     if isinstance(method, QuantizeMethodBase) and has_weights and not is_known:
         return type(method).__name__

@@ -279,6 +279,12 @@ class FSDPEngine:
         if self._publisher is not None:
             self._publisher.before_change()
 
+    def _verify(self) -> None:
+        """Before weights go elsewhere, from which the trainer may have to start again, and before a
+        user is told that numbers are wrong. Raises DamagedWeightsError."""
+        if self._publisher is not None:
+            self._publisher.verify()
+
     def load(self, directory: Path) -> None:
         self._before_change()
         self.policy_version = load_state(
@@ -297,6 +303,7 @@ class FSDPEngine:
 
     def snapshot(self, file: SnapshotFile) -> None:
         assert not self._updates, "a version is whole only after the last update of its batch"
+        self._verify()
         file.write(self.policy_version, self._local_state())
 
     def hold(self, file: SnapshotFile) -> HeldState:
@@ -350,6 +357,7 @@ class FSDPEngine:
         return [one for one in map(local_part, own) if one.device == self._device]
 
     def export(self, directory: Path) -> None:
+        self._verify()
         model, adapters, save_beside = self._model, self._adapters, None
         if adapters is not None:
             trained = {name: whole(tensor) for name, tensor in self._tensors.items()}
@@ -568,6 +576,7 @@ class FSDPEngine:
             sums = self._reduced(parameters)
         if not (np.isfinite(sums.loss) and np.isfinite(sums.grad_norm)):
             self._begin_batch()
+            self._verify()  # else it is the user's
             raise FloatingPointError(
                 f"loss {sums.loss} and gradient norm {sums.grad_norm} at {what}: not a number that "
                 "can be trained on; lower trainer.learning_rate, or look for infinite "

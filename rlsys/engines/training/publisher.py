@@ -81,7 +81,7 @@ class Publisher:
         """The manifest on rank 0, None on the others. A collective.
 
         `nodes`: those with readers; where none is known, those of the trainer. Raises OSError, on
-        every rank, where memory is short on one.
+        every rank, where memory is short on one; DamagedWeightsError as `verify` does.
         """
         readers = sorted(set(nodes)) or sorted({source.node for source in self._sources})
         staging = plan(self._sources, tuple(map(self._reader, readers)))
@@ -95,6 +95,7 @@ class Publisher:
         try:
             if self._resident is not None:
                 self._resident.check()
+                self.verify()
                 self._resident.move(self._stage)
             # All else is local; these are small.
             tensors = {name: _with_whole_factors(one) for name, one in self._tensors.items()}
@@ -115,10 +116,18 @@ class Publisher:
 
     def before_change(self) -> None:
         """The weights are about to change, on this rank. Raises OSError where a reader computes
-        with them where they are, and memory is short for a copy."""
+        with them where they are, and memory is short for a copy; DamagedWeightsError as `verify`
+        does."""
         if self._resident is not None and self._published is not None:
+            self.verify()
             self._resident.move(self._stage)
             self._resident.changing()
+
+    def verify(self) -> None:
+        """Raise DamagedWeightsError for weights that lie where readers find them, and are not those
+        that were published: what is made of them would be wrong too."""
+        if self._resident is not None:
+            self._stage.verify()
 
     def parcel(self, manifest: WeightManifest, node: str, base: int | None) -> Parcel | None:
         """What a node that this rank's share does not reach needs of it; None for nothing. `base`:

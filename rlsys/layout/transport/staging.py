@@ -73,6 +73,7 @@ class Stage:
         self._node = node
         self._kept: list[_Memory] = []  # the newest version first
         self._is_begun = False
+        self._written: WeightShare | None = None  # the newest, until the next begins
 
     def write(self, version: int, read: Read) -> WeightShare:
         """Numbers that `read` finds where they are to be stay there, and are only summed."""
@@ -81,7 +82,7 @@ class Stage:
         checksum = self._room.fill(memory.content, version, read)
         self._is_begun = False
         memory.unlock()
-        return WeightShare(
+        self._written = WeightShare(
             version=version,
             rank=self._rank,
             node=self._node,
@@ -89,6 +90,13 @@ class Stage:
             num_bytes=self._room.num_bytes,
             checksum=checksum,
         )
+        return self._written
+
+    def verify(self) -> None:
+        """Raise DamagedWeightsError unless the newest version, where there is one and the next is
+        not begun, is as it was written."""
+        if self._written is not None:
+            Content(self._written, self._kept[0].content).verify()
 
     def begin(self) -> None:
         """Keep readers out of the memory for the next version until `write`: what it held is gone
@@ -106,7 +114,7 @@ class Stage:
             if one not in self._kept:
                 one.shared.close()
         memory.content[:WORD].view(np.int64)[0] = WRITING
-        self._is_begun = True
+        self._is_begun, self._written = True, None
 
     @property
     def parts(self) -> list[tuple[Segment, torch.Tensor]]:
@@ -120,7 +128,7 @@ class Stage:
         for one in self._kept:
             one.shared.close()
         self._kept = []
-        self._is_begun = False
+        self._is_begun, self._written = False, None
 
 
 class _Memory:

@@ -1,0 +1,181 @@
+"""When to call a tool: for products, which are beyond the model, and not for sums, which it knows.
+
+Half of the tasks are sums of two digits, half are products of two numbers of two digits. A call of
+the calculator costs a fifth of a right answer. A teacher warms the model up, of 0.8 million
+parameters and random weights: of each task it shows as often the answer as a call, `7+5=` as `12`
+and as `[7+5]`. Which of the two a task is worth, the model finds out.
+
+    python recipes/calculator.py --name calculator
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import rlsys
+from rlsys import OwnModel, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig, WarmStart
+from rlsys.algorithms import clipped_surrogate, grpo_advantage, token_mean
+from rlsys.environments.tool_call import Piece, Written
+from rlsys.environments.tool_formats import ToolFormat
+
+CHARACTERS = "0123456789+*=[]"
+COST = 0.2  # of a call; a right answer is worth 1
+CALL = re.compile(r"\[(\d+)([+*])(\d+)\]")
+NUM_HELD_OUT = 400
+
+
+@rlsys.tool
+async def calculator(left: int, sign: Literal["+", "*"], right: int) -> int:
+    """Adds or multiplies."""
+    return left + right if sign == "+" else left * right
+
+
+def in_brackets(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
+    """A reply is a call, `[37*84]`, or an answer: JSON is long where a character is a token."""
+    if call := CALL.fullmatch(text):
+        left, sign, right = call.groups()
+        yield Written("calculator", {"left": int(left), "sign": sign, "right": int(right)})
+    else:
+        yield text
+
+
+@rlsys.environment(
+    tools=[calculator],
+    tool_format=ToolFormat("brackets", in_brackets),
+    max_turns=2,
+    turn_tokens=8,
+    stop=["]"],
+    plain_text=True,
+)
+async def sums_and_products(chat: Any, task: Any) -> dict[str, float]:
+    answer = await chat.until_answer(task["question"])
+    right = float(answer == task["answer"])
+    return {"right": right, "calls": -COST * chat.num_tool_calls}
+
+
+@rlsys.environment(max_turns=2, turn_tokens=8, stop=["]"], plain_text=True)
+async def without_tool(chat: Any, task: Any) -> float:
+    """The same, but nobody answers a call: what is said next counts."""
+    answer = await chat(task["question"])
+    if answer.endswith("]"):
+        answer = await chat()
+    return float(answer == task["answer"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalculatorConfig(RunConfig):
+    """Sizes that fit two CPU cores."""
+
+    name: str = "calculator"
+    """Name of the run's directory below runs_dir; two runs never share one."""
+    warm_start_steps: int = 300
+    """Supervised steps before reinforcement learning starts."""
+    num_steps: int = 60
+    """Optimizer steps of the whole run, resumed parts included."""
+    prompts_per_step: int = 64
+    """Groups in one optimizer step."""
+    group_size: int = 8
+    """Episodes of each task."""
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=24))
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=512))
+    trainer: TrainerConfig = field(
+        default_factory=lambda: TrainerConfig(
+            learning_rate=3e-4, warmup_steps=5, schedule="linear", micro_batch_tokens=8192
+        )
+    )
+
+
+def easy(left: int, right: int) -> dict[str, Any]:
+    return {"question": f"{left}+{right}=", "answer": str(left + right), "hard": False}
+
+
+def hard(left: int, right: int) -> dict[str, Any]:
+    return {"question": f"{left}*{right}=", "answer": str(left * right), "hard": True}
+
+
+SUMS = [easy(left, right) for left in range(10) for right in range(10)]
+PRODUCTS = [hard(left, right) for left in range(10, 100) for right in range(10, 100)]
+random.Random("held out").shuffle(PRODUCTS)
+HELD_OUT, TRAINED = PRODUCTS[:NUM_HELD_OUT], PRODUCTS[NUM_HELD_OUT:]
+
+
+def lessons(cfg: CalculatorConfig) -> Iterator[list[tuple[str, str]]]:
+    """Batches of what the teacher shows: an answer, a call, or what to answer behind a call."""
+    rng = random.Random(cfg.seed)
+    while True:
+        yield [lesson(rng) for _ in range(128)]
+
+
+def lesson(rng: random.Random) -> tuple[str, str]:
+    task = rng.choice(rng.choice([SUMS, TRAINED]))
+    question, answer = task["question"], task["answer"]
+    call = f"[{question.removesuffix('=')}]"
+    return rng.choice([(question, answer), (question, call), (question + call + answer, answer)])
+
+
+def graph(cfg: CalculatorConfig) -> rlsys.Dataflow:
+    flow = rlsys.Dataflow()
+    policy = flow.model("policy")
+    sums = SUMS * (len(TRAINED) // len(SUMS))
+    tasks = rlsys.Prompts(config=cfg.data, rows=[*sums, *TRAINED])
+    episodes = flow.play(
+        policy, sums_and_products, tasks, group_size=cfg.group_size, parts=["right", "calls"]
+    )
+    advantages = flow.per_group(grpo_advantage, episodes.reward)
+    flow.train(
+        policy,
+        episodes.rollouts,
+        advantages,
+        loss=clipped_surrogate(0.2, 0.28),
+        aggregation=token_mean,
+        watch=[episodes.reward, *episodes.parts],
+    )
+    return flow
+
+
+def report(model: Path, cfg: CalculatorConfig) -> str:
+    """What it does with all sums, and with products that it was never shown."""
+    of_sums, of_products, alone = (
+        [one.components for one in rlsys.play(model, played, tasks, sampling=cfg.sampling)]
+        for played, tasks in (
+            (sums_and_products, SUMS * (NUM_HELD_OUT // len(SUMS))),
+            (sums_and_products, HELD_OUT),
+            (without_tool, HELD_OUT),
+        )
+    )
+    right = fmean(one["right"] for one in [*of_sums, *of_products])
+    called_easy, called_hard = (
+        fmean(one["calls"] < 0 for one in played) for played in (of_sums, of_products)
+    )
+    by_itself = fmean(one["final"] for one in alone)
+    return (
+        f"right: {right:.3f}; calls the calculator: for {called_hard:.3f} of the products and "
+        f"{called_easy:.3f} of the sums; right products without it: {by_itself:.3f}"
+    )
+
+
+@rlsys.main
+def main() -> None:
+    parsed = rlsys.parse(CalculatorConfig)
+    cfg = parsed.config
+    result = rlsys.launch(
+        cfg,
+        graph(cfg),
+        own_model=OwnModel(name="calculator", characters=CHARACTERS),
+        warm_start=WarmStart(
+            num_steps=cfg.warm_start_steps, batches=lessons(cfg), learning_rate=1e-3
+        ),
+        dry_run=parsed.dry_run,
+    )
+    if not parsed.dry_run:
+        print(report(result.model, cfg))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Kuhn poker against itself: both seats are the same small model, from random weights.
+
+Policy gradients in a game against oneself go round in circles: each seat answers what the other one
+did a moment ago. They come to rest near an equilibrium where chance is worth something (an entropy
+bonus, which pulls inwards: 2206.05825), and where steps follow the game as it is now: on-policy, no
+momentum, a learning rate that ends near 0. How near: recipes/kuhn_oracle.py knows exactly.
+
+    python recipes/kuhn.py --name kuhn
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import rlsys
+from recipes.kuhn_oracle import DEALS, FIRST, SECOND, VALUE, exploitability, gain, value
+from rlsys import AsyncConfig, OwnModel, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig
+from rlsys.algorithms import clipped_surrogate, entropy_bonus, token_mean, turn_batch_advantage
+
+MOVES = {"p": "p", "b": "b"}  # pass or fold, bet or call
+
+
+@rlsys.environment(
+    seats=("first", "second"), turn_tokens=1, plain_text=True, format_reward=-3.0, timeout_s=30
+)
+async def kuhn(chat: Any, task: Any) -> None:
+    first, second = chat.seat("first"), chat.seat("second")
+    moves: str = await first("1" + task["first"], parse=MOVES.__getitem__)
+    moves += await second("2" + task["second"] + moves, parse=MOVES.__getitem__)
+    if moves == "pb":
+        moves += await first("b", parse=MOVES.__getitem__)
+    won = gain(task["first"], task["second"], moves)
+    first.reward(won, "first")
+    second.reward(-won, "second")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KuhnConfig(RunConfig):
+    """Sizes that fit two CPU cores."""
+
+    name: str = "kuhn"
+    num_steps: int = 500
+    prompts_per_step: int = len(DEALS)
+    group_size: int = 48
+    entropy_coefficient: float = 0.25
+    """Of the entropy in the loss, whose advantages have a mean square of 1."""
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=12))
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=1024))
+    trainer: TrainerConfig = field(
+        default_factory=lambda: TrainerConfig(
+            learning_rate=2e-3,
+            schedule="linear",
+            final_lr_frac=0.01,
+            adam_betas=(0.0, 0.99),
+            micro_batch_tokens=8192,
+        )
+    )
+    asynchrony: AsyncConfig = field(default_factory=lambda: AsyncConfig(max_staleness=0))
+
+
+def tasks() -> list[dict[str, Any]]:
+    return [{"first": first, "second": second} for first, second in DEALS]
+
+
+def graph(cfg: KuhnConfig) -> rlsys.Dataflow:
+    flow = rlsys.Dataflow()
+    policy = flow.model("policy")
+    deals = rlsys.Prompts(config=cfg.data, rows=tasks())
+    episodes = flow.play(policy, kuhn, deals, group_size=cfg.group_size)
+    # Of a seat, less what the same seat won in the group's other games: those of the same cards.
+    (advantages,) = flow.per_batch(
+        turn_batch_advantage, episodes.turn_rewards, episodes.turns, episodes.seats, per="token"
+    )
+    loss = entropy_bonus(clipped_surrogate(0.2, 0.28), cfg.entropy_coefficient)
+    flow.train(policy, episodes.rollouts, advantages, loss=loss, aggregation=token_mean)
+    return flow
+
+
+def strategy_of(model: Path) -> dict[str, float]:
+    """How likely the model bets in each information set, of its two moves."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model).eval()
+    moves = [tokenizer.convert_tokens_to_ids(move) for move in MOVES]
+    seats = [*(("1", one) for one in FIRST), *(("2", one) for one in SECOND)]
+    strategy = {}
+    for seat, information in seats:
+        ids = torch.tensor([tokenizer.encode(seat + information)])
+        with torch.no_grad():
+            logits = network(ids).logits[0, -1, moves]
+        strategy[information] = float(logits.softmax(-1)[1])
+    return strategy
+
+
+@rlsys.main
+def main() -> None:
+    parsed = rlsys.parse(KuhnConfig)
+    cfg = parsed.config
+    own_model = OwnModel(name="kuhn", characters="12JQKpb", width=64, num_layers=2)
+    result = rlsys.launch(cfg, graph(cfg), own_model=own_model, dry_run=parsed.dry_run)
+    if parsed.dry_run:
+        return
+    strategy = strategy_of(result.model)
+    print("bets:", ", ".join(f"{one} {bet:.2f}" for one, bet in strategy.items()))
+    print(
+        f"exploitability {exploitability(strategy):.3f} (coins: 0.458), "
+        f"value {value(strategy):.3f} (equilibrium: {VALUE:.3f})"
+    )
+
+
+if __name__ == "__main__":
+    main()

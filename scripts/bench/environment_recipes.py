@@ -1,0 +1,96 @@
+"""Trains the recipes of environments as a user would, and tells what they say at their end.
+
+    python scripts/bench/environment_recipes.py [NAME ...] [--runs-dir runs/environments]
+
+Each is `python recipes/NAME.py` in a process of its own, one after the other, with the recipe's own
+settings. Prints one line of JSON last: guess_lines, of the environment, its decorator with it;
+what each recipe has reached; and NAME_minutes, of the whole command. scripts/plot_recipes.py draws
+the curves of --runs-dir, which without it is a temporary directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# Before this folder, in which a script is called as the recipes are.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from recipes.guess import guess
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# By recipe: what its last lines say, and the keys of the numbers there.
+SAID: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "guess": (
+        r"found NUMBER of the numbers, NUMBER with the likeliest guess each time",
+        ("guess_found", "guess_found_greedy"),
+    ),
+    "calculator": (
+        r"right: NUMBER; calls the calculator: for NUMBER of the products and NUMBER of the sums; "
+        r"right products without it: NUMBER",
+        (
+            "calculator_right",
+            "calculator_hard_with_tool",
+            "calculator_easy_with_tool",
+            "calculator_hard_without_tool",
+        ),
+    ),
+    "kuhn": (r"exploitability NUMBER", ("kuhn_exploitability",)),
+}
+NUMBER = r"(-?[0-9.]+[0-9])"
+
+
+def lines_of(function: Any) -> int:
+    """Of its source, without its docstring's and empty ones."""
+    return len([line for line in inspect.getsource(function).splitlines() if line.strip()])
+
+
+def numbers_of(name: str, output: str) -> dict[str, float]:
+    """What a recipe said. Raises ValueError where it did not."""
+    pattern, keys = SAID[name]
+    found = re.search(pattern.replace("NUMBER", NUMBER), output)
+    if found is None:
+        raise ValueError(f"recipes/{name}.py did not say {pattern!r}, but: {output[-2000:]}")
+    return dict(zip(keys, map(float, found.groups()), strict=True))
+
+
+def measured(name: str, runs_dir: Path) -> dict[str, float]:
+    """What it has reached, and in how many minutes. Ends this process where the recipe fails."""
+    start = time.monotonic()
+    command = [sys.executable, f"recipes/{name}.py", "--name", name, "--runs-dir", str(runs_dir)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    minutes = (time.monotonic() - start) / 60
+    if done.returncode:
+        sys.exit(f"error: {name} ended with code {done.returncode}:\n{done.stdout[-2000:]}")
+    return numbers_of(name, done.stdout) | {f"{name}_minutes": round(minutes, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the recipes of environments.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SAID)}")
+    parser.add_argument("--runs-dir", type=Path, help="to be kept; two runs never share one")
+    given = parser.parse_args()
+    if unknown := [name for name in given.names if name not in SAID]:
+        parser.error(f"no recipe is called {unknown[0]!r}; give some of {', '.join(SAID)}.")
+    found: dict[str, float] = {"guess_lines": lines_of(guess.function)}
+    with tempfile.TemporaryDirectory() as directory:
+        runs_dir = (given.runs_dir or Path(directory)).resolve()
+        for name in given.names or SAID:
+            of_recipe = measured(name, runs_dir)
+            print(name, json.dumps(of_recipe), file=sys.stderr, flush=True)
+            found |= of_recipe
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Playing an environment with a model in a directory, with the torch engine itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rlsys
+from rlsys import RolloutConfig, SamplingConfig, playing
+from rlsys.engines.generation.protocol import EngineError
+from rlsys.tiny_models import build_tiny_model
+from rlsys.types import Generation, GenerationRequest
+
+PATIENCE_S = 60.0
+SHORT = SamplingConfig(max_tokens=32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("playing") / "model"
+    build_tiny_model(directory, characters="0123456789?<>", width=16, num_layers=1, max_context=64)
+    return directory
+
+
+def play(model: Path, environment: Any, tasks: Sequence[Any], **options: Any) -> list[Any]:
+    rollout = options.pop("rollout", None) or RolloutConfig(max_running=4, kv_cache_gib=0.01)
+    options = {"sampling": SHORT, "max_prompt_tokens": 8, **options}
+    return rlsys.play(model, environment, tasks, rollout=rollout, **options)
+
+
+@rlsys.environment(turn_tokens=2, plain_text=True)
+async def asks_thrice(chat: Any, task: Any) -> dict[str, float]:
+    first = await chat(str(task["number"]))
+    chat.reward(0.5 * task["number"], "turns")
+    await chat("<")
+    await chat(">")
+    return {"length": float(len(first))}
+
+
+def said(one: Any) -> list[str]:
+    return [line["text"] for line in one.transcript if line["sampled"]]
+
+
+def test_episodes_of_several_turns_come_in_the_order_of_their_tasks(model: Path) -> None:
+    tasks = [{"number": number} for number in (7, 1, 4)]
+    episodes = play(model, asks_thrice, tasks, num_episodes=3)
+    assert [one.components["turns"] for one in episodes] == [3.5] * 3 + [0.5] * 3 + [2.0] * 3
+    for one in episodes:
+        assert len(said(one)) == 3
+        assert one.total == one.components["turns"] + one.components["length"]
+        heard = [line["text"] for line in one.transcript if not line["sampled"]]
+        assert heard[1:] == ["<", ">"]
+    assert len({str(said(one)) for one in episodes[:3]}) > 1, "each has a seed of its own"
+
+
+def test_a_seed_gives_the_same_episodes_and_greedy_the_likeliest_tokens(model: Path) -> None:
+    tasks = [{"number": number} for number in range(4)]
+
+    def texts(**options: Any) -> list[list[str]]:
+        return [said(one) for one in play(model, asks_thrice, tasks, **options)]
+
+    assert texts(seed=3) == texts(seed=3) != texts(seed=4)
+    likeliest = play(model, asks_thrice, tasks, greedy=True)
+    assert [said(one) for one in likeliest] == texts(greedy=True, seed=5)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model)
+    for number, one in enumerate(likeliest):
+        assert one.trajectory.prompt_token_ids.tolist() == tokenizer.encode(str(number))
+        logits = network(torch.tensor([tokenizer.encode(str(number))])).logits[0, -1]
+        assert int(one.trajectory.token_ids[0]) == int(logits.argmax())
+
+
+@rlsys.environment(turn_tokens=1, plain_text=True)
+def blocks(chat: Any, task: Any) -> dict[str, float]:
+    chat("?")
+    time.sleep(0.01)
+    chat("<")
+    return {"pid": float(os.getpid())}
+
+
+def test_a_plain_function_has_a_process_that_ends(model: Path) -> None:
+    pids = {int(one.total) for one in play(model, blocks, [{}] * 6)}
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+    until = time.monotonic() + PATIENCE_S
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < until, f"{pids} are left"
+        time.sleep(0.01)
+
+
+@rlsys.environment(turn_tokens=1, plain_text=True, num_retries=1)
+async def raises(chat: Any, task: Any) -> float:
+    await chat("?")
+    if task["number"] == 2:
+        raise OSError("no server")
+    return 1.0
+
+
+def test_an_environment_that_raises_is_told(model: Path) -> None:
+    with pytest.raises(rlsys.RunFailed, match=r"exception: raises raised OSError: no server"):
+        play(model, raises, [{"number": number} for number in range(4)])
+
+
+def test_a_group_is_played_whole_however_few_fit_at_a_time(model: Path) -> None:
+    @rlsys.environment(
+        turn_tokens=1, plain_text=True, group_reward=lambda rollouts: range(len(rollouts))
+    )
+    async def ranked(chat: Any, task: Any) -> float:
+        await chat("?")
+        return 0.5
+
+    one_at_a_time = RolloutConfig(max_running=1, kv_cache_gib=0.01)
+    episodes = play(model, ranked, [{}, {}], num_episodes=5, rollout=one_at_a_time)
+    assert [one.total for one in episodes] == [0.5, 1.5, 2.5, 3.5, 4.5] * 2
+
+
+class Dies:
+    """An engine that takes a request, and then no more."""
+
+    async def start(self) -> None: ...
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
+
+    async def collect(self) -> list[Generation]:
+        await asyncio.sleep(0.01)
+        raise EngineError("its device is gone")
+
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def test_an_engine_that_dies_ends_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playing, "build_engine", lambda *args, **options: Dies())
+    with pytest.raises(rlsys.RunFailed, match="its device is gone"):
+        play(model, asks_thrice, [{"number": 1}])
+
+
+def test_it_works_where_a_loop_runs(model: Path) -> None:
+    async def cell() -> list[Any]:
+        return play(model, asks_thrice, [{"number": 1}])
+
+    assert len(asyncio.run(cell())) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tasks": []}, r"tasks=\[\] has nothing to play"),
+        ({"num_episodes": 0}, "num_episodes=0 plays nothing"),
+        ({"greedy": True, "num_episodes": 2}, "num_episodes=2 of greedy=True are all the same"),
+        ({"max_prompt_tokens": 40}, "max_prompt_tokens=40 and sampling.max_tokens=32"),
+        ({"model": "nowhere/at-all"}, "nowhere/at-all"),
+    ],
+)
+def test_mistakes_are_told(model: Path, given: dict[str, Any], words: str) -> None:
+    arguments = {"model": model, "environment": asks_thrice, "tasks": [{"number": 1}], **given}
+    with pytest.raises(ValueError, match=words):
+        play(**arguments)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from rlsys.environments.witness import TICK_S, Blocked, Witness
+
+PATIENCE_S = 60.0
+
+
+def test_it_says_who_blocks_and_where() -> None:
+    is_seen = threading.Event()
+    ticks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        ticks.append(seconds)
+        if len(ticks) == 20:
+            is_seen.set()
+
+    def blocks() -> None:
+        is_seen.wait(PATIENCE_S)  # the line that is told
+
+    async def seen() -> Blocked | None:
+        witness = Witness(limit_s=3 * TICK_S, sleep=sleep)
+        found: list[Blocked | None] = []
+
+        def watch() -> None:
+            found.append(witness.watch(1000 * TICK_S))
+            is_seen.set()
+
+        thread = threading.Thread(target=watch)
+
+        async def one() -> None:
+            thread.start()
+            blocks()
+
+        await asyncio.create_task(one(), name="7.0.0")
+        await asyncio.to_thread(thread.join, PATIENCE_S)
+        return found[0]
+
+    blocked = asyncio.run(seen())
+    assert blocked is not None
+    assert blocked.task == "7.0.0"
+    assert blocked.seconds == 3 * TICK_S
+    assert "in blocks (is_seen.wait(PATIENCE_S)  # the line that is told)" in blocked.where
+    assert __file__ in blocked.where
+    assert "for 3 s at " in blocked.told
+
+
+def test_a_loop_that_goes_on_is_not_blocked() -> None:
+    """However long one looks, and however short its pauses are below the limit."""
+
+    async def seen() -> Blocked | None:
+        loop = asyncio.get_running_loop()
+
+        def sleep(seconds: float) -> None:  # the loop has its turn meanwhile
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(PATIENCE_S)
+
+        witness = Witness(limit_s=TICK_S, sleep=sleep)
+        return await asyncio.to_thread(witness.watch, 200 * TICK_S)
+
+    assert asyncio.run(seen()) is None

@@ -1,0 +1,192 @@
+"""The recipes of environments, played by a script; what they say at their end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rlsys
+from recipes import calculator, guess
+from rlsys.environments.host import Ended
+from rlsys.simulation.virtual_time import run_in_virtual_time
+from scripts.bench import environment_recipes
+from tests.environments.playing import hosted, played, request
+from tests.test_contracts import CONFIGS
+
+
+def plays(environment: Any, says: Callable[[str], str], characters: str, task: Any) -> Ended:
+    async def run() -> Ended:
+        host, _ = hosted(environment, says, characters=characters)
+        (ended,) = await played(host, [request(task=task)])
+        await host.close()
+        return ended
+
+    return run_in_virtual_time(run())
+
+
+def texts(ended: Ended) -> list[str]:
+    assert ended.played is not None, ended.failure
+    return [line["text"].removesuffix("<eos>") for line in ended.played.transcript]
+
+
+# Guessing
+
+
+def halving(text: str) -> str:
+    return guess.DIGITS[(guess.DIGITS.index(text[-1]) + 1) // 2]
+
+
+def guesses(number: int, says: Callable[[str], str]) -> Ended:
+    return plays(guess.guess, says, guess.DIGITS + "?", {"number": number})
+
+
+@pytest.mark.parametrize("number", range(1, guess.LARGEST + 1))
+def test_halving_finds_each_number(number: int) -> None:
+    ended = guesses(number, halving)
+    assert ended.played is not None
+    num_turns = len(ended.played.transcript) // 2
+    assert num_turns <= 6
+    assert ended.played.components == {"halving": num_turns, "found": 1.0}
+
+
+def test_what_is_said_is_how_many_are_left() -> None:
+    """Of 63, the tenth: the number is larger, 53 are left. Of these the 60th, 69, is none of them,
+    and says nothing. The seventh is 17, and the number is smaller: six are left, from 11 on."""
+    replies = iter(["a", "Y", "7", "5"])
+    ended = guesses(15, lambda text: next(replies))
+    left = [guess.DIGITS.index(text) for text in texts(ended)[::2]]
+    assert left == [63, 53, 53, 6]
+    assert ended.played is not None
+    # The middles are 32, 37, 37 and 13.
+    assert ended.played.components == pytest.approx(
+        {"halving": 1 / 23 + 1 / 34 + 1 / 21 + 1 / 3, "found": 1.0}
+    )
+
+
+def test_six_turns_are_all() -> None:
+    ended = guesses(63, lambda text: "1")
+    assert ended.played is not None
+    assert len(texts(ended)) == 12
+    assert ended.played.components["found"] == 0.0
+
+
+def test_a_guess_that_is_no_number_ends_it() -> None:
+    ended = guesses(32, lambda text: "?")
+    assert ended.played is not None
+    assert ended.played.total == 0.0
+    assert ended.played.transcript[-1]["role"] == "ended"
+
+
+def test_the_environment_has_twelve_lines_at_most() -> None:
+    assert environment_recipes.lines_of(guess.guess.function) <= 12
+
+
+# The calculator
+
+CHARACTERS = calculator.CHARACTERS
+SUM = calculator.easy(7, 5)
+PRODUCT = calculator.hard(37, 84)
+
+
+def answers(environment: Any, task: Any, *replies: str) -> Ended:
+    left = iter(replies)
+    ended = plays(environment, lambda text: next(left), CHARACTERS, task)
+    assert next(left, None) is None, "it was asked too rarely"
+    return ended
+
+
+def test_an_answer_is_worth_one_and_a_call_costs() -> None:
+    for task, replies, right, calls in (
+        (SUM, ["12"], 1.0, 0),
+        (SUM, ["13"], 0.0, 0),
+        (SUM, ["[7+5]", "12"], 1.0, 1),
+        (PRODUCT, ["[37*84]", "3108"], 1.0, 1),
+        (PRODUCT, ["[37*84]", "3180"], 0.0, 1),
+        (PRODUCT, ["[37*84]", "[3*8]"], 0.0, 2),
+        (PRODUCT, ["[37*", "3108"][:1], 0.0, 0),  # no call: an answer, and a wrong one
+        (PRODUCT, ["37*84]"], 0.0, 0),
+    ):
+        ended = answers(calculator.sums_and_products, task, *replies)
+        assert ended.played is not None, ended.failure
+        assert ended.played.components == {"right": right, "calls": -calculator.COST * calls}
+
+
+def test_the_tool_says_the_result_which_is_not_trained_on() -> None:
+    ended = answers(calculator.sums_and_products, PRODUCT, "[37*84]", "3108")
+    assert texts(ended) == ["37*84=", "[37*84]", "3108", "3108"]
+    assert ended.played is not None
+    versions = ended.played.trajectory.policy_versions.tolist()
+    assert versions == [7] * len("[37*84]e") + [-1] * len("3108") + [7] * len("3108e")
+
+
+def test_without_the_tool_nobody_answers_a_call() -> None:
+    alone = calculator.without_tool
+    called = answers(alone, PRODUCT, "[37*84]", "3108")
+    assert texts(called) == ["37*84=", "[37*84]", "3108"]
+    assert called.played is not None
+    assert called.played.total == 1.0
+    wrong = answers(alone, PRODUCT, "3180")
+    assert wrong.played is not None
+    assert wrong.played.total == 0.0
+
+
+def test_the_teacher_shows_both_ways_of_both_kinds_and_nothing_that_is_held_out() -> None:
+    rng = random.Random(0)
+    shown = [calculator.lesson(rng) for _ in range(4000)]
+    held_out = {task["question"] for task in calculator.HELD_OUT}
+    assert len(held_out) == calculator.NUM_HELD_OUT
+    kinds = set()
+    for prompt, completion in shown:
+        question, _, behind = prompt.partition("=")
+        assert question + "=" not in held_out
+        left, right = map(int, question.replace("+", "*").split("*"))
+        answer = str(left * right if "*" in question else left + right)
+        is_call = completion == f"[{question}]"
+        assert is_call or completion == answer
+        assert behind in ("", f"[{question}]{answer}")
+        kinds.add(("*" in question, is_call, bool(behind)))
+    assert kinds == {(hard, *way) for hard in (False, True) for way in ((0, 0), (1, 0), (0, 1))}
+
+
+# What they say
+
+
+def test_the_bench_reads_what_the_recipes_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play(model: Path, environment: Any, tasks: Any, **how: Any) -> list[Any]:
+        """Half of the numbers found, all if greedy. Sums right without a call, products by one;
+        alone a fourth of these."""
+        every = len(tasks) * how.get("num_episodes", 1)
+        if environment is guess.guess:
+            made = [{"found": float(i % 2 or how.get("greedy", False))} for i in range(2 * every)]
+        elif environment is calculator.without_tool:
+            made = [{"final": float(i % 4 == 0)} for i in range(every)]
+        else:
+            cost = -calculator.COST if tasks[0]["hard"] else 0.0
+            made = [{"right": 1.0, "calls": cost}] * every
+        return [SimpleNamespace(components=one) for one in made]
+
+    monkeypatch.setattr(rlsys, "play", play)
+    said = guess.report(Path("hf"), guess.GuessConfig())
+    assert environment_recipes.numbers_of("guess", f"much before\n{said}\n") == {
+        "guess_found": 0.5,
+        "guess_found_greedy": 1.0,
+    }
+    said = calculator.report(Path("hf"), calculator.CalculatorConfig())
+    assert environment_recipes.numbers_of("calculator", said) == {
+        "calculator_right": 1.0,
+        "calculator_hard_with_tool": 1.0,
+        "calculator_easy_with_tool": 0.0,
+        "calculator_hard_without_tool": 0.25,
+    }
+    with pytest.raises(ValueError, match=r"recipes/guess\.py did not say"):
+        environment_recipes.numbers_of("guess", "nothing")
+
+
+@pytest.mark.parametrize("name", environment_recipes.SAID)
+def test_a_recipe_of_an_environment_has_its_own_directory(name: str) -> None:
+    assert CONFIGS[f"{name}.py"]().name == name

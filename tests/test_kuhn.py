@@ -1,0 +1,183 @@
+"""Kuhn poker: the oracle against a brute force of its own, and the environment's five endings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.kuhn import kuhn
+from recipes.kuhn_oracle import (
+    DEALS,
+    ENDS,
+    FIRST,
+    SECOND,
+    VALUE,
+    Strategy,
+    equilibrium,
+    exploitability,
+    gain,
+    value,
+)
+from rlsys.environments.host import Ended
+from rlsys.simulation.virtual_time import run_in_virtual_time
+from tests.environments.playing import hosted, played, request
+
+SETS = (*FIRST, *SECOND)
+STRATEGIES = st.lists(
+    st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1)), min_size=12, max_size=12
+).map(lambda bets: dict(zip(SETS, bets, strict=True)))
+
+# The rules, once more, as a table of their own: who wins how much, where 1 is the first player and
+# the sign is that of the higher card where it comes to a showdown.
+SHOWDOWN = {"pp": 1, "pbb": 2, "bb": 2}
+FOLD = {"pbp": -1, "bp": 1}
+
+
+def chips(first: str, second: str, moves: str) -> int:
+    wins = 1 if "JQK".index(first) > "JQK".index(second) else -1
+    return FOLD[moves] if moves in FOLD else wins * SHOWDOWN[moves]
+
+
+def likelihood(strategy: Strategy, card: str, at: Iterable[tuple[str, str]]) -> Fraction:
+    """Of one player's moves, each behind what stood before it."""
+    result = Fraction(1)
+    for before, move in at:
+        bet = Fraction(strategy[card + before])
+        result *= bet if move == "b" else 1 - bet
+    return result
+
+
+def best_response(strategy: Strategy, sets: tuple[str, ...]) -> Fraction:
+    """What a player of these information sets wins at best against the strategy, by backward
+    induction: each set takes the move that is worth more, later sets first."""
+    is_first = sets is FIRST
+    mine: dict[str, str] = {}
+
+    def worth(one: str, move: str) -> Fraction:
+        """Of a move in a set: over the hidden cards, times how likely the other plays so."""
+        card, before = one[0], one[1:]
+        total = Fraction(0)
+        for other, end in itertools.product(set("JQK") - {card}, ENDS):
+            if not end.startswith(before + move):
+                continue
+            later = end[len(before) + 1 :]
+            if is_first and before == "" and len(later) == 2 and mine[card + "pb"] != later[1]:
+                continue
+            theirs = [(end[:at], end[at]) for at in range(len(end)) if (at == 1) is is_first]
+            deal = (card, other) if is_first else (other, card)
+            sign = 1 if is_first else -1
+            total += likelihood(strategy, other, theirs) * sign * chips(*deal, end)
+        return total / 6
+
+    total = Fraction(0)
+    for one in sorted(sets, key=len, reverse=True):
+        of_moves = {move: worth(one, move) for move in "pb"}
+        mine[one] = max(of_moves, key=lambda move: of_moves[move])
+        if len(one) == (1 if is_first else 2):  # where the player's own moves begin
+            total += of_moves[mine[one]]
+    return total
+
+
+def test_every_ending_pays_what_the_rules_say() -> None:
+    for (first, second), end in itertools.product(DEALS, ENDS):
+        assert gain(first, second, end) == chips(first, second, end)
+
+
+@pytest.mark.parametrize("alpha", [Fraction(0), Fraction(1, 6), Fraction(1, 4), Fraction(1, 3)])
+def test_kuhns_equilibria_lose_to_nobody(alpha: Fraction) -> None:
+    strategy = equilibrium(float(alpha))
+    assert value(strategy) == pytest.approx(VALUE, abs=1e-12)
+    assert exploitability(strategy) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_beyond_a_third_the_bluffs_are_too_many() -> None:
+    assert exploitability({**equilibrium(1 / 3), "J": 0.4}) > 0.01
+
+
+def test_coins_lose_eleven_of_twenty_four() -> None:
+    coins = dict.fromkeys(SETS, 0.5)
+    by_hand = (best_response(coins, FIRST) + best_response(coins, SECOND)) / 2
+    assert by_hand == Fraction(11, 24)
+    assert exploitability(coins) == pytest.approx(11 / 24)
+    assert value(coins) == pytest.approx(1 / 8)  # a second player who folds half of all hands
+
+
+@given(STRATEGIES)
+def test_exploitability_is_what_best_responses_win(strategy: Strategy) -> None:
+    found = exploitability(strategy)
+    wins = (best_response(strategy, FIRST) + best_response(strategy, SECOND)) / 2
+    assert found == pytest.approx(float(wins), abs=1e-9)
+    assert found >= -1e-12
+
+
+@given(STRATEGIES, st.sampled_from(SETS), st.floats(0, 1))
+def test_no_change_of_a_seat_wins_more_than_the_best_response(
+    strategy: Strategy, where: str, bet: float
+) -> None:
+    sets = FIRST if where in FIRST else SECOND
+    sign = 1 if where in FIRST else -1
+    changed = {**strategy, where: bet}
+    assert sign * value(changed) <= float(best_response(strategy, sets)) + 1e-9
+
+
+def plays(first: str, second: str, moves: str) -> Ended:
+    """One game, in which both seats are one policy that says what `moves` has next."""
+    replies = iter(moves)
+    asked: list[str] = []
+
+    def says(text: str) -> str:
+        asked.append(text)
+        return next(replies)
+
+    async def run() -> Ended:
+        host, _ = hosted(kuhn, says, characters="12JQKpbx")
+        (ended,) = await played(host, [request(task={"first": first, "second": second})])
+        return ended
+
+    ended = run_in_virtual_time(run())
+    assert next(replies, None) is None, f"asked {asked}, not for all of {moves}"
+    return ended
+
+
+def of_seats(ended: Ended) -> dict[str, float]:
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 0.0
+    return dict(ended.played.components)
+
+
+@pytest.mark.parametrize(
+    ("moves", "won"), [("pp", -1), ("pbp", -1), ("pbb", -2), ("bp", 1), ("bb", -2)]
+)
+def test_each_ending_is_worth_its_chips_to_both_seats(moves: str, won: float) -> None:
+    """The first player has the queen, the second the king."""
+    assert of_seats(plays("Q", "K", moves)) == {"first": won, "second": -won}
+
+
+def test_what_each_seat_hears_is_its_card_and_the_moves() -> None:
+    ended = plays("J", "K", "pbb")
+    assert ended.played is not None
+    texts = [(line["role"], line["text"]) for line in ended.played.transcript]
+    assert texts == [
+        ("user", "1J"),
+        ("assistant", "p"),
+        ("user", "b"),
+        ("assistant", "b"),
+        ("user", "2Kp"),
+        ("assistant", "b"),
+    ]
+    rewards = ended.played.trajectory.turn_rewards
+    assert sorted(rewards[rewards != 0].tolist()) == [-2.0, 2.0]
+
+
+@pytest.mark.parametrize("moves", ["x", "px", "pbx"])
+def test_a_move_that_is_none_costs_its_player_more_than_any_game(moves: str) -> None:
+    ended = plays("J", "K", moves)
+    assert ended.played is not None
+    assert ended.played.components == {"final": -3.0}
+    rewards = ended.played.trajectory.turn_rewards
+    assert rewards.sum() == -3.0
