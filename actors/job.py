@@ -358,10 +358,10 @@ class Job:
         if not self._samples:
             return WeightManifest(version=self._first_step)
 
+        main, others = self._flow.main.name, self._flow.other_policies
+        learners = Learners(team.learners, main=main, others=others)
+
         async def published() -> WeightManifest | None:
-            learners = Learners(
-                team.learners, main=self._flow.main.name, others=self._flow.other_policies
-            )
             manifest = None
             if changed:
                 calls = [learner.publish() for learner in learners.samplers]
@@ -375,7 +375,8 @@ class Job:
                 return await published()
             except LearnerDied as death:
                 self._console.warn(f"{death}; the trainer starts again")
-                await team.learner.restart(self._first_step)
+                restarts = [one.restart(self._first_step) for one in learners.samplers]
+                await asyncio.gather(*restarts)
         return await published()
 
     def _checkpoint(
