@@ -19,6 +19,8 @@ from rlsys.checkpoint import ROLLOUTS_FILE
 from rlsys.controller import OpenWork
 from rlsys.dataflow.archive import BESIDE, COLUMNS, SavedRollout, read_rollouts, write_rollouts
 from rlsys.dataflow.blocks import BlockRef, Cell, Columns
+from rlsys.dataflow.stages import SEATS_COLUMN
+from rlsys.environments.turns import num_by_seat
 from rlsys.rewards import RewardResult
 from rlsys.types import FinishReason, Sampled
 from rlsys.workers import FinishedRollout, Part, RolloutText, RowsLost
@@ -130,6 +132,11 @@ def _outcome(told: str) -> tuple[RewardResult | None, RolloutText | None]:
     return RewardResult(**read["outcome"]), None if text is None else RolloutText(**text)
 
 
+def _num_by_seat(rollout: SavedRollout) -> tuple[int, ...]:
+    seats = rollout.beside.get(SEATS_COLUMN)
+    return () if seats is None else num_by_seat(rollout.policy_versions, seats)
+
+
 def _group_of(rollout: SavedRollout) -> int:
     return int(rollout.request_id.split(".")[0])
 
@@ -167,6 +174,7 @@ def _tell(
                     min_version=sampled.oldest,
                     max_version=sampled.newest,
                     num_injected=sampled.num_injected,
+                    num_by_seat=_num_by_seat(rollout),
                     finish_reason=FinishReason(rollout.finish_reason),
                     outcome=outcome,
                     text=text,

@@ -10,7 +10,7 @@ from typing import Any
 from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import GenerateStage, Head, PlayStage
+from rlsys.dataflow.stages import GenerateStage, Head, Model, PlayStage
 from rlsys.estimate import (
     ANOTHER_NODE,
     ITS_NODE,
@@ -19,6 +19,8 @@ from rlsys.estimate import (
     checkpoint_bytes,
     estimate_memory,
     estimate_rank,
+    partner_bytes,
+    partner_published_bytes,
     planned_links,
     role_shape,
     role_snapshot_bytes,
@@ -29,7 +31,7 @@ from rlsys.estimate import (
 from rlsys.fields import to_toml
 from rlsys.observe.diagnosis import foresee
 
-from .factories import needs, role_needs
+from .factories import needs, partners_of, role_needs
 
 
 def describe(
@@ -53,6 +55,7 @@ def describe(
         "",
         "placement",
         *(str(need) for need in [*ranks, *roles, *replicas]),
+        *(str(need) for replica in replicas for need in replica.partners),
         f"{_reward_workers(config.reward.num_workers)} and the store reserve nothing",
         "",
         f"memory for {shape.num_parameters:,} parameters",
@@ -98,14 +101,26 @@ def _ranks(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str
     """What a rank of each model that is trained takes, and a worker of each that is not."""
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     yield from _rank("trainer", config, own, shape, flow.main.head)
+    partners = partners_of(flow)
     for name, one in flow.models.items():
         if isinstance(role := one.config, TrainedRoleConfig):
             yield from _rank(name, config, role, role_shape(config, one), one.head)
             snapshots = _size(role_snapshot_bytes(config, one))
             yield f"  snapshots       {snapshots}  of the last steps, in host memory"
-        elif role is not None and (role.model.path or one.head == "logits"):
+        elif role is not None and one not in partners and (role.model.path or one.head == "logits"):
             weights = _size(worker_bytes(config, one))
             yield f"{name:17} {weights}  {role.model.dtype} weights of each worker"
+        if one in partners:
+            yield from _partner(name, config, one)
+
+
+def _partner(name: str, config: RunConfig, model: Model) -> Iterator[str]:
+    """What another model that plays a seat takes beside each replica."""
+    engine = _size(partner_bytes(config, model))
+    yield f"{f'{name} engine':17} {engine}  beside each replica: weights and a full KV cache"
+    if model.may_train:
+        published = _size(partner_published_bytes(config, model))
+        yield f"  published       {published}  at most two versions, shared memory"
 
 
 def _rank(

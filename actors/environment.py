@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from rlsys.dataflow.stages import (
     TURNS_COLUMN,
 )
 from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest
-from rlsys.environments.turns import seats_of, turns_of
+from rlsys.environments.turns import num_by_seat, seats_of, turns_of
 from rlsys.environments.witness import Blocked, Witness
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure, RewardResult
@@ -41,16 +41,20 @@ GATHER_S = 0.02
 # this, and the worker is replaced. What takes time is a plain function, or awaits.
 BLOCKED_S = 30.0
 
+MakeHost = Callable[[Any, Mapping[str, Any]], EpisodeHost]  # of what samples, and partners
+
 
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP | {"witness": 1})
 class EnvironmentActor(Heartbeat):
-    """Plays episodes; writes them to the store, tells their metadata and what they are worth."""
+    """Plays episodes; writes them to the store, tells their metadata and what they are worth.
+    `replica` samples for the policy, `partners` for other models, by their names."""
 
     def __init__(
         self,
         name: str,
-        make_host: Callable[[Any], EpisodeHost],
+        make_host: MakeHost,
         replica: Any,
+        partners: Mapping[str, Any],
         store: StoreAddress,
         tracer: Tracer,
         *,
@@ -60,6 +64,7 @@ class EnvironmentActor(Heartbeat):
         self._blocked_s = blocked_s
         self._witness: Witness | None = None
         self._turns = Turns(name, replica)
+        self._partners = {model: Turns(name, actor) for model, actor in partners.items()}
         self._make_host = make_host
         self._host: EpisodeHost | None = None
         self._store = StoreWriter(store)
@@ -69,7 +74,7 @@ class EnvironmentActor(Heartbeat):
 
     async def start(self) -> None:
         """Load tokenizer and environment. Raises ValueError if one cannot be loaded."""
-        host = self._make_host(self._turns)
+        host = self._make_host(self._turns, self._partners)
         await host.start()
         self._host = host
         self._witness = Witness(limit_s=self._blocked_s)
@@ -116,11 +121,13 @@ class EnvironmentActor(Heartbeat):
         if ended:
             await asyncio.sleep(GATHER_S)
             ended += await self._ended_within(0.0)
-        has_sampled = self._turns.num_sampled > self._num_sampled
-        self._num_sampled = self._turns.num_sampled
+        num_sampled = sum(turns.num_sampled for turns in self._all_turns)
+        has_sampled = num_sampled > self._num_sampled
+        self._num_sampled = num_sampled
         if not ended:
             return Collected(finished=[], has_sampled=has_sampled)
-        self._turns.ended([one.request.request_id for one in ended])
+        for turns in self._all_turns:
+            turns.ended([one.request.request_id for one in ended])
         for _ in ended:
             self._tracer.job_ends()
         self._tracer.counter("episodes", self._require_host().num_running)
@@ -130,6 +137,10 @@ class EnvironmentActor(Heartbeat):
     async def close(self) -> None:
         if self._host is not None:
             await self._host.close()
+
+    @property
+    def _all_turns(self) -> list[Turns]:
+        return [self._turns, *self._partners.values()]
 
     def _require_host(self) -> EpisodeHost:
         assert self._host is not None, "used while it starts"
@@ -188,6 +199,7 @@ class EnvironmentActor(Heartbeat):
             max_version=sampled.newest,
             finish_reason=played.finish_reason,
             num_injected=sampled.num_injected,
+            num_by_seat=num_by_seat(trajectory.policy_versions, seats_of(trajectory)),
             outcome=RewardResult(total=played.total, components=played.components),
             text=_text(self._require_host(), played) if is_recorded else None,
         )

@@ -5,8 +5,9 @@ In: the configuration. Out: factories for engines and reward runners, and what e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -22,14 +23,22 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import GenerateStage, InferStage, JudgeStage, Model, TrainStage
+from rlsys.dataflow.stages import (
+    GenerateStage,
+    InferStage,
+    JudgeStage,
+    Model,
+    PlayStage,
+    TrainStage,
+)
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.dataset_engine import DatasetEngine
 from rlsys.engines.generation.mixed_engine import MixedEngine
 from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.environments.codec import Codec
 from rlsys.environments.environment import Environment
-from rlsys.environments.episode import Sampler
-from rlsys.environments.host import EpisodeHost, make_host
+from rlsys.environments.episode import Partner, Sampler
+from rlsys.environments.host import EpisodeHost, codec_of, make_host
 from rlsys.environments.room import EpisodeLimits
 from rlsys.rewards import PackedRewards, RewardRunner
 
@@ -42,11 +51,6 @@ if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
 
 # Among the names of models, of which none has parentheses.
 EVALUATION = "(evaluation)"
-
-
-# Places in a judge's cache for each of its pass_tokens: they are given out in blocks, and some
-# models keep more than two vectors a head.
-CACHE_SLACK = 1.5
 
 
 def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
@@ -71,15 +75,40 @@ def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
             num_gpus=config.rollout.num_gpus if samples else 0,
             fix="rollout.num_replicas, rollout.num_cpus or rollout.num_gpus",
             beside=shared[replica],
+            partners=tuple(_partner(config, model, replica) for model in partners_of(flow)),
         )
         for replica in range(config.rollout.num_replicas)
     ]
     return ranks, replicas
 
 
+def partners_of(flow: Dataflow) -> list[Model]:
+    """The models that play seats beside the policy."""
+    return [model for stage in flow.all(PlayStage) for model in stage.partners]
+
+
+def _partner(config: RunConfig, model: Model, replica: int) -> Need:
+    """Of its engine beside a replica."""
+    role = model.config
+    own = role if isinstance(role, RoleConfig) else config.rollout
+    whose = f"of the {model.name}" if isinstance(role, RoleConfig) else "of rollout"
+    return Need(
+        name=f"{model.name}-rollout-{replica}",
+        num_cpus=own.num_cpus,
+        num_gpus=own.num_gpus,
+        fix=f"rollout.num_replicas, or num_cpus or num_gpus {whose}",
+    )
+
+
 def role_needs(config: RunConfig, flow: Dataflow) -> dict[str, list[Need]]:
-    """Of the models beside the main one, by name, and of an evaluation that reserves anything."""
-    roles = {model.name: _role(model) for model in flow.models.values() if model.config is not None}
+    """Of the models beside the main one that have places of their own, by name, and of an
+    evaluation that reserves anything."""
+    partners = [model for model in partners_of(flow) if not model.may_train]
+    roles = {
+        model.name: _role(model)
+        for model in flow.models.values()
+        if model.config is not None and model not in partners
+    }
     own = config.evaluation
     if own.every and (own.num_cpus or own.num_gpus):
         fix = "evaluation.num_cpus or evaluation.num_gpus"
@@ -114,6 +143,9 @@ def _ranks(name: str, trainer: TrainerConfig) -> list[Need]:
         )
         for rank in range(trainer.parallel.num_ranks)
     ]
+
+
+NO_SAMPLERS: Mapping[str, Sampler] = MappingProxyType({})
 
 
 def compute_threads(num_cpus: float) -> int:
@@ -201,34 +233,56 @@ class JudgeFactory:
     tokenizer: Any
 
     def __call__(self) -> Verdicts:
-        import torch
-
         from rlsys.data.prompts import load_tokenizer
         from rlsys.engines.judge import JudgeEngine
         from rlsys.estimate import model_shape
 
         role = self.stage.model.config
         assert isinstance(role, RoleConfig)
-        model = replace(role.model, path=role.model.path or self.beginning)
-        shape = model_shape(model.path)
-        context = min(shape.max_context, role.pass_tokens)
-        values = CACHE_SLACK * role.pass_tokens * shape.kv_values_per_token
-        cache_bytes = values * getattr(torch, model.dtype).itemsize
-        rollout = RolloutConfig(
-            engine=role.engine if isinstance(role, JudgeConfig) else "torch",
-            num_cpus=role.num_cpus,
-            num_gpus=role.num_gpus,
-            kv_cache_gib=cache_bytes / 2**30,
-        )
+        path = role.model.path or self.beginning
+        context = min(model_shape(path).max_context, role.pass_tokens)
         engine = JudgeEngine(
             self.stage,
-            build_engine(model, rollout, SamplingConfig(), max_context=context),
-            load_tokenizer(model.path),
+            writing_engine(role, path, max_context=context),
+            load_tokenizer(path),
             context=context,
             seed=self.config.seed,
         )
         (column,) = self.stage.writes
         return Verdicts(engine=engine, writes=column.name, tokenizer=self.tokenizer)
+
+
+def writing_engine(role: RoleConfig, path: str, *, max_context: int) -> GenerationEngine:
+    """Of a frozen model that writes, not started yet."""
+    from rlsys.estimate import kv_cache_bytes, model_shape
+
+    num_bytes = kv_cache_bytes(role, model_shape(path))
+    rollout = RolloutConfig(
+        engine=role.engine if isinstance(role, JudgeConfig) else "torch",
+        num_cpus=role.num_cpus,
+        num_gpus=role.num_gpus,
+        kv_cache_gib=num_bytes / 2**30,
+    )
+    model = replace(role.model, path=path)
+    return build_engine(model, rollout, SamplingConfig(), max_context=max_context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartnerFactory:
+    """Of the engine of another model that plays a seat. A frozen one's is as its role says, a
+    trained one's as the policy's. `path`: the weights that it begins with."""
+
+    config: RunConfig
+    role: RoleConfig | TrainedRoleConfig
+    path: str
+
+    def __call__(self) -> GenerationEngine:
+        config, role = self.config, self.role
+        max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
+        if isinstance(role, RoleConfig):
+            return writing_engine(role, self.path, max_context=max_context)
+        model = replace(role.model, path=self.path)
+        return build_engine(model, config.rollout, config.sampling, max_context=max_context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,20 +311,25 @@ class RolloutFactory:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentFactory:
-    """Of an environment worker, given what it samples with."""
+    """Of an environment worker, given what it samples with, and what partners do by the names of
+    their models."""
 
     config: RunConfig
     environment: bytes  # pickled: modules that it needs are imported in the worker alone
     tokenizer: Any
     max_context: int
+    seats: tuple[PartnerSeat, ...] = ()
 
-    def __call__(self, sampler: Sampler) -> EpisodeHost:
+    def __call__(
+        self, sampler: Sampler, partners: Mapping[str, Sampler] = NO_SAMPLERS
+    ) -> EpisodeHost:
         config = self.config
         environment: Environment = cloudpickle.loads(self.environment)
         return make_host(
             environment,
             self.tokenizer,
             sampler,
+            partners=self._partners(environment, partners),
             limits=EpisodeLimits(
                 max_prompt_tokens=config.data.max_prompt_tokens,
                 max_tokens=config.sampling.max_tokens,
@@ -279,6 +338,35 @@ class EnvironmentFactory:
             memory_gib=config.reward.memory_gib,
             start_timeout_s=config.cluster.start_timeout_s,
         )
+
+    def _partners(
+        self, environment: Environment, samplers: Mapping[str, Sampler]
+    ) -> Mapping[int, Partner]:
+        """By number of the seat."""
+        from rlsys.data.prompts import load_tokenizer
+
+        codecs: dict[str, Codec | None] = {}
+        for seat in self.seats:
+            if not seat.tokenizer:
+                codecs[seat.model] = None
+            elif seat.model not in codecs:
+                codecs[seat.model] = codec_of(environment, load_tokenizer(seat.tokenizer))
+        return {
+            environment.seats.index(seat.name): Partner(
+                codec=codecs[seat.model], sampler=samplers[seat.model]
+            )
+            for seat in self.seats
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartnerSeat:
+    """Of an environment, that another model plays. `tokenizer`: where a frozen model has its own;
+    "" for one that is trained, which has the policy's."""
+
+    name: str
+    model: str
+    tokenizer: str
 
 
 @dataclass(frozen=True, kw_only=True)

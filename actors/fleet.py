@@ -22,7 +22,8 @@ from .store_shards import StoreShards
 
 class RayFleet:
     """The controller's `Fleet`. `start_actor` starts the actor of a replica: the name of this life,
-    its place. `playing`: what a replica becomes whose rollouts an environment makes."""
+    its place. `playing`: what a replica in this place becomes whose rollouts an environment
+    makes."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class RayFleet:
         shards: StoreShards,
         *,
         start_timeout_s: float,
-        playing: Callable[[RayReplica], PlayingReplica] | None = None,
+        playing: Callable[[RayReplica, Place], PlayingReplica] | None = None,
     ) -> None:
         self._playing = playing
         self._places = places
@@ -42,13 +43,17 @@ class RayFleet:
         self._start_timeout_s = start_timeout_s
         self._num_lives: Counter[int] = Counter()
         self._replicas: list[RayReplica | PlayingReplica] = []
-        learner.reader_nodes = lambda: {one.node_id for one in self.replicas if one.node_id}
+        learner.reader_nodes = self.nodes
 
     @property
     def replicas(self) -> list[RayReplica | PlayingReplica]:
         """Those that live, or are being started."""
         self._replicas = [replica for replica in self._replicas if not replica.worker.is_dead]
         return self._replicas
+
+    def nodes(self) -> set[str]:
+        """Ids of those that have replicas, or what samples beside them."""
+        return {node for one in self.replicas for node in one.nodes}
 
     async def hire(self, number: int) -> RayReplica | PlayingReplica:
         while True:
@@ -69,7 +74,7 @@ class RayFleet:
         except (WorkerError, OSError) as error:
             raise ReplicaDied(f"{name} has no store to write to on its node: {error}") from None
         sampling = RayReplica(self._start_actor(name, place), self._learner, self._shards)
-        replica = sampling if self._playing is None else self._playing(sampling)
+        replica = sampling if self._playing is None else self._playing(sampling, place)
         self._replicas.append(replica)
         try:
             await replica.start(self._start_timeout_s)

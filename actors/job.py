@@ -17,6 +17,7 @@ from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig
 from rlsys.controller import Controller, OpenWork
 from rlsys.controller.generation import Prompts
+from rlsys.controller.learners import Learners
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.external import ExternalPrompts, external_prompts
 from rlsys.data.prompts import PromptSource
@@ -43,8 +44,9 @@ from . import carry_over
 from .books import Books, open_books
 from .cluster import connected
 from .evaluating import EvaluationFactory, Evaluator
-from .factories import needs, role_needs
+from .factories import needs, partners_of, role_needs
 from .growth import growth
+from .learner import RayLearner
 from .local_ray import EndedEarly, ends_with_ray
 from .placement import reserved
 from .signals import cancel_on_signals
@@ -96,6 +98,11 @@ class Job:
         roles = [model.config for model in self._flow.models.values()]
         return any(not role.model.path for role in roles if role is not None)
 
+    @property
+    def _partners_begin_alike(self) -> bool:
+        roles = [model.config for model in partners_of(self._flow)]
+        return any(not role.model.path for role in roles if role is not None)
+
     async def run(
         self, warm_start: WarmStart | None, last_words: Callable[[EndedEarly], None]
     ) -> None:
@@ -104,6 +111,7 @@ class Job:
         ranks, replicas = needs(config, self._flow)
         roles = role_needs(config, self._flow)
         every = [*ranks, *replicas, *(need for some in roles.values() for need in some)]
+        every += [need for replica in replicas for need in replica.partners]
         asked = sum(need.num_cpus for need in every if need.beside is None)
         async with contextlib.AsyncExitStack() as cluster:
             prompts = cluster.enter_context(self._prompts_of_all())
@@ -136,14 +144,16 @@ class Job:
             # The store is empty: a shard that dies by now is replaced, and nothing is lost.
             first, weights = await team.keep_store_while(self._start(team, warm_start))
             await self._train(team, first, prompts, weights)
+            for model in self._flow.other_policies:
+                with self._console.phase(f"Exporting {model}"):
+                    await self._export(team.learners[model], self._directory.hf_of(model))
             with self._console.phase("Exporting the model"):
-                await team.learner.export_the_end(self._directory.hf)
-                await asyncio.to_thread(
-                    seal_export,
-                    self._directory.hf,
-                    config.num_steps,
-                    run_id=self._directory.run_id,
-                )
+                await self._export(team.learner, self._directory.hf)
+
+    async def _export(self, learner: RayLearner, directory: Path) -> None:
+        await learner.export_the_end(directory)
+        num_steps, run_id = self._config.num_steps, self._directory.run_id
+        await asyncio.to_thread(seal_export, directory, num_steps, run_id=run_id)
 
     def _prompts_of_all(self) -> contextlib.AbstractContextManager[Prompts]:
         """The run's own, and groups of other runs where the graph takes them."""
@@ -166,16 +176,18 @@ class Job:
     async def _start(
         self, team: Team, warm_start: WarmStart | None
     ) -> tuple[dict[int, Replica], WeightManifest | None]:
-        """Actors start side by side, but for replicas that share the trainer's devices; the trainer
-        warms up as soon as it is there. Returns the first replicas, by number, less those that died
+        """Actors start side by side, but for replicas that share the trainer's devices, or have
+        partners with weights that are yet to be taught; the trainer warms up as soon as it is
+        there. Returns the first replicas, by number, less those that died
         while they started, and what they begin with."""
         changed = warm_start is not None or bool(self._history)
         try:
             async with asyncio.TaskGroup() as tasks:
                 models = tasks.create_task(self._start_models(team, warm_start))
                 tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
-                if self._alternates:
+                if self._alternates or (warm_start and self._partners_begin_alike):
                     await models
+                if self._alternates:
                     weights = await self._first_weights(team, changed=changed)
                 first = [
                     tasks.create_task(self._hire(team.fleet, number))
@@ -208,7 +220,10 @@ class Job:
             await team.learner.export_the_end(self._checkpoints.taught)
             self._beginning = await asyncio.to_thread(self._checkpoints.seal_taught)
         limit_s = self._config.cluster.start_timeout_s
-        with self._console.phase(f"Loading {', '.join(model.name for model in roles)}"):
+        names = [model.name for model in roles if model.name in (*team.learners, *team.pools)]
+        if not names:  # who plays a seat, and is not trained, starts with the replicas
+            return
+        with self._console.phase(f"Loading {', '.join(names)}"):
             async with asyncio.TaskGroup() as tasks:
                 for name, learner in team.learners.items():
                     if learner is not team.learner:
@@ -343,8 +358,14 @@ class Job:
         if not self._samples:
             return WeightManifest(version=self._first_step)
 
+        main, others = self._flow.main.name, self._flow.other_policies
+        learners = Learners(team.learners, main=main, others=others)
+
         async def published() -> WeightManifest | None:
-            manifest = await team.learner.publish() if changed else None
+            manifest = None
+            if changed:
+                calls = [learner.publish() for learner in learners.samplers]
+                manifest = learners.joined(await asyncio.gather(*calls))
             if self._alternates:
                 await team.learner.release()
             return manifest
@@ -354,7 +375,8 @@ class Job:
                 return await published()
             except LearnerDied as death:
                 self._console.warn(f"{death}; the trainer starts again")
-                await team.learner.restart(self._first_step)
+                restarts = [one.restart(self._first_step) for one in learners.samplers]
+                await asyncio.gather(*restarts)
         return await published()
 
     def _checkpoint(

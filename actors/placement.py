@@ -49,6 +49,7 @@ class Need:
     fix: str
     beside: Need | None = None  # in whose place it is, which is large enough; reserves nothing
     is_shared: bool = False  # another is beside it
+    partners: tuple[Need, ...] = ()  # come and go with it, on its node if that has the room
 
     def __str__(self) -> str:
         gpus = f", {self.num_gpus:g} GPU" if self.num_gpus else ""
@@ -63,6 +64,7 @@ class Place:
     need: Need
     group: PlacementGroup
     index: int  # of the bundle in its group
+    partners: tuple[Place, ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -142,14 +144,20 @@ async def reserved(
     timeout_s: float,
 ) -> AsyncIterator[Places]:
     """Reserve a place for each; given back at the end of the block. All ranks, the workers of all
-    other models and the first `min_replicas` replicas have theirs when the block begins.
+    other models and the first `min_replicas` replicas, with their partners, have theirs when the
+    block begins.
 
     Raises ClusterTooSmall if the cluster is too small for these, or if others have not freed the
     room for them within `timeout_s` (cluster.start_timeout_s).
     """
     needed = [*ranks, *(need for of_role in roles.values() for need in of_role)]
-    alone = [[need] for need in replicas if need.beside is None]
-    needed += [need for need in replicas[:min_replicas] if need.beside is None]
+    alone = [[need, *need.partners] for need in replicas if need.beside is None]
+    needed += [
+        one
+        for need in replicas[:min_replicas]
+        if need.beside is None
+        for one in (need, *need.partners)
+    ]
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     check_capacity(needed, nodes)
     # Ray looks for room in this order: as above, the largest first; what may wait, last.
@@ -163,8 +171,9 @@ async def reserved(
             group = placement_group(
                 [{"CPU": need.num_cpus, "GPU": need.num_gpus} for need in part], strategy="PACK"
             )
-            for index, need in enumerate(part):
-                places[need] = Place(need=need, group=group, index=index)
+            for index, need in reversed([*enumerate(part)]):  # partners stand behind
+                partners = tuple(places[one] for one in need.partners)
+                places[need] = Place(need=need, group=group, index=index, partners=partners)
         for need in replicas:
             if need.beside is not None:
                 places[need] = replace(places[need.beside], need=need)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from rlsys.dataflow.blocks import Cell
@@ -28,6 +30,8 @@ from .rollout import COLLECT_WAIT_S, DEADLY, RayReplica
 from .spare import Spare
 from .store_shards import StoreShards
 
+NO_PARTNERS: Mapping[str, RayReplica] = MappingProxyType({})
+
 # Workers that may die over an episode before it is played apart from others.
 MAX_DEATHS = 2
 
@@ -40,7 +44,9 @@ MAX_FRUITLESS = 3
 
 class PlayingReplica:
     """A `Replica` whose rollouts are episodes: `replica` samples, workers play. `hire` starts the
-    actor of a worker, by its name; `on_death` is told of one's death."""
+    actor of a worker, by its name; `on_death` is told of one's death. `partners`, by name of the
+    model, sample for models that play seats beside the policy: when one of them dies, all of it
+    has."""
 
     def __init__(
         self,
@@ -52,7 +58,9 @@ class PlayingReplica:
         num_workers: int,
         start_timeout_s: float,
         on_death: Callable[[str], None],
+        partners: Mapping[str, RayReplica] = NO_PARTNERS,
     ) -> None:
+        self._partners = partners
         self._on_death = on_death
         self._replica = replica
         self._hire = hire
@@ -69,7 +77,7 @@ class PlayingReplica:
         # Of episodes that are not to be played again: why; None where nobody wants them.
         self._verdicts: dict[str, RewardFailure | None] = {}
         self._num_fruitless = 0  # deaths in a row that say nothing of any episode
-        self._serving: asyncio.Future[Any] | None = None
+        self._serving: dict[Worker, asyncio.Future[Any]] = {}
         self._burials: list[str] = []  # actors whose memory in the store is to be taken back
 
     @property
@@ -91,7 +99,16 @@ class PlayingReplica:
     @property
     def workers(self) -> list[Worker]:
         spare = [] if self.spare is None else [self.spare]
-        return [self._replica.worker, *(one.worker for one in [*self._playing, *spare])]
+        players = [one.worker for one in [*self._playing, *spare]]
+        return [*self._engines, *players]
+
+    @property
+    def _engines(self) -> list[Worker]:
+        return [self._replica.worker, *(one.worker for one in self._partners.values())]
+
+    @property
+    def nodes(self) -> set[str]:
+        return self._replica.nodes.union(*(one.nodes for one in self._partners.values()))
 
     @property
     def players(self) -> list[Player]:
@@ -104,7 +121,8 @@ class PlayingReplica:
         return self._spare.player
 
     async def start(self, timeout_s: float) -> None:
-        await self._replica.start(timeout_s)
+        engines = [self._replica, *self._partners.values()]
+        await asyncio.gather(*(engine.start(timeout_s) for engine in engines))
         try:
             for player in [self._create() for _ in range(self._num_workers)]:
                 self._workers[player.name] = player
@@ -124,18 +142,19 @@ class PlayingReplica:
 
     async def collect(self) -> Collected:
         """Of all workers: what the first that has something tells, and the others have by then."""
-        serving = self._serving
-        if serving is None:
-            serving = begun(self._replica.worker.call("serve_turns", timeout_s=self._poll_s))
-            self._serving = serving
+        for engine in self._engines:
+            if engine not in self._serving:
+                serving = begun(engine.call("serve_turns", timeout_s=self._poll_s))
+                self._serving[engine] = serving
         waits = [player.collect() for player in self._playing]
-        await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            self._serving = None
-            try:
-                serving.result()
-            except DEADLY as error:
-                raise self._died("serve_turns", error) from None
+        await asyncio.wait([*self._serving.values(), *waits], return_when=asyncio.FIRST_COMPLETED)
+        for engine, serving in [*self._serving.items()]:
+            if serving.done():
+                del self._serving[engine]
+                try:
+                    serving.result()
+                except DEADLY as error:
+                    raise self._died("serve_turns", error) from None
         finished: list[FinishedRollout] = []
         has_sampled = False
         for player in self._playing:
@@ -176,7 +195,19 @@ class PlayingReplica:
         await self._replica.release()
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
-        return await self._replica.update_weights(manifest, delayed=delayed)
+        """Of all that sample; what has none of its own keeps its weights."""
+        own = replace(manifest, others=())
+        loads = [self._replica.update_weights(own, delayed=delayed)]
+        for model, of_other in manifest.others:
+            loads.append(self._partners[model].update_weights(of_other, delayed=delayed))
+        # Nobody is told before all have ended, so that nothing loads twice at a time.
+        pauses = await asyncio.gather(*loads, return_exceptions=True)
+        told: list[float] = []
+        for pause in pauses:
+            if isinstance(pause, BaseException):
+                raise pause
+            told.append(pause)
+        return max(told)
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         for worker in self.workers:

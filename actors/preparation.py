@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.checkpoint import Checkpoint
-from rlsys.config import DataConfig, ModelConfig, RunConfig, TrainedRoleConfig, require
+from rlsys.config import (
+    DataConfig,
+    ModelConfig,
+    RoleConfig,
+    RunConfig,
+    TrainedRoleConfig,
+    require,
+)
 from rlsys.data.alphabet import Alphabet
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, TaskSource, load_tokenizer
@@ -27,6 +34,7 @@ from rlsys.dataflow.stages import (
     Head,
     InferStage,
     JudgeStage,
+    Model,
     PlayStage,
     ScoreStage,
     SourceStage,
@@ -125,6 +133,20 @@ def load_prompts(
                 for one in role.trainer.in_each_layout:
                     check_fits(one.layout, own.config, setting=f"{name}.trainer.layout")
                 check_lora(role.model.lora, own.linear_layers, setting=f"{name}.model.lora")
+    for played in flow.all(PlayStage):
+        with mistakes.noted():
+            require(
+                config.placement == "separate" or not played.seats,
+                f"placement=colocated: {[one.name for one in played.partners]} play seats, and "
+                "keep their engines' memory while the trainer has the devices of the replicas; "
+                "leave placement out.",
+            )
+        for partner in played.partners:
+            role = partner.config
+            if isinstance(role, TrainedRoleConfig) and role.model.path not in usable:
+                continue  # told already
+            with mistakes.noted():
+                _check_partner(config, played, partner, tokenizer, shape)
     for stage in flow.all(InferStage):
         with mistakes.noted():
             require(
@@ -257,9 +279,12 @@ def _usable_paths(
     that holds no model, one of another vocabulary, or one without the head of its role; what is
     wrong with a path of several roles is told of the first."""
     usable, seen = {""}, {""}
-    judges = {stage.model.name for stage in flow.all(JudgeStage)}  # which read text, not tokens
+    # Which read text, not tokens:
+    judges = {stage.model.name for stage in flow.all(JudgeStage)}
+    played = [one for stage in flow.all(PlayStage) for one in stage.partners]
+    partners = {model.name for model in played if not model.may_train}
     for name, model in flow.models.items():
-        if model.config is None or name in judges:
+        if model.config is None or name in judges | partners:
             continue
         path, setting = model.config.model.path, f"{name}.model.path"
         if path not in seen:
@@ -295,6 +320,41 @@ def _check_judge(stage: JudgeStage, shape: ModelShape) -> None:
         check_travels(f"flow.judge({stage.model.name!r}): {name} {name_of(function)}", function)
 
 
+def _check_partner(
+    config: RunConfig, stage: PlayStage, model: Model, tokenizer: Any, shape: ModelShape
+) -> None:
+    """Raise ValueError for a model that cannot play a seat: without weights, with too short a
+    context, or with another chat template where tools are called by the policy's. `tokenizer` and
+    `shape` are the policy's."""
+    role, environment = model.config, stage.environment
+    assert role is not None
+    path, setting = role.model.path, f"{model.name}.model.path"
+    named = f"{model.name!r}, which plays a seat of environment {environment.name!r}"
+    own = tokenizer
+    if path:
+        shape = model_shape(path, setting=setting)
+        own = load_tokenizer(path, setting=setting)
+    needed = config.data.max_prompt_tokens + config.sampling.max_tokens
+    room, of_what = shape.max_context, "its context"
+    if isinstance(role, RoleConfig) and role.pass_tokens < room:
+        room, of_what = role.pass_tokens, "its pass_tokens, which you may raise"
+    require(
+        needed <= room,
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} and sampling.max_tokens="
+        f"{config.sampling.max_tokens}, of a whole conversation, are more than the {room} tokens "
+        f"of {named} ({of_what}); lower one of them.",
+    )
+    require(
+        model.may_train  # with the policy's tokens, and so its template
+        or not environment.tools
+        or environment.plain_text
+        or own.chat_template == tokenizer.chat_template,
+        f"{setting}={path!r} has another chat template than the policy, and {environment.name!r} "
+        "has tools, whose calls are written as the policy's template does; give a model with the "
+        "same template, or an environment without tools.",
+    )
+
+
 def _note_no_head(setting: str, head: Head, lacking: list[str] | None) -> None:
     told = (
         f"{setting} is empty, and the policy's weights, which it would take, have no trained "
@@ -312,6 +372,13 @@ def check_held_out(
     """Raise ValueError for an evaluation that could not be done."""
     if not config.evaluation.every:
         return
+    for played in flow.all(PlayStage):
+        require(
+            not played.seats,
+            f"evaluation.every={config.evaluation.every} has {flow.main.name!r} play alone, and in "
+            f"{played.environment.name!r} the seats {[seat for seat, _ in played.seats]} are other "
+            "models'; use evaluation.every=0.",
+        )
     require(
         held_out.rows is None or not config.evaluation.source,
         f"evaluation.source={config.evaluation.source!r} would not be read: the recipe makes its "

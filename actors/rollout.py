@@ -367,9 +367,9 @@ def _finished(generation: Generation, cell: Cell, *, num_prompt_tokens: int) -> 
 
 class RayReplica:
     """One life of a replica, from `start` on. Whatever it fails of, but a mistake of the user's, is
-    its death: its process is ended."""
+    its death: its process is ended. `learner` publishes its weights; None: nobody does."""
 
-    def __init__(self, worker: Worker, learner: RayLearner, shards: StoreShards) -> None:
+    def __init__(self, worker: Worker, learner: RayLearner | None, shards: StoreShards) -> None:
         self.worker = worker
         self._learner = learner
         self._shards = shards
@@ -380,6 +380,11 @@ class RayReplica:
     def workers(self) -> list[Worker]:
         """Its processes."""
         return [self.worker]
+
+    @property
+    def nodes(self) -> set[str]:
+        """Ids of those on which it takes weights; none before its start."""
+        return {self.node_id} - {""}
 
     @property
     def name(self) -> str:
@@ -420,18 +425,20 @@ class RayReplica:
         try:
             pause_s = await self._take(manifest, base)
         except DamagedWeightsError:  # perhaps on its way here
-            self._learner.send_again(manifest)
+            self._its_learner.send_again(manifest)
             try:
                 pause_s = await self._take(manifest, None)
             except DamagedWeightsError as error:
-                self._learner.distrust(manifest, str(error))
+                self._its_learner.distrust(manifest, str(error))
                 raise self._died("update_weights", error) from None
         self._base = manifest.version
         return pause_s
 
     async def _take(self, manifest: WeightManifest, base: int | None) -> float:
         # A version without weights has no bytes that lie anywhere.
-        parcels = self._learner.parcels(manifest, self.node_id, base) if manifest.shares else []
+        parcels = []
+        if manifest.shares:
+            parcels = self._its_learner.parcels(manifest, self.node_id, base)
         try:
             pause_s: float = await self.worker.call("update_weights", manifest, *parcels)
         except (InputLost, FileNotFoundError) as error:
@@ -443,6 +450,11 @@ class RayReplica:
         except (*DEADLY, ValueError) as error:
             raise self._died("update_weights", error) from None
         return pause_s
+
+    @property
+    def _its_learner(self) -> RayLearner:
+        assert self._learner is not None, "its weights never change"
+        return self._learner
 
     async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         self.worker.kill()

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlsys.dataflow.stages import BRANCHES_COLUMN, EXPERTS_COLUMN, VERSIONS_COLUMN
+from rlsys.dataflow.stages import (
+    BRANCHES_COLUMN,
+    EXPERTS_COLUMN,
+    SEATS_COLUMN,
+    VERSIONS_COLUMN,
+)
 from rlsys.types import BRANCH_FIELDS, INJECTED, Float32Array, Int32Array, Rollout, TrainRow
 from rlsys.workers import Origin, RolloutText, Rows, Written
 
@@ -34,6 +39,9 @@ def read_rows(rows: Rows, store: StoreClient) -> list[TrainRow]:
 
 def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
     num_tokens = len(arrays["token_ids"][i])
+    loss_mask = arrays[VERSIONS_COLUMN][i] != INJECTED
+    if rows.seats is not None:
+        loss_mask &= np.isin(arrays[SEATS_COLUMN][i], rows.seats)
     columns: dict[str, Float32Array] = {
         name: of_column[i]
         for name, of_column in arrays.items()
@@ -47,7 +55,7 @@ def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
     return TrainRow(
         **{name: arrays[name][i] for name in FIELDS},
         **optional,
-        loss_mask=arrays[VERSIONS_COLUMN][i] != INJECTED,
+        loss_mask=loss_mask,
         columns=columns,
         group_id=rows.group_ids[i],
         group_size=rows.group_sizes[i],

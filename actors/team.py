@@ -51,6 +51,8 @@ from .factories import (
     EnvironmentFactory,
     InferenceFactory,
     JudgeFactory,
+    PartnerFactory,
+    PartnerSeat,
     RewardFactory,
     RolloutFactory,
     TrainerFactory,
@@ -116,8 +118,10 @@ async def hired(
             learners[flow.main.name],
             shards,
             start_timeout_s=config.cluster.start_timeout_s,
-            playing=actors.playing if flow.all(PlayStage) else None,
+            playing=functools.partial(actors.playing, learners) if flow.all(PlayStage) else None,
         )
+        for model in flow.other_policies:
+            learners[model].reader_nodes = fleet.nodes
         evaluators: list[Worker] = []
 
         def hire_evaluator(evaluate: EvaluationFactory) -> Worker:
@@ -377,21 +381,40 @@ class _Actors:
         make_engine = RolloutFactory(config=self._config, samples=samples, shares=shares)
         return self._start(name, RolloutActor, place.options, make_engine)
 
-    def playing(self, replica: RayReplica) -> PlayingReplica:
-        """With workers of its environment on its node."""
+    def playing(
+        self, learners: Mapping[str, RayLearner], replica: RayReplica, place: Place
+    ) -> PlayingReplica:
+        """With workers of its environment on its node, and with engines of other models that play
+        seats."""
         config, stage = self._config, self._flow.stage(PlayStage)
+        partners: dict[str, RayReplica] = {}
+        seats: list[PartnerSeat] = []
+        for model, its_place in zip(stage.partners, place.partners, strict=True):
+            assert model.config is not None
+            path = model.config.model.path or str(self._checkpoints.beginning(config.model.path))
+            make_engine = PartnerFactory(config=config, role=model.config, path=path)
+            name = f"{model.name}-{replica.name}"
+            worker = self._start(name, RolloutActor, its_place.options, make_engine)
+            partners[model.name] = RayReplica(worker, learners.get(model.name), self._shards)
+            seats += [
+                PartnerSeat(name=seat, model=model.name, tokenizer="" if model.may_train else path)
+                for seat, whose in stage.seats
+                if whose is model
+            ]
+        handles = {model: one.worker.handle for model, one in partners.items()}
         make_host = EnvironmentFactory(
             config=config,
             environment=cloudpickle.dumps(stage.environment),
             tokenizer=self._tokenizer,
             max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
+            seats=tuple(seats),
         )
 
         def hire(name: str) -> Worker:
             node = NodeAffinitySchedulingStrategy(replica.node_id, soft=False)
             options = {"num_cpus": 0, "scheduling_strategy": node}
             handle = replica.worker.handle
-            return self._start(name, EnvironmentActor, options, name, make_host, handle)
+            return self._start(name, EnvironmentActor, options, name, make_host, handle, handles)
 
         return PlayingReplica(
             replica,
@@ -401,6 +424,7 @@ class _Actors:
             num_workers=config.reward.num_workers,
             start_timeout_s=config.cluster.start_timeout_s,
             on_death=self._on_death,
+            partners=partners,
         )
 
     def reward(self, number: int) -> Worker:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlsys.config import ModelConfig, RunConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.config import ModelConfig, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.data.hub import check_model_path, in_short, unreadable
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Head, Model
@@ -42,6 +42,10 @@ NUM_VERSIONS = 2
 # And for other nodes, packed: what was sent last and what it has changed to since, from which
 # changes are told, and in Ray's object store what is on its way.
 NUM_PACKED = 3
+
+# Places in the cache of a frozen model that writes, for each of its pass_tokens: they are given out
+# in blocks, and some models keep more than two vectors a head.
+CACHE_SLACK = 1.5
 
 # What a rank's allocator keeps beside what is held, because it lies in pieces of other sizes, as a
 # share of that. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md). Of torch's allocator
@@ -152,9 +156,9 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     itemsize = getattr(torch, config.model.dtype).itemsize
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if config.rollout.engine == "vllm":
-        kv_cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
+        cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
     else:
-        kv_cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
+        cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     lies_in_share = _lies_in_share(config)
     return MemoryEstimate(
@@ -162,7 +166,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
         lies_in_share=lies_in_share,
         packed_bytes=NUM_PACKED * shape.num_parameters * itemsize,
         snapshot_bytes=snapshot_bytes(config, own, shape),
-        replica_bytes=shape.num_parameters * itemsize + kv_cache_bytes,
+        replica_bytes=shape.num_parameters * itemsize + cache_bytes,
     )
 
 
@@ -295,8 +299,10 @@ def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_sta
         export_bytes += _num_trained(shape, config.model) * MASTER_BYTES
     evaluated = MAX_WAITING + 2 if config.evaluation.every else 0  # one under way, and the best
     num_exports = 1 + evaluated + warm_start
+    others = (flow.models[name] for name in flow.other_policies)
     return (
         RECORDS_BYTES
+        + sum(partner_published_bytes(config, one) // NUM_VERSIONS for one in others)
         + (config.keep_checkpoints + 1) * of_all
         + num_exports * export_bytes
         + warm_start * state_bytes
@@ -326,6 +332,32 @@ def worker_bytes(config: RunConfig, model: Model) -> int:
     itemsize: int = getattr(torch, model.config.model.dtype).itemsize
     shape = role_shape(config, model)
     return shape.num_parameters * itemsize + shape.buffer_bytes
+
+
+def kv_cache_bytes(role: RoleConfig, shape: ModelShape) -> int:
+    """Keys and values of all that one engine of a frozen model reads and writes at once."""
+    itemsize: int = getattr(torch, role.model.dtype).itemsize
+    return int(CACHE_SLACK * role.pass_tokens * shape.kv_values_per_token * itemsize)
+
+
+def partner_bytes(config: RunConfig, model: Model) -> int:
+    """Of each engine of another model that plays a seat: weights and a full KV cache."""
+    if isinstance(model.config, RoleConfig):
+        return worker_bytes(config, model) + kv_cache_bytes(model.config, role_shape(config, model))
+    return _policy_memory(config, model).replica_bytes
+
+
+def partner_published_bytes(config: RunConfig, model: Model) -> int:
+    """Of versions of the weights of another policy, over its ranks' hosts."""
+    return _policy_memory(config, model).published_bytes
+
+
+def _policy_memory(config: RunConfig, model: Model) -> MemoryEstimate:
+    """As if it were the main one."""
+    role = model.config
+    assert isinstance(role, TrainedRoleConfig)
+    own = replace(config, model=role.model, trainer=role.trainer)
+    return estimate_memory(own, role_shape(config, model))
 
 
 def role_snapshot_bytes(config: RunConfig, model: Model) -> int:

@@ -10,6 +10,7 @@
         checkpoints/     for --resume
         .checkpointed    which of them was finished last, wherever it is now
         hf/              the trained model, as Hugging Face loads it
+        hf-NAME/         another one that plays seats of an environment
         evaluations.jsonl, best/    with evaluation.every: a line for each, and the best model
         .evaluated       what stands in evaluations.jsonl
 
@@ -115,6 +116,10 @@ class RunFiles:
         self.evaluated = path / ".evaluated"
         self.best = path / "best"
         self.evaluating = path / ".evaluating"  # exported models that wait to be evaluated
+
+    def hf_of(self, model: str) -> Path:
+        """Of a policy beside the main one."""
+        return self.path / f"hf-{model}"
 
     @property
     def records(self) -> tuple[Path, ...]:

@@ -263,7 +263,10 @@ class WeightManifest:
 
     version: int
     shares: tuple[WeightShare, ...] = ()
+    others: tuple[tuple[str, WeightManifest], ...] = ()
+    """The same version of other models that sample beside it, by their names."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(share.num_bytes for share in self.shares)
+        own = sum(share.num_bytes for share in self.shares)
+        return own + sum(other.num_bytes for _, other in self.others)

@@ -38,6 +38,7 @@ class FinishedRollout:
     max_version: int
     finish_reason: FinishReason
     num_injected: int = 0  # completion tokens that are not trained on
+    num_by_seat: tuple[int, ...] = ()  # of an episode: those that are, by number of the seat
     # Of an episode, whose environment says what it is worth: that, or why there is nothing.
     outcome: RewardResult | RewardFailure | None = None
     text: RolloutText | None = None
@@ -86,8 +87,9 @@ class Rows:
     scalars: Mapping[str, Sequence[float]]  # columns with a value per row
     group_ids: Sequence[int]
     group_sizes: Sequence[int]
-    group_num_tokens: Sequence[int]  # completion tokens of the row's whole group
+    group_num_tokens: Sequence[int]  # tokens of its whole group that are trained on
     origins: Sequence[Origin] = ()  # for a judge alone
+    seats: tuple[int, ...] | None = None  # whose tokens are trained on; None: all that were sampled
 
     def __len__(self) -> int:
         return len(self.group_ids)
@@ -174,8 +176,8 @@ class Replica(Protocol):
     async def abort(self, request_ids: Sequence[str]) -> None: ...
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
-        """Load a new version: in the middle of generation, or delayed until what runs has ended.
-        Returns the pause in seconds. Raises WeightsGone."""
+        """Load a new version, of all that sample there: in the middle of generation, or delayed
+        until what runs has ended. Returns the pause in seconds. Raises WeightsGone."""
 
     async def release(self) -> None:
         """Let the memory of its devices go: weights and caches. What runs keeps its tokens, and

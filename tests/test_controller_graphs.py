@@ -320,7 +320,7 @@ def test_the_last_of_each_group_is_greedy_over_deaths_too(dies: bool) -> None:
             columns = step.columns[group.group_id]
             assert columns["advantages"] == [1.0, 0.0]
             assert [note.is_greedy for note in group.rollouts] == [False, True]
-            assert group.num_trained_tokens == 3
+            assert group.num_trained_tokens() == 3
             assert group.of_trained(columns["reward"]) == [1.0]
     for rows in itertools.chain.from_iterable(w.learner.trained):
         assert set(rows.group_num_tokens) == {3}
@@ -351,7 +351,7 @@ def test_what_a_checkpoint_has_of_greedy_rollouts_stays_greedy() -> None:
     for step in later.observer.steps:
         for group in step.groups:
             assert [note.is_greedy for note in group.rollouts] == [False, True]
-            assert group.num_trained_tokens == 3
+            assert group.num_trained_tokens() == 3
 
 
 def test_an_advantage_of_ones_own_as_the_page_shows_it() -> None:

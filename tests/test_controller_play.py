@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -10,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlsys
-from rlsys.config import AsyncConfig, DataConfig
+from rlsys.algorithms import clipped_surrogate, token_mean
+from rlsys.config import AsyncConfig, DataConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.controller import RewardsFailed
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Prompts
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.simulation.workers import SimulatedLearner, SimulatedReplica
 from rlsys.types import GenerationRequest
 from tests.test_controller import World, center, no_loss, world
 
@@ -119,3 +122,96 @@ def test_an_environment_that_always_fails_ends_the_run() -> None:
     w = playing(world(), lambda request: failure())
     with pytest.raises(RewardsFailed, match=r"8 groups in a row .* 'game': no server"):
         run_in_virtual_time(w.run())
+
+
+@rlsys.environment(seats=("first", "second", "third"))
+async def three(chat: Any, task: Any) -> float:
+    raise AssertionError("the workers are fakes")
+
+
+def of_two_policies(w: World) -> World:
+    """The policy plays two seats, `rival` the one between them; each is trained on its own."""
+    w.dataflow = flow = Dataflow()
+    policy = flow.model("policy")
+    rival = flow.model("rival", TrainedRoleConfig(trainer=TrainerConfig(micro_batch_tokens=16)))
+    episodes = flow.play(
+        policy,
+        three,
+        Prompts(config=DataConfig()),
+        group_size=w.config.group_size,
+        seats={"second": rival},
+    )
+    advantages = flow.per_group(center, episodes.reward)
+    for model in (policy, rival):
+        flow.train(
+            model, episodes.rollouts, advantages, loss=clipped_surrogate(), aggregation=token_mean
+        )
+    flow.check()
+    w.others["rival"] = SimulatedLearner(row_s=0.02, step_s=0.1)
+
+    def plays(request: GenerationRequest) -> RewardResult:
+        return RewardResult(total=1.0, components={})
+
+    def prepare(replica: SimulatedReplica) -> None:
+        replica.plays, replica.num_by_seat = plays, (1, 2)  # of the third nothing was sampled
+
+    for replica in w.replicas:
+        prepare(replica)
+    w.fleet.prepare = prepare
+    return w
+
+
+def test_each_policy_trains_on_its_own_seats() -> None:
+    w = of_two_policies(world(num_replicas=2))
+    run_in_virtual_time(w.run())
+    size = w.config.group_size
+    rows = {name: one.trained for name, one in (("policy", w.learner), *w.others.items())}
+    for name, seats, num in (("policy", (0, 2), 1), ("rival", (1,), 2)):
+        trained = [some for step in rows[name] for some in step]
+        assert sum(len(some) for some in trained) == 16 * size
+        for some in trained:
+            assert some.seats == seats
+            assert list(some.group_num_tokens) == [num * size] * len(some)
+            assert "seats" in some.cells
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    max_staleness=st.integers(0, 2),
+    answer_s=st.sampled_from([0.0, 0.3]),
+    dies=st.sampled_from(["", "policy", "rival", "replica"]),
+    loses=st.integers(0, 2),
+)
+def test_replicas_have_one_version_of_all_policies(
+    seed: int, max_staleness: int, answer_s: float, dies: str, loses: int
+) -> None:
+    """Over deaths of either learner, with steps lost, and of a replica."""
+    w = of_two_policies(
+        world(seed, num_replicas=2, asynchrony=AsyncConfig(max_staleness=max_staleness))
+    )
+    learners = {"policy": w.learner, **w.others}
+    for one in learners.values():
+        one.answer_s, one.loses = answer_s, loses if dies in learners else 0
+    if dies == "replica":
+        w.replicas[0].dies_after = 5
+
+    async def chaos(w: World) -> None:
+        if dies in learners:
+            await asyncio.sleep(random.Random(seed).uniform(1.0, 12.0))
+            learners[dies].die()
+
+    w.chaos = chaos
+    run_in_virtual_time(w.run())
+    assert w.learner.version == w.others["rival"].version == 4
+    told = [others for replica in (*w.replicas, *w.fleet.hired) for others in replica.others]
+    assert told
+    assert all(others == {"rival": version} for version, others in told)
+    for step in range(4):
+        of_policy, of_rival = (
+            sorted(group for some in one.trained[step] for group in some.group_ids)
+            for one in learners.values()
+        )
+        assert of_policy == of_rival
+        assert len(of_policy) == w.config.prompts_per_step * w.config.group_size
+    assert w.store.bytes_live == w.store.num_rows == 0

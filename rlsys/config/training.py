@@ -200,12 +200,13 @@ class TrainerConfig:
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig:
     """A model beside the policy that is not trained: a reference, a teacher, a reward model, a
-    judge."""
+    judge, or one that plays a seat of an environment."""
 
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """Whose weights; an empty path takes the policy's, as they are at the beginning."""
     num_workers: int = 1
-    """Processes, each with the whole model, that share the rollouts."""
+    """Processes, each with the whole model, that share the rollouts; of one that plays a seat, as
+    many as there are replicas."""
     num_cpus: float = 1
     """CPU cores that Ray reserves for one of them; also its compute threads."""
     num_gpus: float = 0
@@ -213,7 +214,7 @@ class RoleConfig:
     there one at a time, and are in host memory while they do not."""
     pass_tokens: int = 16384
     """Tokens of one forward pass, at most; a single longer rollout still gets a pass of its own.
-    Of a judge: of all questions and replies whose keys and values it holds at once."""
+    Of one that writes: of all that it reads and writes whose keys and values it holds at once."""
 
     def __post_init__(self) -> None:
         conform(self, "role")
@@ -235,7 +236,8 @@ class RoleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig(RoleConfig):
-    """A model beside the policy that scores rollouts by what it writes about them (flow.judge)."""
+    """A model beside the policy that writes: of rollouts, to score them (flow.judge), or in a seat
+    of an environment (flow.play)."""
 
     engine: Literal["torch", "vllm"] = "torch"
     """What it generates with. torch: embedded, starts at once. vllm: for real work."""

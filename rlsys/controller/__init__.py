@@ -143,7 +143,7 @@ class Controller:
         self._training = TrainingSide(
             self._state,
             turns,
-            Learners(learners, main=flow.main.name, means=flow.means),
+            Learners(learners, main=flow.main.name, others=flow.other_policies, means=flow.means),
             flow,
             publish=self._generation.pool.publish,
             release_replicas=self._generation.pool.release,

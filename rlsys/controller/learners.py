@@ -4,6 +4,8 @@
     critic  ── accumulate ──► optimizer step
     ...
 
+Each step makes a version of every model, so that one number says how old all of them are.
+
 When one of them dies, all go back to the newest step of which every one has its state.
 """
 
@@ -13,7 +15,7 @@ import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from rlsys.types import StepResult
+from rlsys.types import StepResult, WeightManifest
 from rlsys.workers import Learner
 
 
@@ -21,10 +23,17 @@ class Learners(Mapping[str, Learner]):
     """By the name of the model; the graph's main model is the first."""
 
     def __init__(
-        self, learners: Mapping[str, Learner], *, main: str, means: Collection[str] = ()
+        self,
+        learners: Mapping[str, Learner],
+        *,
+        main: str,
+        others: Collection[str] = (),
+        means: Collection[str] = (),
     ) -> None:
-        """`means`: metrics that are told of columns, which no learner may tell."""
+        """`others`: models that sample beside the main one. `means`: metrics that are told of
+        columns, which no learner may tell."""
         self._main = main
+        self._others = tuple(others)
         self._means = means
         self._learners = {main: learners[main], **learners}
 
@@ -40,6 +49,17 @@ class Learners(Mapping[str, Learner]):
     @property
     def main(self) -> Learner:
         return self._learners[self._main]
+
+    @property
+    def samplers(self) -> list[Learner]:
+        """Of the models whose weights are published, the main one's first."""
+        return [self.main, *(self._learners[model] for model in self._others)]
+
+    def joined(self, manifests: Sequence[WeightManifest]) -> WeightManifest:
+        """One version of all that sample, in the order of `samplers`, as one."""
+        main, *others = manifests
+        assert all(one.version == main.version for one in others), manifests
+        return replace(main, others=tuple(zip(self._others, others, strict=True)))
 
     def result(self, results: Sequence[StepResult]) -> StepResult:
         """Of one step of all models, in their order: the main one's, with the metrics of the others

@@ -48,6 +48,10 @@ class RolloutNote:
         return self._ended.num_injected
 
     @property
+    def num_by_seat(self) -> Sequence[int]:
+        return self._ended.num_by_seat
+
+    @property
     def finish_reason(self) -> FinishReason:
         return self._ended.finish_reason
 
@@ -105,10 +109,12 @@ class Group:
         notes = zip(values, self.rollouts, strict=True)
         return [value for value, note in notes if not note.is_greedy]
 
-    @property
-    def num_trained_tokens(self) -> int:
-        """Of completions, less those that are not trained on."""
-        return sum(note.num_tokens - note.num_injected for note in self.rollouts)
+    def num_trained_tokens(self, seats: Sequence[int] | None = None) -> int:
+        """Of completions, less those that are not trained on; None: whoever's seat it is."""
+        if seats is None:
+            return sum(note.num_tokens - note.num_injected for note in self.rollouts)
+        by_seat = (one for note in self.rollouts for one in enumerate(note.num_by_seat))
+        return sum(num for seat, num in by_seat if seat in seats)
 
     @property
     def oldest_version(self) -> int:

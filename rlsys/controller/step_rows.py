@@ -9,7 +9,7 @@ learner dies, they make it anew. Bytes of theirs are kept until the step is done
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rlsys.controller.state import FACTS, Group
@@ -26,7 +26,7 @@ class GroupColumns:
     cells: dict[str, Sequence[Cell]]  # those of one writer are the same list
     scalars: dict[str, Sequence[float]]
     facts: dict[str, Sequence[float]]
-    num_trained_tokens: int
+    num_trained_tokens: Callable[[Sequence[int] | None], int]  # of these seats
     kept: list[Cell] = field(default_factory=list)
 
 
@@ -61,8 +61,15 @@ class StepRows:
             [(ready, place) for ready in groups for place in range(len(ready.row_ids))], columns
         )
 
-    def some(self, places: Sequence[tuple[ReadyGroup, int]], columns: Iterable[str]) -> Rows:
-        """Rows by their groups and their places there."""
+    def some(
+        self,
+        places: Sequence[tuple[ReadyGroup, int]],
+        columns: Iterable[str],
+        *,
+        seats: tuple[int, ...] | None = None,
+    ) -> Rows:
+        """Rows by their groups and their places there; `seats`: whose tokens are trained on, where
+        not all that were sampled are."""
         chosen = [(ready, self._groups[ready.group_id], place) for ready, place in places]
         cells: dict[str, Sequence[Cell]] = {}
         scalars: dict[str, Sequence[float]] = {}
@@ -85,7 +92,8 @@ class StepRows:
             scalars=scalars,
             group_ids=[ready.group_id for ready, _, _ in chosen],
             group_sizes=[len(ready.row_ids) for ready, _, _ in chosen],
-            group_num_tokens=[group.num_trained_tokens for _, group, _ in chosen],
+            group_num_tokens=[group.num_trained_tokens(seats) for _, group, _ in chosen],
+            seats=seats,
         )
 
     def add(self, groups: Sequence[ReadyGroup], written: Written) -> None:

@@ -162,7 +162,9 @@ class TrainingSide:
                     tasks.create_task(learner.optimizer_step())
                     for learner in self._learners.values()
                 ]
-                published = tasks.create_task(self._published(self._num_handed_out + 1))
+                published = [
+                    tasks.create_task(call) for call in self._publications(self._num_handed_out + 1)
+                ]
                 if finishing is not None:
                     await finishing
                 group_ids = self._assembler.group_ids
@@ -323,9 +325,16 @@ class TrainingSide:
 
     async def _published(self, step: int) -> WeightManifest:
         """The weights after `step` optimizer steps, for those that sample with them."""
+        return self._learners.joined(await asyncio.gather(*self._publications(step)))
+
+    def _publications(self, step: int) -> Iterator[Coroutine[Any, Any, WeightManifest]]:
+        """Of each model that samples, the main one's first; whose tasks are made at once, so that
+        they start behind the calls that were made before."""
         if self._samples:
-            return await self._learners.main.publish()
-        return WeightManifest(version=step)
+            for learner in self._learners.samplers:
+                yield learner.publish()
+        else:
+            yield _without_weights(step)
 
     def _forget(self, group_id: int) -> None:
         """Let a group's rows go."""
@@ -354,7 +363,8 @@ class TrainingSide:
         """All that the learners do with these groups, in order, but for the step's last update."""
         for model, learner in self._learners.items():
             trainer = self._trainers[model]
-            columns = [column.name for column in self._train_stages[model].trains_on]
+            stage = self._train_stages[model]
+            columns = [column.name for column in stage.trains_on]
             updates = mini_batches(
                 part,
                 num_minibatches=trainer.num_minibatches,
@@ -365,7 +375,7 @@ class TrainingSide:
                 if number:
                     yield learner.optimizer_step(last=False)
                 passes = [
-                    [self._rows.some(share, columns) for share in shares]
+                    [self._rows.some(share, columns, seats=stage.seats) for share in shares]
                     for shares in self._passes(model, groups)
                 ]
                 if learner.num_stages > 1:
@@ -399,7 +409,7 @@ class TrainingSide:
         self,
         group_ids: Sequence[int],
         stepped: Sequence[Awaitable[StepResult]],
-        published: Awaitable[WeightManifest],
+        published: Sequence[Awaitable[WeightManifest]],
     ) -> None:
         state = self._state
         result = self._learners.result([await result for result in stepped])
@@ -420,7 +430,7 @@ class TrainingSide:
             TrainedStep(step=state.step, result=result, groups=trained, columns=columns)
         )
         state.progress.notify()
-        self._announce(await published)
+        self._announce(self._learners.joined([await manifest for manifest in published]))
         await self._do_what_is_due()
 
     async def _do_what_is_due(self) -> None:
@@ -443,6 +453,10 @@ class TrainingSide:
         for group_id, group in list(state.groups.items()):
             if group.version < oldest_allowed and group_id not in chosen:
                 state.drop(group_id, "stale")
+
+
+async def _without_weights(step: int) -> WeightManifest:
+    return WeightManifest(version=step)
 
 
 def _trainer(stage: TrainStage, policys: TrainerConfig) -> TrainerConfig:

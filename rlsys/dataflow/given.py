@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlsys.config import VLLM_TEMPERATURES, JudgeConfig, RoleConfig, require
@@ -117,22 +117,8 @@ def check_function(stage: str, what: str, given: Any, *kinds: Kind) -> None:
 
 def check_judge(model: Model, *, max_tokens: int, temperature: float) -> None:
     """Raise ValueError for a model that is no judge, and for replies that it could not write."""
-    told, role = f"flow.judge({model.name!r})", model.config
-    if not isinstance(role, RoleConfig):
-        raise ValueError(
-            f"{told}: a judge is a frozen model beside those that are trained; give flow.model a "
-            "RoleConfig, whose empty path takes the policy's weights of the beginning."
-        )
-    require(
-        model.head == "logits",
-        f"{told}: a judge writes its reply, which takes head 'logits', and this model has "
-        f"{model.head!r}; leave head out, or run it with flow.infer.",
-    )
-    require(
-        role.num_gpus in (0, 1),
-        f"{told}: num_gpus={role.num_gpus:g}; a judge keeps its weights on its device, and "
-        "generates on one: use 0 or 1.",
-    )
+    told = f"flow.judge({model.name!r})"
+    role = _writer(told, "a judge", model)
     checked(max_tokens, int, f"{told}: max_tokens")
     require(
         1 <= max_tokens < role.pass_tokens,
@@ -151,6 +137,73 @@ def check_judge(model: Model, *, max_tokens: int, temperature: float) -> None:
         not temperature or not uses_vllm or lowest <= temperature <= highest,
         f"{told}: temperature={temperature}, and vLLM samples from {lowest} to {highest}; use one "
         "of these, or 0.",
+    )
+
+
+def _writer(told: str, what: str, model: Model) -> RoleConfig:
+    """The configuration of a frozen model that writes. Raises ValueError for one that does not."""
+    role = model.config
+    if not isinstance(role, RoleConfig):
+        raise ValueError(
+            f"{told}: {what} is a frozen model beside those that are trained; give flow.model a "
+            "RoleConfig, whose empty path takes the policy's weights of the beginning."
+        )
+    require(
+        model.head == "logits",
+        f"{told}: {what} writes its reply, which takes head 'logits', and this model has "
+        f"{model.head!r}; leave head out, or run it with flow.infer.",
+    )
+    require(
+        role.num_gpus in (0, 1),
+        f"{told}: num_gpus={role.num_gpus:g}; {what} keeps its weights on its device, and "
+        "generates on one: use 0 or 1.",
+    )
+    return role
+
+
+def check_seats(environment: Environment, seats: Any) -> None:
+    """Raise ValueError for seats that the environment does not have, for models that cannot play
+    one, and where none is left to the policy."""
+    named = f"environment {environment.name!r}"
+    require(
+        isinstance(seats, Mapping),
+        f"flow.play(seats={reprlib.repr(seats)}) is no mapping; give the models by the names of "
+        "their seats, such as seats={'second': opponent}.",
+    )
+    require(
+        not (seats and environment.is_agent),
+        f"flow.play(seats={[*seats]}): an agent's endpoint is the policy's alone, and {named} is "
+        "one; leave seats out, or write it as an @environment.",
+    )
+    for name, model in seats.items():
+        require(
+            name in environment.seats,
+            f"flow.play(seats=): {name!r} is none of the seats {[*environment.seats]} of {named}; "
+            "use one of them, or name it in @environment(seats=[...]).",
+        )
+        told = f"flow.play(seats={{{name!r}: ...}})"
+        check_is(told.removeprefix("flow."), "model", model, Model, "what flow.model returns")
+        require(
+            not model.is_main,
+            f"{told}: {model.name!r} plays every seat that is not another model's; leave it out.",
+        )
+        if model.may_train:
+            require(
+                model.head == "logits",
+                f"{told}: {model.name!r} has head {model.head!r}; who plays a seat writes, which "
+                "takes head 'logits': leave head out.",
+            )
+            continue
+        role = _writer(told, "who plays a seat beside the policy", model)
+        require(
+            role.num_workers == 1,
+            f"{told}: num_workers={role.num_workers} of {model.name!r}; one engine of it stands "
+            "beside each replica of the policy (rollout.num_replicas): use 1.",
+        )
+    require(
+        len(seats) < len(environment.seats),
+        f"flow.play(seats={[*seats]}) leaves no seat of {named} to the policy, so that nothing "
+        "would be trained; leave one out.",
     )
 
 

@@ -17,8 +17,9 @@ there:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rlsys.config import JudgeConfig, TrainedRoleConfig, require
@@ -34,6 +35,7 @@ from rlsys.dataflow.given import (
     check_pairs,
     check_read,
     check_rollouts,
+    check_seats,
     check_text_function,
     check_tokens,
 )
@@ -101,6 +103,8 @@ if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes se
     from rlsys.algorithms.aggregation import Aggregation
 
 S = TypeVar("S", bound=Stage)
+
+NO_SEATS: Mapping[str, Model] = MappingProxyType({})
 
 
 A_SOURCE = "Prompts(config=cfg.data), with rows=... for rows of your own"
@@ -193,6 +197,7 @@ class Dataflow:
         group_size: int,
         writes: str = "reward",
         parts: Sequence[str] = (),
+        seats: Mapping[str, Model] = NO_SEATS,
     ) -> Episodes:
         """Let `environment` play `group_size` episodes of each task with `model`, where
         flow.generate and flow.score would stand: it asks the model, turn by turn, and says what an
@@ -201,7 +206,12 @@ class Dataflow:
         Returns rollouts, as flow.generate does; their rewards, one each; and what functions over
         turns read (rlsys.algorithms.turn_advantage): turn_rewards, which stand at the last token of
         each turn, turns and seats. `parts`: named numbers of the reward that get columns of their
-        own. Where a rollout is a tree of branches, models read it as one by themselves."""
+        own. Where a rollout is a tree of branches, models read it as one by themselves.
+
+        `seats`: other models, by the seats of the environment that they play; `model` plays the
+        rest. What frozen ones say is no part of the rollouts, but for what the environment tells
+        others of it. Trained ones have `model`'s tokens, and a flow.train each, which trains them
+        on the tokens of their own seats."""
         self._check_model("play", model)
         check_is("play", "tasks", tasks, Prompts, A_SOURCE)
         check_group_size("play", group_size)
@@ -222,9 +232,13 @@ class Dataflow:
             f"flow.play(parts={[*parts]}): it writes {clash} by itself; name numbers that the "
             "environment returns, or gives with chat.reward, in words of their own.",
         )
+        played = as_environment(environment)
+        check_seats(played, seats)
+        for partner in seats.values():
+            self._check_model("play", partner)
         self._check_first_source()
         rollouts = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
-        turn_rewards, turns, seats = (
+        turn_rewards, turns, whose = (
             Column(name, "token") for name in (TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN)
         )
         reward = Column(writes)
@@ -232,15 +246,16 @@ class Dataflow:
         self._add_all(
             PlayStage(
                 name="play",
-                writes=(*rollouts, turn_rewards, turns, seats, BRANCHES, reward, *beside),
+                writes=(*rollouts, turn_rewards, turns, whose, BRANCHES, reward, *beside),
                 model=model,
                 prompts=tasks,
                 group_size=group_size,
-                environment=as_environment(environment),
+                environment=played,
                 parts=tuple(parts),
+                seats=tuple(seats.items()),
             )
         )
-        return Episodes(rollouts, reward, turn_rewards, turns, seats, beside)
+        return Episodes(rollouts, reward, turn_rewards, turns, whose, beside)
 
     def dataset(
         self, prompts: Prompts, *, group_size: int, completions: str = "completions"
@@ -556,14 +571,18 @@ class Dataflow:
         )
         check_read(loss, columns, {*needs, PROXIMAL_COLUMN} if model.head == "logits" else {*needs})
         name = "train" if model.is_main else f"train {model.name}"
+        source = self.source
+        seats = source.trained_seats(model) if isinstance(source, PlayStage) else None
+        whose = (Column(SEATS_COLUMN, "token"),) if seats is not None else ()
         self._add(
             TrainStage(
                 name=name,
-                reads=_distinct((*rollouts, *columns, *watch)),
+                reads=_distinct((*rollouts, *columns, *watch, *whose)),
                 model=model,
                 loss=loss,
                 aggregation=aggregation,
-                watches=tuple(column for column in watch if column not in columns),
+                watches=tuple(column for column in watch if column not in (*columns, *whose)),
+                seats=seats,
             )
         )
 
@@ -660,6 +679,7 @@ class Dataflow:
                     "that.",
                 )
         self._check_models_used()
+        self._check_updates()
         self._check_means()
 
     def check_groups(self, group_size: int) -> None:
@@ -706,6 +726,12 @@ class Dataflow:
             if stage.model.name == model:
                 return stage
         raise ValueError(f"no stage trains {model!r}; end the dataflow with flow.train.")
+
+    @property
+    def other_policies(self) -> list[str]:
+        """Names of models that are trained and play seats, beside the main one."""
+        played = [one for stage in self.all(PlayStage) for one in stage.partners]
+        return [model.name for model in played if model.may_train]
 
     @property
     def step_stages(self) -> list[StepStage]:
@@ -803,9 +829,8 @@ class Dataflow:
             for source, columns in by_writer.items():
                 lines.append(f"    {place[source]} -- {', '.join(columns)} --> {place[stage.name]}")
         for stage in self.all(TrainStage):
-            users = (GenerateStage, InferStage)
             for user in self.stages:
-                if isinstance(user, users) and user.model.name == stage.model.name:
+                if stage.model in _users(user):
                     weights = f"{place[stage.name]} -. weights, version v+1 .-> {place[user.name]}"
                     lines.append(f"    {weights}")
         return "\n".join(lines)
@@ -837,7 +862,8 @@ class Dataflow:
 
     def _check_models_used(self) -> None:
         trained = {stage.model.name for stage in self.all(TrainStage)}
-        of_rows: dict[str, str] = {}
+        partners = [one for stage in self.all(PlayStage) for one in stage.partners]
+        of_rows = {one.name: "play" for one in partners if not one.may_train}
         for stage in self.row_stages:
             name = stage.model.name
             require(
@@ -848,11 +874,12 @@ class Dataflow:
             )
             of_rows[name] = stage.name
         run = {*trained, *of_rows, *(stage.model.name for stage in self.all(InferStage))}
+        run.update(one.name for one in partners)
         for name, model in self.models.items():
             require(
                 model.is_main or name in run,
                 f"model {name!r} is run by no stage, and would be started for nothing; leave it "
-                "out, or give it to flow.infer or flow.judge.",
+                "out, or give it to flow.infer or flow.judge, or a seat of flow.play.",
             )
             require(
                 not isinstance(model.config, TrainedRoleConfig) or name in trained,
@@ -864,6 +891,21 @@ class Dataflow:
                 f"model {name!r} is trained, and its metrics would stand in metrics.jsonl as "
                 f"{name + '/...'!r}, among others of that name; give it another one, such as "
                 "'critic'.",
+            )
+
+    def _check_updates(self) -> None:
+        """Of π_prox, which several updates of a step need, a graph has that of its main model."""
+        for stage in self.all(TrainStage):
+            role = stage.model.config
+            if stage.seats is None or not isinstance(role, TrainedRoleConfig):
+                continue
+            num = role.trainer.updates_per_step
+            require(
+                num == 1 or getattr(stage.loss, "interpolates_proximal", False),
+                f"stage {stage.name!r} makes {num} updates of {stage.model.name!r} a step "
+                "(trainer.num_minibatches times num_epochs), for which its loss needs "
+                f"{PROXIMAL_COLUMN!r}, and a graph has that of its main model alone; use one "
+                "update, or a loss that interpolates it.",
             )
 
     @property
@@ -961,6 +1003,13 @@ class Dataflow:
             )
         self.stages.append(stage)
         return stage.writes
+
+
+def _users(stage: Stage) -> tuple[Model, ...]:
+    """The models whose newest weights it runs, where they are trained."""
+    if isinstance(stage, PlayStage):
+        return (stage.model, *stage.partners)
+    return (stage.model,) if isinstance(stage, GenerateStage | InferStage) else ()
 
 
 def _distinct(columns: Iterable[Column]) -> tuple[Column, ...]:

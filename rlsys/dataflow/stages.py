@@ -189,6 +189,22 @@ class PlayStage(GenerateStage):
 
     environment: Environment
     parts: tuple[str, ...] = ()  # of its reward, that have columns of their own
+    seats: tuple[tuple[str, Model], ...] = ()  # that other models play, and which
+
+    @property
+    def partners(self) -> tuple[Model, ...]:
+        """The models that play seats beside the policy, frozen or trained."""
+        return tuple({model.name: model for _, model in self.seats}.values())
+
+    def trained_seats(self, model: Model) -> tuple[int, ...] | None:
+        """Whose tokens train this model, by number; None: all that were sampled do, since it plays
+        no seat, or there is no other policy."""
+        others = dict(self.seats)
+        plays = model is self.model or model in others.values()
+        if not plays or not any(one.may_train for one in others.values()):
+            return None
+        whose = [others.get(seat, self.model) for seat in self.environment.seats]
+        return tuple(number for number, one in enumerate(whose) if one is model)
 
     @property
     def scalars(self) -> tuple[str, ...]:
@@ -252,6 +268,7 @@ class TrainStage(Stage):
     loss: Callable[..., Any]
     aggregation: Aggregation
     watches: tuple[Column, ...]  # of what it reads, only for the metrics
+    seats: tuple[int, ...] | None = None  # whose tokens it trains on; None: all that were sampled
 
     @property
     def trains_on(self) -> tuple[Column, ...]:

@@ -93,11 +93,12 @@ class Chat:
     ) -> Any:
         """Say `text` and return the policy's reply, a text, or what `parse` makes of it. A reply
         that `parse` refuses (by a ValueError or the like) is the policy's mistake, and ends the
-        episode with the environment's format_reward."""
+        episode with the environment's format_reward; where a frozen model plays the seat, what
+        `parse` raised comes out of here."""
         if text is not None:
             self._add(role, text)
         reply = await self._reply(max_tokens)
-        return reply if parse is None else parsed(parse, reply)
+        return reply if parse is None else parsed(parse, reply, is_frozen=self.is_frozen)
 
     async def until_answer(
         self,
@@ -116,7 +117,13 @@ class Chat:
                 break
             self._messages += await self._tools.call_all(calls)
             reply = await self._reply(max_tokens)
-        return reply if parse is None else parsed(parse, reply)
+        return reply if parse is None else parsed(parse, reply, is_frozen=self.is_frozen)
+
+    @property
+    def is_frozen(self) -> bool:
+        """A frozen model replies here, in the policy's place."""
+        partner = self._episode.partners.get(self._seat)
+        return partner is not None and partner.codec is not None
 
     @property
     def num_tool_calls(self) -> int:
@@ -124,7 +131,8 @@ class Chat:
         return sum(len(message.get("tool_calls") or ()) for message in self._messages)
 
     def reward(self, value: float, name: str = "turns") -> None:
-        """For the turn just sampled; several add up."""
+        """For the turn just sampled; several add up. Of a frozen model's it counts for
+        nothing."""
         self._episode.reward(self._turn, value, name)
 
     def fork(self) -> Chat:
@@ -174,8 +182,11 @@ class Chat:
         return turn.text
 
 
-def parsed(parse: Callable[[str], Any], reply: str) -> Any:
+def parsed(parse: Callable[[str], Any], reply: str, *, is_frozen: bool = False) -> Any:
+    """Raises Refused for what `parse` refuses; of a frozen model's reply, what it raised."""
     try:
         return parse(reply)
     except REFUSALS as error:
+        if is_frozen:
+            raise
         raise Refused(f"parse refused {reply!r}: {type(error).__name__}: {error}") from None

@@ -164,6 +164,10 @@ class Conversation:
             for number in self._tree.numbers()
         ]
 
+    def branch_seats(self) -> list[int]:
+        """Whose each branch of the transcript is."""
+        return [self._tree.seat(number) for number in self._tree.numbers()]
+
     def _line(self, node: Node, branch: int) -> Line:
         message, reply = node.message, node.reply
         if reply is not None and self._tree.holds(reply.place, branch):

@@ -14,9 +14,10 @@ import functools
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +27,7 @@ from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.environment import Environment
 from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms
 from rlsys.environments.template import Message
-from rlsys.environments.token_tree import FIELDS, Trajectory, joined
+from rlsys.environments.token_tree import Trajectory, joined
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from rlsys.user_functions import printable
 
@@ -57,9 +58,10 @@ class EpisodeFailed(RuntimeError):
 
 @dataclass(kw_only=True, eq=False)
 class Turn:
-    """One reply of the policy."""
+    """One reply of whoever plays the seat."""
 
     seat: int
+    is_frozen: bool  # a frozen model's, which nothing is trained on
     conversation: Conversation
     message: dict[str, Any]
     text: str  # of the reply, without its end
@@ -69,6 +71,30 @@ class Turn:
     num_prompt_tokens: int
     policy_version: int  # of its newest token; -1 where it has none
     reward: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Partner:
+    """Another model that plays a seat. A frozen one has tokens of its own, so that all that it
+    reads and says is text; the rollout has of it what the environment tells the policy. One that is
+    trained has the policy's (`codec` is None), and its turns are part of the rollout."""
+
+    sampler: Sampler
+    codec: Codec | None
+
+
+NO_PARTNERS: Mapping[int, Partner] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Side:
+    """Who samples, what was said, and what may be said still. Whoever is trained has these
+    in common, but for who samples; a frozen model in each of its seats has its own."""
+
+    sampler: Sampler
+    conversation: Conversation
+    rooms: Rooms
+    is_frozen: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +125,7 @@ class Played:
 @dataclass(eq=False)
 class Episode:
     """`key` names it among all of its host, an attempt of its own; `base` what is sampled of it
-    where a turn does not say otherwise."""
+    where a turn does not say otherwise; `partners` play the seats of these numbers."""
 
     key: str
     environment: Environment
@@ -108,6 +134,7 @@ class Episode:
     limits: EpisodeLimits
     base: SamplingParams
     seed: int
+    partners: Mapping[int, Partner] = field(default_factory=dict)
     is_over: bool = False
     is_truncated: bool = False
     failure: Exception | None = None  # no reward of it counts, whatever its function returns
@@ -119,14 +146,29 @@ class Episode:
     _resumed_s: float = field(default_factory=lambda: _now())
 
     def __post_init__(self) -> None:
-        self._conversation = Conversation(self.codec, max_tokens=self.limits.max_context)
+        environment = self.environment
+        self._own = _Side(
+            sampler=self.sampler,
+            conversation=Conversation(self.codec, max_tokens=self.limits.max_context),
+            rooms=Rooms(
+                self.limits, max_turns=environment.max_turns, turn_tokens=environment.turn_tokens
+            ),
+            is_frozen=False,
+        )
+        self._partners = {
+            seat: replace(self._own, sampler=partner.sampler)
+            if partner.codec is None
+            else _Side(
+                sampler=partner.sampler,
+                conversation=Conversation(partner.codec, max_tokens=self.limits.max_context),
+                rooms=Rooms(self.limits, max_turns=None, turn_tokens=environment.turn_tokens),
+                is_frozen=True,
+            )
+            for seat, partner in self.partners.items()
+        }
         self._raw: Conversation | None = None  # of texts without a chat template
         self._texts: list[_Text] = []
         self._num_asked = 0
-        environment = self.environment
-        self._rooms = Rooms(
-            self.limits, max_turns=environment.max_turns, turn_tokens=environment.turn_tokens
-        )
 
     # What the environment does
 
@@ -139,12 +181,13 @@ class Episode:
         max_tokens: int | None = None,
         stop: tuple[str, ...] = (),
     ) -> Turn:
-        """The policy's reply to the messages. Raises EpisodeOver where there is no room for one, or
-        no turn left; ValueError for messages that cannot be rendered."""
-        conversation = self._conversation
+        """The reply to the messages of whoever plays the seat. Raises EpisodeOver where there is no
+        room for one, or no turn left; ValueError for messages that cannot be rendered."""
+        side = self._partners.get(seat, self._own)
         return await self._asked(
-            conversation,
-            lambda: conversation.prompt(messages, tools, seat=seat),
+            side,
+            side.conversation,
+            lambda: side.conversation.prompt(messages, tools, seat=seat),
             max_tokens,
             stop,
         )
@@ -160,7 +203,7 @@ class Episode:
             )
         conversation, messages = self._raw, self._known_beginning(prompt)
         turn = await self._asked(
-            conversation, lambda: conversation.prompt(messages), max_tokens, stop
+            self._own, conversation, lambda: conversation.prompt(messages), max_tokens, stop
         )
         if turn.text:
             text, chain = prompt + turn.text, [*messages, turn.message]
@@ -169,24 +212,26 @@ class Episode:
 
     async def _asked(
         self,
+        side: _Side,
         conversation: Conversation,
         prompt: Callable[[], Path],
         max_tokens: int | None,
         stop: tuple[str, ...],
     ) -> Turn:
-        room = await self._room(conversation, prompt, max_tokens)
+        room = await self._room(side, conversation, prompt, max_tokens)
         path = room.path
         generation: Generation | None = None
         try:
-            generation = await self._sampled(self._request(path, room.wanted, stop))
+            generation = await self._sampled(side, self._request(path, room.wanted, stop))
         finally:
-            self._rooms.give_back(room, has_reply=generation is not None)
+            side.rooms.give_back(room, has_reply=generation is not None)
         is_cut = generation.finish_reason is FinishReason.LENGTH
         message = conversation.reply(path, generation)
         self.is_truncated |= is_cut and room.wanted == room.most
-        self.is_over |= self.is_truncated or not self._rooms.has_turns
+        self.is_over |= self.is_truncated or not side.rooms.has_turns
         turn = Turn(
             seat=path.seat,
+            is_frozen=side.is_frozen,
             conversation=conversation,
             message=message,
             text=str(message.get("content") or ""),
@@ -200,23 +245,29 @@ class Episode:
         return turn
 
     async def _room(
-        self, conversation: Conversation, prompt: Callable[[], Path], max_tokens: int | None
+        self,
+        side: _Side,
+        conversation: Conversation,
+        prompt: Callable[[], Path],
+        max_tokens: int | None,
     ) -> Room:
         """Raises EpisodeOver where there is none, EpisodeFailed for a first prompt too long."""
 
         def goes_on() -> Path:
-            if self.is_over:
+            # Behind the last turn that is trained on a frozen model may still reply.
+            if self.is_truncated if side.is_frozen else self.is_over:
                 raise EpisodeOver(WENT_ON)
             return prompt()
 
         try:
-            return await self._rooms.take(conversation, goes_on, max_tokens)
+            return await side.rooms.take(conversation, goes_on, max_tokens)
         except NoRoom as reason:
             self.is_over = True
             self.is_truncated |= reason.is_truncated
             raise EpisodeOver(str(reason) if reason.is_truncated else WENT_ON) from None
         except FirstTooLong as error:
-            self.failure = EpisodeFailed(f"{self.environment.name} {error}")
+            whose = "a frozen model's seat of " if side.is_frozen else ""
+            self.failure = EpisodeFailed(f"{whose}{self.environment.name} {error}")
             raise self.failure from None
 
     def _known_beginning(self, prompt: str) -> list[Message]:
@@ -227,13 +278,16 @@ class Episode:
         return [*longest.messages, {"role": "user", "content": rest}] if rest else longest.messages
 
     def reward(self, turn: Turn | None, value: object, name: str) -> None:
-        """For a turn. Raises ValueError for what is no finite number, and before the first turn."""
+        """For a turn; what a frozen model has earned counts for nothing. Raises ValueError for what
+        is no finite number, and before the first turn."""
         if turn is None:
             raise ValueError(
                 f"chat.reward({value!r}) comes before any reply that it could be for; ask the "
                 "policy first, or return it at the end."
             )
         number = _number(value, f"chat.reward({value!r})")
+        if turn.is_frozen:
+            return
         turn.reward += number
         self.named[name] = self.named.get(name, 0.0) + number
 
@@ -248,7 +302,7 @@ class Episode:
         """Of an episode that has ended with what the function returned, or with `over`, which is
         the model's fault. Raises EpisodeFailed."""
         environment = self.environment
-        if not self.turns:
+        if not (own := self._own_turns):
             raise EpisodeFailed(
                 f"{environment.name} ended without a reply of the policy, so that there is nothing "
                 "to train on; let it `await chat(...)` at least once."
@@ -258,48 +312,64 @@ class Episode:
         else:
             final = numbers_of(environment.name, returned, or_none=bool(self.named))
         total = sum(final.values())
-        self.turns[-1].reward += total
+        own[-1].reward += total
         components = dict(self.named)
         for name, value in final.items():  # of a name that turns have had too, both count
             components[name] = components.get(name, 0.0) + value
-        trajectory = self._trajectory()
         return Played(
-            trajectory=trajectory,
+            trajectory=self._trajectory(),
             total=sum(components.values()),
             components=components,
             finish_reason=FinishReason.LENGTH if self.is_truncated else FinishReason.STOP,
-            transcript=self._transcript(trajectory, str(over) if over is not None else ""),
+            transcript=self._transcript(str(over) if over is not None else ""),
         )
 
     @property
-    def _conversations(self) -> list[Conversation]:
-        """In the order of their first replies."""
-        return list(dict.fromkeys(turn.conversation for turn in self.turns))
+    def _own_turns(self) -> list[Turn]:
+        return [turn for turn in self.turns if not turn.is_frozen]
 
     def _trajectory(self) -> Trajectory:
+        own = self._own_turns
         made = [
             conversation.trajectory(
-                [turn.reward for turn in self.turns if turn.conversation is conversation]
+                [turn.reward for turn in own if turn.conversation is conversation]
             )
-            for conversation in self._conversations
+            for conversation in _conversations(own)
         ]
         return functools.reduce(joined, made)
 
-    def _transcript(self, trajectory: Trajectory, ended: str) -> list[Mapping[str, Any]]:
-        """For people: who said what, branch by branch, of several seats with whose that is; and at
-        last what ended it, if it was not its function."""
+    def _transcript(self, ended: str) -> list[Mapping[str, Any]]:
+        """For people: who said what, branch by branch, those that are trained on first, and at
+        last what ended it, if it was not its function. Where there are several seats, each line
+        says whose branch it is in. What a frozen model said does not count as sampled."""
+        frozen = [side.conversation for side in self._partners.values() if side.is_frozen]
+        spoken = _conversations([*self._own_turns, *self.turns])
+        branches = [
+            (branch, self._seat_of(seat), one not in frozen)
+            for one in spoken
+            for seat, branch in zip(one.branch_seats(), one.transcript(), strict=True)
+        ]
         told: list[Mapping[str, Any]] = []
-        branches = [branch for one in self._conversations for branch in one.transcript()]
-        names = self.environment.seats
-        seats = trajectory.branches.reshape(-1, FIELDS)[:, -1].tolist()
-        for number, branch in enumerate(branches):
-            own = {"branch": number} | ({"seat": names[seats[number]]} if len(names) > 1 else {})
-            for role, text, is_sampled in branch:
-                told.append({**own, "role": role, "text": text, "sampled": is_sampled})
+        for number, (branch, seat, is_own) in enumerate(branches):
+            told += [
+                {
+                    "branch": number,
+                    **seat,
+                    "role": role,
+                    "text": text,
+                    "sampled": is_sampled and is_own,
+                }
+                for role, text, is_sampled in branch
+            ]
         if ended:
             last = len(branches) - 1
             told.append({"branch": last, "role": ENDED, "text": ended, "sampled": False})
         return told
+
+    def _seat_of(self, number: int) -> Mapping[str, str]:
+        """Of a line in a transcript."""
+        seats = self.environment.seats
+        return {"seat": seats[number]} if len(seats) > 1 else {}
 
     def _request(self, path: Path, max_tokens: int, stop: tuple[str, ...]) -> GenerationRequest:
         base, own = self.base, self.environment.stop
@@ -313,12 +383,12 @@ class Episode:
             priority=min(turn, 1),  # keys and values of later turns are there
         )
 
-    async def _sampled(self, request: GenerationRequest) -> Generation:
+    async def _sampled(self, side: _Side, request: GenerationRequest) -> Generation:
         if not self._num_sampling:
             self._own_s += _now() - self._resumed_s
         self._num_sampling += 1
         try:
-            return await self.sampler.sample(request)
+            return await side.sampler.sample(request)
         except Exception as error:
             self.failure = self.failure or error
             raise
@@ -326,6 +396,11 @@ class Episode:
             self._num_sampling -= 1
             if not self._num_sampling:
                 self._resumed_s = _now()
+
+
+def _conversations(turns: Iterable[Turn]) -> list[Conversation]:
+    """In the order of their first replies."""
+    return list(dict.fromkeys(turn.conversation for turn in turns))
 
 
 def _now() -> float:

@@ -29,9 +29,11 @@ from rlsys.environments.codec import Codec
 from rlsys.environments.endpoint import EndpointServer
 from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import (
+    NO_PARTNERS,
     Episode,
     EpisodeFailed,
     EpisodeOver,
+    Partner,
     Played,
     Sampler,
 )
@@ -113,7 +115,8 @@ class Plain(Protocol):
 
 
 class EpisodeHost:
-    """All episodes of one worker. `template`: the chat template's text, where there is one."""
+    """All episodes of one worker. `template`: the chat template's text, where there is one;
+    `partners`: who plays in the policy's place, by the seat's number."""
 
     def __init__(
         self,
@@ -124,8 +127,10 @@ class EpisodeHost:
         limits: EpisodeLimits,
         plain: Plain,
         template: str | None = None,
+        partners: Mapping[int, Partner] = NO_PARTNERS,
     ) -> None:
         self._environment = environment
+        self._partners = partners
         self._codec = codec
         self._sampler = sampler
         self._limits = limits
@@ -272,6 +277,7 @@ class EpisodeHost:
             limits=self._limits,
             base=request.sampling,
             seed=request.seed,
+            partners=self._partners,
         )
         task = asyncio.create_task(self._call(episode, request), name=request.request_id)
         task.add_done_callback(_heard)
@@ -384,18 +390,28 @@ def make_host(
     limits: EpisodeLimits,
     memory_gib: float,
     start_timeout_s: float,
+    partners: Mapping[int, Partner] = NO_PARTNERS,
 ) -> EpisodeHost:
     """With the tokenizer's chat template, if the environment wants one, and a process for plain
     functions of at most `memory_gib`."""
-    template = None if environment.plain_text else tokenizer.chat_template or None
     return EpisodeHost(
         environment,
-        Codec(tokenizer, chat_template=template or ""),
+        codec_of(environment, tokenizer),
         sampler,
         limits=limits,
         plain=PlainFunctions(environment, memory_gib=memory_gib, start_timeout_s=start_timeout_s),
-        template=template,
+        template=_template(environment, tokenizer),
+        partners=partners,
     )
+
+
+def codec_of(environment: Environment, tokenizer: Any) -> Codec:
+    """Of a model with this tokenizer that plays in it."""
+    return Codec(tokenizer, chat_template=_template(environment, tokenizer) or "")
+
+
+def _template(environment: Environment, tokenizer: Any) -> str | None:
+    return None if environment.plain_text else tokenizer.chat_template or None
 
 
 def _heard(task: asyncio.Task[Any]) -> None:

@@ -316,7 +316,8 @@ async def _done(chats: dict[int, Chat], message: Mapping[str, Any]) -> dict[str,
         return {"over": str(over)}
     except ValueError as error:
         return {"error": str(error)}
-    return {"value": value, "state": {"done": chat.done, "truncated": chat.truncated}}
+    state = {"done": chat.done, "truncated": chat.truncated}
+    return {"value": value, "state": state, "is_frozen": chat.is_frozen}
 
 
 async def _method(chats: dict[int, Chat], chat: Chat, method: str, given: Mapping[str, Any]) -> Any:

@@ -25,6 +25,7 @@ class PlainChat:
         self._number = number
         # Of all chats of an episode: what ends for one of them has ended for the others.
         self._episode = {"done": False, "truncated": False} if episode is None else episode
+        self._is_frozen = False  # known from the first answer on
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -56,7 +57,7 @@ class PlainChat:
         role: str = "user",
     ) -> Any:
         reply = self._do("say", text=text, max_tokens=max_tokens, role=role)
-        return reply if parse is None else parsed(parse, reply)
+        return reply if parse is None else parsed(parse, reply, is_frozen=self._is_frozen)
 
     def until_answer(
         self,
@@ -66,7 +67,7 @@ class PlainChat:
         max_tokens: int | None = None,
     ) -> Any:
         reply = self._do("until_answer", text=text, max_tokens=max_tokens)
-        return reply if parse is None else parsed(parse, reply)
+        return reply if parse is None else parsed(parse, reply, is_frozen=self._is_frozen)
 
     def reward(self, value: float, name: str = "turns") -> None:
         self._do("reward", value=float(value), name=name)
@@ -80,4 +81,5 @@ class PlainChat:
     def _do(self, method: str, **arguments: Any) -> Any:
         answer = self._ask(self._number, method, arguments)
         self._episode.update(answer["state"])
+        self._is_frozen = answer["is_frozen"]
         return answer["value"]

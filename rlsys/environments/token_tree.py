@@ -156,6 +156,9 @@ class TokenTree:
             number = branch.parent
         return parts[0] if len(parts) == 1 else [one for part in parts[::-1] for one in part]
 
+    def seat(self, branch: int) -> int:
+        return self._branches[branch].seat
+
     def goes_on(self, place: Place) -> bool:
         """Whether there are tokens behind it in its branch."""
         return self._branches[place.branch].length > place.length

@@ -30,6 +30,12 @@ def turns_of(trajectory: Trajectory) -> Int32Array:
     return turns
 
 
+def num_by_seat(versions: Int32Array, seats: Int32Array) -> tuple[int, ...]:
+    """How many tokens were sampled in each seat, up to the last that has any; `versions` [T],
+    `seats` [T]."""
+    return tuple(np.bincount(seats[versions != INJECTED]).tolist())
+
+
 def seats_of(trajectory: Trajectory) -> Int32Array:
     """[T]: that of the branch whose own a token is."""
     table = trajectory.branches.reshape(-1, FIELDS)

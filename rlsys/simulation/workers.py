@@ -122,7 +122,10 @@ class SimulatedReplica:
     continued: list[str] = field(default_factory=list)  # requests that came with prior tokens
     devices: SharedDevices | None = None  # with the learner
     plays: Callable[[GenerationRequest], RewardResult | RewardFailure] | None = None  # an episode
+    num_by_seat: tuple[int, ...] = ()  # of the 3 tokens of an episode
     num_releases: int = 0
+    others: list[tuple[int, Mapping[str, int]]] = field(default_factory=list)
+    """Versions that it was given: the main model's, and those of others."""
     _slots: asyncio.Semaphore = field(init=False)
     _finished: asyncio.Queue[FinishedRollout | None] = field(default_factory=asyncio.Queue)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -182,6 +185,7 @@ class SimulatedReplica:
                 max_version=NONE_SAMPLED.newest if is_baseline else self.version,
                 finish_reason=finish_reason,
                 num_injected=3 if is_baseline else 0,
+                num_by_seat=self.num_by_seat,
             )
         )
 
@@ -239,6 +243,8 @@ class SimulatedReplica:
         await asyncio.sleep(self.load_s)
         self._require_alive()
         self.version = manifest.version
+        others = {model: of_other.version for model, of_other in manifest.others}
+        self.others.append((manifest.version, others))
         self._is_released = False
         self._turned.notify()
         return self.load_s

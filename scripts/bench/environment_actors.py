@@ -163,7 +163,7 @@ async def playing(
         handle = actor.options(num_cpus=0).remote(*args, shards.address, Tracer(name), **named)
         return Worker(name, handle, timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S)
 
-    sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s)), None, shards)  # type: ignore[arg-type]
+    sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s)), None, shards)
     make_host = EnvironmentFactory(
         config=CONFIG,
         environment=cloudpickle.dumps(environment),
@@ -173,7 +173,7 @@ async def playing(
 
     def hire(name: str) -> Worker:
         handle = sampling.worker.handle
-        return start(name, EnvironmentActor, name, make_host, handle, blocked_s=blocked_s)
+        return start(name, EnvironmentActor, name, make_host, handle, {}, blocked_s=blocked_s)
 
     replica = PlayingReplica(
         sampling,

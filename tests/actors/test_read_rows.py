@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,29 @@ def test_branches_are_of_a_rollout_and_one_alone_is_none() -> None:
     assert set(tree.columns) == {"sampler_logprobs", "advantages"}
     assert tree.columns["advantages"].tolist() == [0.5] * 3
     assert tree.loss_mask.tolist() == [True, False, True]
+
+
+def test_of_other_seats_nothing_is_trained_on() -> None:
+    columns = {
+        **COLUMNS,
+        "seats": [np.array([0, 0, 1], np.int32), np.array([1], np.int32)],
+    }
+
+    class Seated:
+        def get_batch(self, cells: Any) -> dict[str, list[Any]]:
+            return columns
+
+    masks = [
+        [row.loss_mask.tolist() for row in read_rows(replace(ROWS, seats=seats), Seated())]  # type: ignore[arg-type]
+        for seats in (None, (0,), (1,), (0, 1), (2,))
+    ]
+    assert masks == [
+        [[True, False, True], [True]],
+        [[True, False, False], [False]],
+        [[False, False, True], [True]],
+        [[True, False, True], [True]],
+        [[False, False, False], [False]],
+    ]
 
 
 def test_rollouts_of_different_numbers_of_branches_are_one_write() -> None:

@@ -253,8 +253,8 @@ def test_an_episode_is_shown_turn_by_turn() -> None:
         "  user       \\x1b!",
     ]
     long = [turn(0, "user", str(number)) for number in range(40)]
-    screen.run.step(step_line(10), [replace(RECORD, step=10, turns=long)])
-    shown = screen.lines[screen.lines.index("sample of step 10: reward 0.5") + 1 :]
+    screen.run.step(step_line(20), [replace(RECORD, step=20, turns=long)])
+    shown = screen.lines[screen.lines.index("sample of step 20: reward 0.5") + 1 :]
     assert len(shown) == 17
     assert shown[7:10] == ["  user       7", "  [... 24 turns ...]", "  user       32"]
 

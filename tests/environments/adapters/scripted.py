@@ -56,7 +56,7 @@ class Script:
             case _:
                 raise AssertionError(method)
         state = {"done": self.is_over, "truncated": False, "num_tool_calls": 0}
-        return {"value": value, "state": state}
+        return {"value": value, "state": state, "is_frozen": False}
 
     def plain(self) -> PlainChat:
         return PlainChat(self.ask)

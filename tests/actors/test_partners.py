@@ -1,0 +1,260 @@
+"""What models that play seats take, and what of them is told before Ray starts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import rlsys
+from actors import factories
+from actors.placement import ClusterTooSmall, check_capacity
+from actors.playing import PlayingReplica
+from rlsys.algorithms import clipped_surrogate, token_mean, turn_advantage
+from rlsys.config import (
+    DataConfig,
+    FrozenModelConfig,
+    ModelConfig,
+    RoleConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainedRoleConfig,
+    TrainerConfig,
+)
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import Prompts
+from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.tiny_models import build_tiny_model
+from rlsys.types import WeightManifest
+from rlsys.workers import WeightsGone
+
+
+@rlsys.tool
+def search(query: str) -> str:
+    """Finds pages.
+
+    Args:
+        query: What to look for.
+    """
+    return query
+
+
+@rlsys.environment(seats=("first", "second", "third"))
+async def game(chat: Any, task: Any) -> float:
+    return float(await chat("1"))
+
+
+def graph(
+    config: RunConfig,
+    frozen: RoleConfig,
+    rival: TrainedRoleConfig | None = None,
+    environment: Any = game,
+) -> Dataflow:
+    flow = Dataflow()
+    policy = flow.model("policy")
+    seats = {"third": flow.model("frozen", frozen)}
+    if rival is not None:
+        seats["second"] = flow.model("rival", rival)
+    tasks = Prompts(config=config.data, rows=[{"number": n} for n in range(8)])
+    size = config.group_size
+    episodes = flow.play(policy, environment, tasks, group_size=size, seats=seats)
+    (advantages,) = flow.per_batch(
+        turn_advantage, episodes.turn_rewards, episodes.turns, per="token"
+    )
+    for model in (policy, *(one for one in seats.values() if one.may_train)):
+        flow.train(
+            model,
+            episodes.rollouts,
+            advantages,
+            loss=clipped_surrogate(),
+            aggregation=token_mean,
+        )
+    return flow
+
+
+def test_engines_of_other_models_stand_beside_each_replica() -> None:
+    config = RunConfig(rollout=RolloutConfig(num_replicas=2, num_cpus=2, num_gpus=1))
+    frozen = RoleConfig(num_cpus=0.5, num_gpus=1)
+    rival = TrainedRoleConfig(trainer=TrainerConfig(layout="dp2", num_cpus=3))
+    flow = graph(config, frozen, rival)
+    _, replicas = factories.needs(config, flow)
+    assert [[str(one) for one in replica.partners] for replica in replicas] == [
+        ["frozen-rollout-0 (0.5 CPU, 1 GPU)", "rival-rollout-0 (2 CPU, 1 GPU)"],
+        ["frozen-rollout-1 (0.5 CPU, 1 GPU)", "rival-rollout-1 (2 CPU, 1 GPU)"],
+    ]
+    roles = factories.role_needs(config, flow)
+    assert {name: [str(one) for one in some] for name, some in roles.items()} == {
+        "rival": ["rival-0 (3 CPU)", "rival-1 (3 CPU)"]
+    }
+    first = [replicas[0], *replicas[0].partners]
+    check_capacity(first, [{"CPU": 4.5, "GPU": 3.0}])
+    with pytest.raises(ClusterTooSmall, match=r"Lower rollout\.num_replicas, or num_cpus"):
+        check_capacity(first, [{"CPU": 4.5, "GPU": 2.0}])
+
+
+class Sampling:
+    """Of a RayReplica what a PlayingReplica asks it for when weights come."""
+
+    def __init__(self, seconds: float, death: Exception | None = None) -> None:
+        self.seconds, self.death = seconds, death
+        self.begun: list[WeightManifest] = []
+        self.num_ended = 0
+
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        self.begun.append(manifest)
+        await asyncio.sleep(self.seconds)
+        self.num_ended += 1
+        if self.death is not None:
+            raise self.death
+        return self.seconds
+
+
+def playing(replica: Any, partners: Any) -> PlayingReplica:
+    return PlayingReplica(
+        replica,
+        lambda name: pytest.fail("nobody plays"),
+        game,
+        cast(Any, None),
+        num_workers=1,
+        start_timeout_s=1.0,
+        on_death=pytest.fail,
+        partners=partners,
+    )
+
+
+def test_each_model_gets_its_own_weights_and_a_frozen_one_none() -> None:
+    own, rival, frozen = Sampling(1.0), Sampling(3.0), Sampling(9.0)
+    replica = playing(own, {"frozen": frozen, "rival": rival})
+    of_rival = WeightManifest(version=7)
+    manifest = WeightManifest(version=7, others=(("rival", of_rival),))
+    assert run_in_virtual_time(replica.update_weights(manifest, delayed=False)) == 3.0
+    assert own.begun == [WeightManifest(version=7)]
+    assert rival.begun == [of_rival]
+    assert frozen.begun == []
+
+
+def test_weights_that_are_gone_are_told_when_nobody_loads_any_more() -> None:
+    gone = WeightsGone("a newer version is there")
+    own, rival = Sampling(1.0, gone), Sampling(3.0)
+    replica = playing(own, {"rival": rival})
+    manifest = WeightManifest(version=7, others=(("rival", WeightManifest(version=7)),))
+
+    async def load() -> None:
+        with pytest.raises(WeightsGone, match="a newer version is there"):
+            await replica.update_weights(manifest, delayed=False)
+        assert rival.num_ended == 1
+
+    run_in_virtual_time(load())
+
+
+def launched(tmp_path: Path, make: Any = graph, **changes: Any) -> None:
+    """The dry run of it, of a policy in tmp_path/policy."""
+    config = RunConfig(
+        name="seats",
+        runs_dir=str(tmp_path / "runs"),
+        model=ModelConfig(path=str(tmp_path / "policy")),
+        data=DataConfig(max_prompt_tokens=64),
+        sampling=SamplingConfig(max_tokens=64),
+        group_size=2,
+        prompts_per_step=2,
+        trainer=TrainerConfig(micro_batch_tokens=256),
+    )
+    config = dataclasses.replace(config, **changes)
+    rlsys.launch(config, make(config), dry_run=True)
+
+
+@pytest.fixture(autouse=True)
+def policy(tmp_path: Path) -> Path:
+    return build_tiny_model(tmp_path / "policy", width=32, num_layers=2)
+
+
+def test_a_dry_run_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = build_tiny_model(
+        tmp_path / "other", characters="ab=", width=64, num_layers=2, max_context=256
+    )
+    frozen = RoleConfig(model=FrozenModelConfig(path=str(other)), pass_tokens=1024)
+    launched(tmp_path, lambda config: graph(config, frozen, TrainedRoleConfig()))
+    told = capsys.readouterr().out
+    lines = {
+        line.removeprefix("# ").strip().split("  ")[0]: line
+        for line in told.splitlines()
+        if "MiB" in line
+    }
+    assert "beside each replica: weights and a full KV cache" in lines["frozen engine"]
+    assert "beside each replica: weights and a full KV cache" in lines["rival engine"]
+    # 1.5 * 1024 places of 2 layers, 2 heads of 32, keys and values, 4 bytes each: 1.5 MiB.
+    assert 1.5 < float(lines["frozen engine"].split()[3]) < 2.5
+    assert "at most two versions" in lines["published"]
+    assert "# frozen-rollout-0 (1 CPU)\n" in told
+    assert "# rival-rollout-0 (1 CPU)\n" in told
+
+
+def refused(tmp_path: Path, told: str, make: Any, **changes: Any) -> None:
+    with pytest.raises(ValueError, match=told):
+        launched(tmp_path, make, **changes)
+
+
+def test_a_model_that_has_no_room_for_a_conversation_is_refused(tmp_path: Path) -> None:
+    told = "of a whole conversation, are more than the 100 tokens of 'frozen', which plays a seat"
+    refused(
+        tmp_path,
+        rf"{told} of environment 'game' \(its pass_tokens, which you may raise\); lower one",
+        lambda config: graph(config, RoleConfig(pass_tokens=100)),
+    )
+    other = build_tiny_model(tmp_path / "other", width=32, num_layers=2, max_context=100)
+    role = RoleConfig(model=FrozenModelConfig(path=str(other)))
+    refused(tmp_path, rf"{told} of environment 'game' \(its context\)", lambda c: graph(c, role))
+
+
+def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
+    role = RoleConfig(model=FrozenModelConfig(path=str(tmp_path)))
+    refused(tmp_path, "frozen.model.path=", lambda config: graph(config, role))
+
+
+def test_a_policy_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    other = build_tiny_model(tmp_path / "other", characters="ab=", width=32, num_layers=2)
+    rival = TrainedRoleConfig(model=ModelConfig(path=str(other)))
+    refused(
+        tmp_path,
+        r"rival\.model\.path=.* has another vocabulary than the policy",
+        lambda config: graph(config, RoleConfig(), rival),
+    )
+
+
+def test_devices_in_turns_and_seats_exclude_each_other(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        r"placement=colocated: \['frozen'\] play seats, and keep their engines' memory",
+        lambda config: graph(config, RoleConfig()),
+        placement="colocated",
+    )
+
+
+def test_nobody_is_evaluated_against_others(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        r"evaluation\.every=2 has 'policy' play alone, and in 'game' the seats \['third'\] are oth",
+        lambda config: graph(config, RoleConfig()),
+        evaluation=dataclasses.replace(RunConfig().evaluation, every=2),
+    )
+
+
+def test_tools_want_one_template(tmp_path: Path) -> None:
+    other = build_tiny_model(tmp_path / "other", width=32, num_layers=2)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (other / "chat_template.jinja").write_text(template)
+
+    @rlsys.environment(seats=("first", "third"), tools=[search], tool_format="json")
+    async def with_tools(chat: Any, task: Any) -> float:
+        return float(await chat.until_answer("1"))
+
+    role = RoleConfig(model=FrozenModelConfig(path=str(other)))
+    refused(
+        tmp_path,
+        r"has another chat template than the policy, and 'with_tools' has tools",
+        lambda config: graph(config, role, environment=with_tools),
+    )

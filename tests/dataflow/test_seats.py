@@ -1,0 +1,177 @@
+"""Seats of an environment that other models play, as a graph states them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlsys.algorithms import cispo, clipped_surrogate, token_mean, turn_advantage, value_loss
+from rlsys.config import DataConfig, JudgeConfig, RoleConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.stages import Episodes, Model, PlayStage, Prompts, TrainStage
+from rlsys.environments.environment import agent, environment
+
+TASKS = Prompts(config=DataConfig())
+
+
+@environment(seats=("first", "second", "third"))
+async def game(chat: Any, task: Any) -> float:
+    return float(await chat("1"))
+
+
+@agent
+async def alone(endpoint: Any, task: Any) -> float:
+    return 1.0
+
+
+def played(flow: Dataflow, **seats: Model) -> Episodes:
+    policy = flow.models.get("policy") or flow.model("policy")
+    return flow.play(policy, game, TASKS, group_size=2, seats=seats)
+
+
+def trained(flow: Dataflow, episodes: Episodes, *names: str, loss: Any = None) -> None:
+    (advantages,) = flow.per_batch(
+        turn_advantage, episodes.turn_rewards, episodes.turns, episodes.seats, per="token"
+    )
+    for name in names:
+        flow.train(
+            flow.models[name],
+            episodes.rollouts,
+            advantages,
+            loss=loss or clipped_surrogate(),
+            aggregation=token_mean,
+        )
+
+
+def test_each_policy_reads_whose_tokens_they_are() -> None:
+    flow = Dataflow()
+    rival = flow.model("rival", TrainedRoleConfig())
+    frozen = flow.model("frozen", JudgeConfig())
+    trained(flow, played(flow, second=rival, third=frozen), "policy", "rival")
+    flow.check()
+    assert {one.model.name: one.seats for one in flow.all(TrainStage)} == {
+        "policy": (0,),
+        "rival": (1,),
+    }
+    for stage in flow.all(TrainStage):
+        assert "seats" in {column.name for column in stage.trains_on}
+    assert flow.other_policies == ["rival"]
+    assert [model.name for model in flow.stage(PlayStage).partners] == ["rival", "frozen"]
+    drawn = flow.to_mermaid()
+    assert drawn.count("-. weights, version v+1 .-> s0") == 2
+
+
+def test_a_policy_has_all_seats_that_it_does_not_share() -> None:
+    flow = Dataflow()
+    rival = flow.model("rival", TrainedRoleConfig())
+    trained(flow, played(flow, first=rival), "policy", "rival")
+    assert [one.seats for one in flow.all(TrainStage)] == [(1, 2), (0,)]
+
+    flow = Dataflow()
+    frozen = flow.model("frozen", RoleConfig())
+    trained(flow, played(flow, first=frozen, third=frozen), "policy")
+    flow.check()
+    assert [one.seats for one in flow.all(TrainStage)] == [None]
+    assert [model.name for model in flow.stage(PlayStage).partners] == ["frozen"]
+    assert flow.other_policies == []
+
+
+def test_a_critic_learns_from_all_that_was_sampled() -> None:
+    flow = Dataflow()
+    rival = flow.model("rival", TrainedRoleConfig())
+    critic = flow.model("critic", TrainedRoleConfig(), head="value")
+    episodes = played(flow, second=rival)
+    trained(flow, episodes, "policy", "rival")
+    (returns,) = flow.per_batch(
+        lambda rewards, row_offsets: rewards,
+        episodes.turn_rewards,
+        writes=("returns",),
+        per="token",
+    )
+    flow.train(critic, episodes.rollouts, returns, loss=value_loss(), aggregation=token_mean)
+    flow.check()
+    assert [one.seats for one in flow.all(TrainStage)] == [(0, 2), (1,), None]
+
+
+@pytest.mark.parametrize(
+    ("seats", "told"),
+    [
+        ("second", r"flow\.play\(seats='second'\) is no mapping; give the models by the names"),
+        ({"fourth": "frozen"}, r"'fourth' is none of the seats \['first', 'second', 'third'\] of"),
+        ({"second": "policy"}, r"'policy' plays every seat that is not another model's; leave it"),
+        ({"second": 3}, r"flow\.play\(seats=\{'second': \.\.\.\}\) is given 3 for its model; give"),
+        ({"second": "scores"}, r"writes its reply, which takes head 'logits', and this model has"),
+        ({"second": "critic"}, r"'critic' has head 'value'; who plays a seat writes, which takes"),
+        ({"second": "shared"}, r"num_gpus=0\.5; who plays a seat .* keeps its weights on its dev"),
+        ({"second": "many"}, r"num_workers=2 of 'many'; one engine of it stands beside each rep"),
+        (
+            {"first": "frozen", "second": "frozen", "third": "frozen"},
+            r"leaves no seat of environment 'game' to the policy, so that nothing would be train",
+        ),
+    ],
+)
+def test_what_cannot_play_a_seat_is_told(seats: Any, told: str) -> None:
+    flow = Dataflow()
+    flow.model("policy")
+    flow.model("frozen", RoleConfig())
+    flow.model("scores", RoleConfig(), head="score")
+    flow.model("critic", TrainedRoleConfig(), head="value")
+    flow.model("shared", RoleConfig(num_gpus=0.5))
+    flow.model("many", RoleConfig(num_workers=2))
+    if isinstance(seats, dict):
+        seats = {seat: flow.models.get(name, name) for seat, name in seats.items()}
+    with pytest.raises(ValueError, match=told):
+        flow.play(flow.models["policy"], game, TASKS, group_size=2, seats=seats)
+
+
+def test_an_agent_has_no_seats_for_others() -> None:
+    flow = Dataflow()
+    frozen = flow.model("frozen", RoleConfig())
+    with pytest.raises(ValueError, match=r"an agent's endpoint is the policy's alone"):
+        flow.play(flow.model("policy"), alone, TASKS, group_size=2, seats={"policy": frozen})
+
+
+def test_a_model_of_another_graph_plays_no_seat() -> None:
+    flow, other = Dataflow(), Dataflow()
+    flow.model("frozen", RoleConfig())
+    with pytest.raises(ValueError, match=r"flow\.play is given the model 'frozen' of another"):
+        played(flow, second=other.model("frozen", RoleConfig()))
+
+
+def test_who_plays_does_nothing_else_unless_it_is_trained() -> None:
+    flow = Dataflow()
+    frozen = flow.model("frozen", RoleConfig())
+    episodes = played(flow, second=frozen)
+    logprobs = flow.infer(frozen, episodes.rollouts, writes="frozen_logprobs")
+    (advantages,) = flow.per_batch(
+        turn_advantage, episodes.turn_rewards, episodes.turns, per="token"
+    )
+    flow.train(
+        flow.models["policy"],
+        episodes.rollouts,
+        advantages,
+        loss=cispo(),
+        aggregation=token_mean,
+        watch=[logprobs],
+    )
+    with pytest.raises(ValueError, match=r"stages 'play' and 'infer frozen_logprobs' run the froz"):
+        flow.check()
+
+    flow = Dataflow()
+    rival = flow.model("rival", TrainedRoleConfig())
+    trained(flow, played(flow, second=rival), "policy")
+    with pytest.raises(ValueError, match=r"'rival' has a TrainedRoleConfig, and no stage trains"):
+        flow.check()
+
+
+def test_several_updates_of_another_policy_want_a_loss_that_needs_no_other_column() -> None:
+    def of_two_updates(loss: Any) -> Dataflow:
+        flow = Dataflow()
+        role = TrainedRoleConfig(trainer=TrainerConfig(num_minibatches=2))
+        rival = flow.model("rival", role)
+        trained(flow, played(flow, second=rival), "policy", "rival", loss=loss)
+        return flow
+
+    with pytest.raises(ValueError, match=r"makes 2 updates of 'rival' a step .* use one update"):
+        of_two_updates(clipped_surrogate()).check()

@@ -1,0 +1,328 @@
+"""Seats that a frozen model plays: with tokens of its own, and nothing of them in the rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import rlsys
+from rlsys.environments.codec import Codec
+from rlsys.environments.environment import Environment
+from rlsys.environments.episode import Partner
+from rlsys.environments.host import Ended, EpisodeHost
+from rlsys.environments.plain import PlainFunctions
+from rlsys.environments.room import EpisodeLimits
+from rlsys.environments.turns import num_by_seat, seats_of
+from rlsys.tiny_models import build_tokenizer
+from tests.environments.playing import (
+    CHARACTERS,
+    LIMITS,
+    InThreads,
+    Says,
+    Scripted,
+    played,
+    request,
+)
+
+# Other ids for the same characters: 'ab' and digits from behind.
+THEIRS = "ab987654321?0<>"
+
+
+def play(
+    environment: Environment,
+    says: Says,
+    partner_says: Says,
+    *,
+    limits: EpisodeLimits = LIMITS,
+    seat: int = 1,
+) -> tuple[Ended, Scripted, Scripted]:
+    """One episode; who samples for the policy, and for its partner."""
+    own, theirs = Codec(build_tokenizer(CHARACTERS), chat_template=""), codec_of_partner()
+    sampler, partner = Scripted(own, says), Scripted(theirs, partner_says)
+
+    async def run() -> Ended:
+        plain = InThreads()
+        functions = (
+            plain
+            if environment.is_async
+            else PlainFunctions(environment, memory_gib=4.0, start_timeout_s=120.0)
+        )
+        host = EpisodeHost(
+            environment,
+            own,
+            sampler,
+            limits=limits,
+            plain=functions,
+            partners={seat: Partner(codec=theirs, sampler=partner)},
+        )
+        await host.start()
+        try:
+            (ended,) = await played(host, [request()])
+        finally:
+            await host.close()
+        return ended
+
+    return asyncio.run(run()), sampler, partner
+
+
+def codec_of_partner() -> Codec:
+    return Codec(build_tokenizer(THEIRS), chat_template="")
+
+
+@rlsys.environment(seats=("first", "second"))
+async def game(chat: Any, task: Any) -> dict[str, float]:
+    """The policy says a number, the partner answers with a letter, which the policy is told."""
+    two = chat.seat("second")
+    move = await chat("1")
+    answer = await two(move)
+    two.reward(-5.0)
+    reply = await chat("2" if answer == "a" else "3")
+    chat.reward(1.0)
+    return {"won": float(reply == "4")}
+
+
+def test_the_rollout_has_of_a_partner_what_the_policy_is_told() -> None:
+    ended, sampler, partner = play(game, lambda text: "4" if "2" in text else "5", lambda text: "a")
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 2.0
+    assert ended.played.components == {"turns": 1.0, "won": 1.0}
+    trajectory = ended.played.trajectory
+    # "1" | "5" end | "2" | "4" end: one line, nothing of the partner's tokens in it.
+    assert [path.tolist() for path in trajectory.paths()] == [[4, 8, 2, 5, 7, 2]]
+    assert trajectory.policy_versions.tolist() == [7, 7, -1, 7, 7]
+    assert trajectory.turn_rewards.tolist() == [0, 0, 0, 0, 2]
+    assert trajectory.branches.tolist() == [5, -1, 1, 0]
+    theirs = codec_of_partner().text
+    (asked,) = partner.asked
+    assert theirs.decode(list(asked.prompt_token_ids)) == "5"
+    assert len(sampler.asked) == 2
+    # Ids of turns differ over all who sample, so that seeds and answers do.
+    ids = [one.request_id for one in (*sampler.asked, *partner.asked)]
+    assert len(set(ids)) == 3
+    assert len({one.seed for one in (*sampler.asked, *partner.asked)}) == 3
+
+
+def test_a_transcript_says_whose_seat_it_was() -> None:
+    ended, _, _ = play(game, lambda text: "5", lambda text: "b")
+    assert ended.played is not None, ended.failure
+    told = [
+        (one["branch"], one["seat"], one["role"], one["text"].removesuffix("<eos>"), one["sampled"])
+        for one in ended.played.transcript
+    ]
+    assert told == [
+        (0, "first", "user", "1", False),
+        (0, "first", "assistant", "5", True),
+        (0, "first", "user", "3", False),
+        (0, "first", "assistant", "5", True),
+        (1, "second", "user", "5", False),
+        (1, "second", "assistant", "b", False),
+    ]
+
+
+def test_the_first_seat_may_be_a_partners() -> None:
+    @rlsys.environment(seats=("first", "second"))
+    async def begins(chat: Any, task: Any) -> float:
+        number = await chat("1")
+        chat.reward(3.0)
+        await chat.seat("second")(number)
+        return 1.0
+
+    ended, _, _ = play(begins, lambda text: "5", lambda text: "9", seat=0)
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 1.0
+    trajectory = ended.played.trajectory
+    assert [path.tolist() for path in trajectory.paths()] == [[12, 8, 2]]
+    assert trajectory.branches.tolist() == [2, -1, 1, 1]
+    assert trajectory.turn_rewards.tolist() == [0, 1]
+
+
+def test_what_parse_refuses_of_a_partner_is_the_environments_to_answer_for() -> None:
+    @rlsys.environment(seats=("first", "second"), num_retries=0, format_reward=-9.0)
+    async def catches(chat: Any, task: Any) -> float:
+        await chat("1")
+        try:
+            await chat.seat("second")("1", parse=int)
+        except ValueError:
+            return 7.0  # the partner forfeits
+        return 0.0
+
+    @rlsys.environment(seats=("first", "second"), num_retries=0, format_reward=-9.0)
+    async def lets_pass(chat: Any, task: Any) -> float:
+        await chat("1")
+        return float(await chat.seat("second")("1", parse=int))
+
+    ended, _, _ = play(catches, lambda text: "5", lambda text: "a")
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 7.0
+    ended, _, _ = play(lets_pass, lambda text: "5", lambda text: "a")
+    assert ended.failure is not None
+    assert "invalid literal for int() with base 10: 'a'" in ended.failure.message
+
+
+@rlsys.environment(seats=("first", "second"), num_retries=0, format_reward=-9.0)
+def plain(chat: Any, task: Any) -> float:
+    two = chat.seat("second")
+    chat("1")
+    try:
+        two.fork()("1", parse=int)
+    except ValueError:
+        chat("1", parse=int)
+    return 0.0
+
+
+def test_so_it_is_with_plain_functions() -> None:
+    ended, _, _ = play(plain, lambda text: "?", lambda text: "a")
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == -9.0  # of the policy's own
+    assert ended.played.transcript[-1]["text"].startswith("parse refused '?'")
+
+
+def test_a_partner_may_reply_behind_the_policys_last_turn() -> None:
+    @rlsys.environment(seats=("first", "second"), max_turns=1, format_reward=-9.0)
+    async def last(chat: Any, task: Any) -> float:
+        move = await chat("1")
+        assert chat.done
+        answer = await chat.seat("second")(move)
+        if task:
+            await chat("1")
+        return float(answer == "b")
+
+    ended, _, _ = play(last, lambda text: "5", lambda text: "b")
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 1.0
+    assert ended.played.finish_reason == "stop"
+
+
+def test_a_partner_has_room_of_its_own() -> None:
+    """Its tokens take none of the policy's; where its own are used up, the episode has ended."""
+
+    @rlsys.environment(seats=("first", "second"), format_reward=-9.0)
+    async def long(chat: Any, task: Any) -> float:
+        await chat("1")
+        for _ in range(100):
+            await chat.seat("second")("1")
+            if chat.truncated:
+                return 2.0
+        return 0.0
+
+    limits = EpisodeLimits(max_prompt_tokens=4, max_tokens=7, max_context=11)
+    ended, _, partner = play(long, lambda text: "555", lambda text: "a", limits=limits)
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 2.0
+    assert ended.played.finish_reason == "length"
+    assert ended.played.trajectory.num_branches == 1
+    # 7 beyond its first prompt: 2 of a reply, 1 + 2, and 1 + 1 of one that is cut short.
+    assert len(partner.asked) == 3
+    assert partner.asked[-1].sampling.max_tokens == 1
+
+
+def test_an_episode_in_which_only_a_partner_spoke_is_a_failure() -> None:
+    @rlsys.environment(seats=("first", "second"), num_retries=0)
+    async def alone(chat: Any, task: Any) -> float:
+        await chat.seat("second")("1")
+        return 1.0
+
+    ended, _, _ = play(alone, lambda text: "5", lambda text: "a")
+    assert ended.failure is not None
+    assert "without a reply of the policy" in ended.failure.message
+
+
+def test_too_long_a_first_text_is_told_with_whose_it_was() -> None:
+    @rlsys.environment(seats=("first", "second"), num_retries=0)
+    async def longwinded(chat: Any, task: Any) -> float:
+        await chat("1")
+        await chat.seat("second")("1" * 30)
+        return 1.0
+
+    ended, _, _ = play(longwinded, lambda text: "5", lambda text: "a")
+    assert ended.failure is not None
+    assert "frozen model's seat of longwinded begins with 30 tokens" in ended.failure.message
+
+
+@pytest.mark.parametrize("seat", [0, 1])
+def test_a_seats_forks_are_the_seats(seat: int) -> None:
+    @rlsys.environment(seats=("first", "second"))
+    async def forks(chat: Any, task: Any) -> float:
+        for one in (chat, chat.seat("second")):
+            await one("1")
+            await one.fork()("2")
+        return 1.0
+
+    ended, sampler, partner = play(forks, lambda text: "5", lambda text: "9", seat=seat)
+    assert ended.played is not None, ended.failure
+    assert len(sampler.asked) == len(partner.asked) == 2
+    assert ended.played.trajectory.num_branches == 1
+    assert set(ended.played.trajectory.branches.reshape(-1, 4)[:, 3]) == {1 - seat}
+
+
+def test_another_policy_has_a_seat_of_the_same_rollout() -> None:
+    """Who is trained shares the rollout, its tokens and its limits; only who samples differs."""
+
+    @rlsys.environment(seats=("first", "second"), max_turns=3)
+    async def both(chat: Any, task: Any) -> dict[str, float]:
+        two = chat.seat("second")
+        move = await chat("1")
+        answer = await two(move)
+        two.reward(-2.0)
+        await chat(answer)
+        return {"won": 1.0 if two.done and chat.done else 0.0}
+
+    codec = Codec(build_tokenizer(CHARACTERS), chat_template="")
+    sampler, other = Scripted(codec, lambda text: "4"), Scripted(codec, lambda text: "9")
+
+    async def run() -> Ended:
+        host = EpisodeHost(
+            both,
+            codec,
+            sampler,
+            limits=LIMITS,
+            plain=InThreads(),
+            partners={1: Partner(codec=None, sampler=other)},
+        )
+        (ended,) = await played(host, [request()])
+        return ended
+
+    ended = asyncio.run(run())
+    assert ended.played is not None, ended.failure
+    assert ended.played.components == {"turns": -2.0, "won": 1.0}
+    trajectory = ended.played.trajectory
+    first, second = (path.tolist() for path in trajectory.paths())
+    assert (first, second) == ([4, 7, 2, 12, 7, 2], [7, 12, 2])
+    assert len(sampler.asked) == 2
+    assert len(other.asked) == 1
+    seats = seats_of(trajectory)
+    assert seats.tolist() == [0] * 5 + [1] * 3
+    assert trajectory.policy_versions.tolist() == [7, 7, -1, 7, 7, -1, 7, 7]
+    assert trajectory.turn_rewards.tolist() == [0, 0, 0, 0, 1, 0, 0, -2]
+    assert num_by_seat(trajectory.policy_versions, seats) == (4, 2)
+    assert [line["sampled"] for line in ended.played.transcript if line["seat"] == "second"] == [
+        False,
+        True,
+    ]
+
+
+def test_what_parse_refuses_of_another_policy_is_the_policys() -> None:
+    @rlsys.environment(seats=("first", "second"), format_reward=-9.0)
+    async def parses(chat: Any, task: Any) -> float:
+        return float(await chat.seat("second")("1", parse=int))
+
+    codec = Codec(build_tokenizer(CHARACTERS), chat_template="")
+
+    async def run() -> Ended:
+        partners = {1: Partner(codec=None, sampler=Scripted(codec, lambda text: "?"))}
+        host = EpisodeHost(
+            parses,
+            codec,
+            Scripted(codec, lambda text: "4"),
+            limits=LIMITS,
+            plain=InThreads(),
+            partners=partners,
+        )
+        (ended,) = await played(host, [request()])
+        return ended
+
+    ended = asyncio.run(run())
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == -9.0
