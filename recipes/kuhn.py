@@ -58,7 +58,7 @@ class KuhnConfig(RunConfig):
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=1024))
     trainer: TrainerConfig = field(
         default_factory=lambda: TrainerConfig(
-            learning_rate=2e-3,
+            learning_rate=1e-3,
             schedule="linear",
             final_lr_frac=0.01,
             adam_betas=(0.0, 0.99),
