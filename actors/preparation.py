@@ -252,6 +252,11 @@ def _check_environment(
         f"{config.sampling.max_tokens}, of a whole episode, are more than the model's context of "
         f"{shape.max_context} tokens; lower one of them.",
     )
+    require(
+        not config.rollout.replay_routing,
+        "rollout.replay_routing=True with flow.play: episodes do not keep which experts their "
+        "tokens went to; use flow.generate, or replay_routing=False.",
+    )
     template = None if environment.plain_text else tokenizer.chat_template or None
     ToolUse(environment, template, asyncio.to_thread)
 

@@ -246,6 +246,11 @@ def test_held_out_tasks_are_what_a_run_of_episodes_is_evaluated_on(tmp_path: Pat
             {"data": DataConfig(prompt_column="question")},
             r"data\.prompt_column='question' is of prompts, and flow\.play has tasks",
         ),
+        (
+            {"rows": [{"number": "1"}] * 2},
+            {"rollout": rlsys.RolloutConfig(replay_routing=True)},
+            r"rollout\.replay_routing=True with flow\.play: episodes do not keep",
+        ),
     ],
 )
 def test_an_evaluation_of_episodes_that_could_not_be_done_is_told(
