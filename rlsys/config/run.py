@@ -144,7 +144,7 @@ class RolloutConfig:
     """CPU cores that Ray reserves for one replica; also its compute threads."""
     num_gpus: float = 0
     """GPUs that Ray reserves for one replica; 0 runs on the CPU."""
-    quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] | None = None
+    quantization: Literal["fp8_per_tensor", "fp8_per_channel"] | None = None
     """Linear layers' weights in 8 bits, from each new version again: less memory, faster, further
     from the trainer; vllm only. Per channel runs on the CPU too."""
     replay_routing: bool = False
@@ -276,7 +276,7 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutConfig:
-    """Evaluation on held-out prompts, or tasks where the graph plays, beside training."""
+    """Evaluation beside training, on held-out prompts, or tasks to play."""
 
     every: int = 0
     """Optimizer steps between evaluations; there is one before the first step and one after the

@@ -166,7 +166,6 @@ def test_held_out_tasks_are_played_beside_training(tmp_path: Path) -> None:
         assert line["eval/prompts"] == 3
         parts = [line.get(f"eval/{name}/mean", 0.0) for name in ("right", "turns", "final")]
         assert line["eval/mean@2"] == pytest.approx(sum(parts), abs=1e-5)
-        assert 0.0 <= line["eval/right/mean"] <= 1.0
     assert "held-out, after step 4: pass@1" in job.output
 
 

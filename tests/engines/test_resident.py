@@ -202,14 +202,14 @@ def test_damage_that_makes_the_loss_no_number_is_not_told_as_the_users(model_pat
 
 def test_beside_what_an_engine_computes_with_lie_two_versions_at_most(model_path: Path) -> None:
     """One of them is the trainer's own weights: what rlsys.estimate counts."""
-    engine, num = make_engine(model_path), []
+    engine, num, before = make_engine(model_path), [], memories()
     computes_with: Weights | None = None
     for seed in range(5):
         manifest = engine.publish()
         assert manifest is not None
         taken = Weights(manifest)  # the engine prepares it, while the trainer goes on
         step(engine, seed)
-        num.append(len(memories()) - (computes_with is not None))
+        num.append(len(memories() - before) - (computes_with is not None))
         if computes_with is not None:
             computes_with.close()
         computes_with = taken

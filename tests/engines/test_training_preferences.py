@@ -186,9 +186,9 @@ def test_metrics_of_a_policys_pairs_are_means_over_pairs(tmp_path: Path) -> None
     assert metrics["preference/incomplete_frac"] == 0
 
 
-def test_a_pair_that_is_torn_apart_is_refused(model_path: Path) -> None:
+def test_a_pair_that_is_torn_apart_is_refused(model_path: Path, tmp_path: Path) -> None:
     rows = make_pairs(2)
-    for engine in (make_scorer(model_path), make_engine(model_path, loss=dpo())):
+    for engine in (make_scorer(model_path), make_engine(tiny_model(tmp_path), loss=dpo())):
         with pytest.raises(ValueError, match="1 of the 2 rows of group 1 are in a micro-batch"):
             engine.accumulate(MicroBatch(rows=rows[:3]))
 

@@ -134,7 +134,7 @@ def test_whose_fault_it_is(server: Callable[[int], Any]) -> None:
 
     async def check() -> None:
         async with server(8) as (url, _):
-            with pytest.raises(Refused, match="'five' was refused"):
+            with pytest.raises(Refused, match="parse refused 'five'"):
                 await play(OpenEnv(url=url, action=number), "five")
             with pytest.raises(Refused, match="the environment refused"):
                 await play(OpenEnv(url=url, action=lambda reply: {"message": 5}), "5")
