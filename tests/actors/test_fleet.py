@@ -286,6 +286,7 @@ async def collect_until_death(replica: RayReplica) -> str:
         return str(death)
 
 
+@pytest.mark.slow
 def test_a_replica_that_stops_fails_or_hangs_has_a_successor_in_its_place(cluster: Any) -> None:
     async def run() -> None:
         async with hiring(1) as team:

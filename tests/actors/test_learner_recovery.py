@@ -249,6 +249,7 @@ def assert_same_steps(found: list[StepResult], expected: list[StepResult]) -> No
         assert (one.policy_version, one.num_tokens) == (other.policy_version, other.num_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_with_a_place_less_training_goes_on_and_with_its_return_grows(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -221,12 +221,15 @@ def test_a_model_that_does_more_than_its_plan_is_refused(
             *((name, x, {}) for x in ("dp2pp2", "tp2pp2", "cp2pp2") for name in FAMILIES),
             ("deep qwen3", "dp2pp2v2", {"gradient_checkpointing": "full"}),
         ],
-        [
-            *((name, "cp4", {}) for name in ("1-headed qwen3", "2-headed qwen3")),
-            *((name, "cp4", {}) for name in ("2-headed gemma3_text", "2-headed gpt_oss")),
-            ("qwen3", "cp2tp2", {}),
-            *(("qwen3_moe", f"{x}2ep2", {}) for x in ("dp", "tp", "cp")),
-        ],
+        pytest.param(
+            [
+                *((name, "cp4", {}) for name in ("1-headed qwen3", "2-headed qwen3")),
+                *((name, "cp4", {}) for name in ("2-headed gemma3_text", "2-headed gpt_oss")),
+                ("qwen3", "cp2tp2", {}),
+                *(("qwen3_moe", f"{x}2ep2", {}) for x in ("dp", "tp", "cp")),
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["data", "stages", "others"],
 )

@@ -238,6 +238,7 @@ def chaos(*arguments: str, timeout_s: float) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_that_is_hurt_ends_well() -> None:
     found = chaos("--runs", "1", "--seed", "0", "--steps", "10", timeout_s=840)
