@@ -85,7 +85,7 @@ def draw(found: Mapping[str, Curve]) -> Any:
     for panel in panels[len(found) :]:
         panel.set_visible(False)
     figure.supxlabel("optimizer step", color=INK)
-    figure.supylabel("reward, or what stands in brackets", color=INK)
+    figure.supylabel("reward (or what is told)", color=INK)
     return figure
 
 

@@ -293,9 +293,9 @@ def _to_copy(num_bytes: int) -> tuple[Bytes, Bytes]:
 
 
 def measure_peer(path: Path, layout: str) -> dict[str, float]:
-    """Medians of rank 0: our publication, and each of two readers that takes its half, against
-    gathering a state dict on rank 0, then writing it to memory as one file with a checksum, or
-    broadcasting it to two readers."""
+    """Medians of rank 0: our publication, the check of weights before the step that changes them
+    (check_ms), and each of two readers that takes its half, against gathering a state dict on rank
+    0, then writing it to memory as one file with a checksum, or broadcasting it to two readers."""
     ranks: list[tuple[dict[str, float], dict[str, int]]] = on_ranks(
         Layout.parse(layout).num_ranks, _on_rank, path, layout
     )
@@ -319,6 +319,7 @@ def _on_rank(
         return result
 
     def ours() -> None:
+        timed("check_ms", engine._before_change)  # as the optimizer's step does
         manifest = timed("publish_ms", engine.publish)
         told = [manifest]
         if world_size > 1:
