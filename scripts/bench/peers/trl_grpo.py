@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+from trl import GRPOConfig, GRPOTrainer
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 32, 8, 16
 NUM_STEPS, WARM_UP = 20, 4

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+from trl import GRPOConfig, GRPOTrainer
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 16, 8, 24
 NUM_PROBLEMS = 4096
