@@ -21,7 +21,12 @@ from rlsys.data.hub import in_short, unreadable
 from rlsys.engines import onednn_linear
 from rlsys.engines.attention import ATTENTION, register_attention
 from rlsys.engines.float32_product import Float32Copy, float32_product, gradient_sum, mm
-from rlsys.engines.loading_report import check_kinds, check_report, no_printed_report
+from rlsys.engines.loading_report import (
+    REPORTED,
+    check_kinds,
+    check_report,
+    no_printed_report,
+)
 from rlsys.engines.promises import Promise
 from rlsys.engines.sixteen_bit_linear import use_float32_products
 from rlsys.engines.weight_files import load_promised
@@ -52,12 +57,7 @@ def load_causal_lm(
 
     hide_progress_bars()
     try:
-        options = {
-            "dtype": getattr(torch, dtype),
-            "attn_implementation": "eager",
-            "output_loading_info": True,
-            "ignore_mismatched_sizes": True,
-        }
+        options = {"dtype": getattr(torch, dtype), "attn_implementation": "eager", **REPORTED}
         with no_printed_report():
             loaded = None
             if promised:

@@ -17,6 +17,9 @@ from rlsys.engines.promises import Promise, sources
 
 NUM_SHOWN = 3
 
+# Of from_pretrained, for it to tell what check_report reads.
+REPORTED: Mapping[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+
 
 @contextmanager
 def no_printed_report() -> Iterator[None]:
@@ -37,8 +40,8 @@ def check_report(
     """Raise ValueError, with the first names, unless the files had all that the model has, but for
     `may_lack`, in its shapes, and of its layers nothing else.
 
-    `report`: what `from_pretrained(..., output_loading_info=True, ignore_mismatched_sizes=True)`
-    tells. What lies outside of the model's layers may be there: towers for images, other heads.
+    `report`: what `from_pretrained(..., **REPORTED)` tells. What lies outside of the model's layers
+    may be there: towers for images, other heads.
     """
     layers = tuple(
         f"{name}." for name, one in model.named_modules() if isinstance(one, nn.ModuleList)

@@ -25,7 +25,12 @@ from torch import nn
 from rlsys.data.hub import in_short, unreadable
 from rlsys.engines.architecture import Architecture, Outputs, check_architecture, difference
 from rlsys.engines.causal_lm import backbone, check_finite, hide_progress_bars
-from rlsys.engines.loading_report import check_kinds, check_report, no_printed_report
+from rlsys.engines.loading_report import (
+    REPORTED,
+    check_kinds,
+    check_report,
+    no_printed_report,
+)
 from rlsys.engines.weight_files import load_promised
 
 HAS_HEAD = "ForSequenceClassification"
@@ -47,12 +52,7 @@ def load_scalar_lm(
     hide_progress_bars()
     config, kind, has_head = check_scalar_head(path, fresh_head=fresh_head)
     try:
-        options = {
-            "dtype": getattr(torch, dtype),
-            "attn_implementation": "eager",
-            "output_loading_info": True,
-            "ignore_mismatched_sizes": True,
-        }
+        options = {"dtype": getattr(torch, dtype), "attn_implementation": "eager", **REPORTED}
         with no_printed_report():
             loaded = None
             if promised:
