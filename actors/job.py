@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
+from rlsys import by_value
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig
 from rlsys.controller import Controller, OpenWork
@@ -424,7 +423,7 @@ class Job:
         factory = EvaluationFactory(
             config=self._config,
             rewards=pack_rewards(rewards) if rewards else None,
-            environment=cloudpickle.dumps(environment) if environment else None,
+            environment=by_value.dumps(environment) if environment else None,
             loss=held_out_loss(self._config, self._flow),
             rows=self._held_out.rows,
         )

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import cloudpickle
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlsys import by_value
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.dataflow.graph import Dataflow
@@ -404,7 +404,7 @@ class _Actors:
         handles = {model: one.worker.handle for model, one in partners.items()}
         make_host = EnvironmentFactory(
             config=config,
-            environment=cloudpickle.dumps(stage.environment),
+            environment=by_value.dumps(stage.environment),
             tokenizer=self._tokenizer,
             max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
             seats=tuple(seats),

@@ -24,8 +24,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
+from rlsys import by_value
 from rlsys.environments.chat import Chat
 from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import EpisodeOver
@@ -77,7 +76,7 @@ class PlainFunctions:
         self, environment: Environment, *, memory_gib: float, start_timeout_s: float
     ) -> None:
         self._environment = environment
-        self._packed = cloudpickle.dumps(environment)
+        self._packed = by_value.dumps(environment)
         self._memory_gib = memory_gib
         self._start_timeout_s = start_timeout_s
         self._numbers = itertools.count(1)
@@ -126,7 +125,7 @@ class PlainFunctions:
         process = self._own.get() or await self._running()
         number = next(self._numbers)
         with process.call(number) as messages:
-            process.send("call", number, cloudpickle.dumps((function, args, named)))
+            process.send("call", number, by_value.dumps((function, args, named)))
             message = await messages.get()
         return _outcome(message)
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import cloudpickle
-
+from rlsys import by_value
 from rlsys.rewards.reward import Reward, RewardFunction, as_rewards
 
 
@@ -37,7 +36,7 @@ def pack_rewards(functions: Sequence[Reward | RewardFunction]) -> PackedRewards:
     for one in rewards:
         check_travels(f"reward {one.name!r}", one.function)
     return PackedRewards(
-        pickled=cloudpickle.dumps(rewards),
+        pickled=by_value.dumps(rewards),
         rewards=tuple(
             PackedReward(name=one.name, weight=one.weight, timeout_s=one.timeout_s)
             for one in rewards
@@ -59,7 +58,7 @@ def check_travels(what: str, function: Any) -> None:
 def _error_of(value: object) -> str:
     """Why it cannot be pickled, on one line; empty if it can."""
     try:
-        cloudpickle.dumps(value)
+        by_value.dumps(value)
     # An object's own __reduce__ raises what it likes.
     except Exception as error:  # noqa: BLE001
         return " ".join(f"{type(error).__name__}: {error}".split())

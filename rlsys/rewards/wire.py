@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
+from rlsys import by_value
 from rlsys.types import FinishReason, Int32Array, Rollout
 
 LENGTH = struct.Struct("<Q")
@@ -97,5 +97,4 @@ def _pickled(metadata: dict[str, Any]) -> bytes:
     try:
         return pickle.dumps(metadata)
     except (pickle.PicklingError, AttributeError, TypeError):
-        pickled: bytes = cloudpickle.dumps(metadata)  # of a class that the recipe's script defines
-        return pickled
+        return by_value.dumps(metadata)  # of a class that the recipe's script defines

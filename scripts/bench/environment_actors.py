@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import psutil
 import ray
@@ -42,6 +41,7 @@ from actors.factories import EnvironmentFactory
 from actors.playing import PlayingReplica
 from actors.rollout import RayReplica, RolloutActor
 from actors.store_shards import StoreShards
+from rlsys import by_value
 from rlsys.engines.generation.protocol import EngineStats
 from rlsys.environments.environment import Environment
 from rlsys.observe.trace import Tracer
@@ -166,7 +166,7 @@ async def playing(
     sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s)), None, shards)
     make_host = EnvironmentFactory(
         config=CONFIG,
-        environment=cloudpickle.dumps(environment),
+        environment=by_value.dumps(environment),
         tokenizer=build_tokenizer(CHARACTERS),
         max_context=4160,
     )
@@ -286,7 +286,7 @@ async def host_steps(num: int = 2000, turns: int = 20) -> dict[str, float]:
     """The same without Ray and without calls: what the worker's event loop can do."""
     make_host = EnvironmentFactory(
         config=CONFIG,
-        environment=cloudpickle.dumps(null),
+        environment=by_value.dumps(null),
         tokenizer=build_tokenizer(CHARACTERS),
         max_context=4160,
     )

@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Literal
 
-import cloudpickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import rlsys
+from rlsys import by_value
 from rlsys.environments import tools as module
 from rlsys.environments.tool_call import Call
 from rlsys.environments.tools import MAX_CALLS, MIN_OUTPUT_CHARS, ToolSet, cut, tool
@@ -319,7 +319,7 @@ def test_a_tool_travels_to_a_worker() -> None:
     def times_factor(n: int) -> int:
         return n * factor
 
-    there = pickle.loads(cloudpickle.dumps(times_factor))
+    there = pickle.loads(by_value.dumps(times_factor))
     assert (there.name, there.timeout_s, there(2)) == ("times", 2, 6)
     assert there.schema == times_factor.schema
 
@@ -337,9 +337,9 @@ def test_the_types_of_a_scripts_tool_travel_with_it() -> None:
     script: dict[str, Any] = {"__name__": "a_script_that_nobody_can_import"}
     exec(SCRIPT, script)  # cloudpickle sends of it what the function's code names
     here = tool(script["turn"])
-    there = pickle.loads(cloudpickle.dumps(here))
+    there = pickle.loads(by_value.dumps(here))
     assert there.schema == here.schema
-    tools = ToolSet([pickle.loads(cloudpickle.dumps(there))])
+    tools = ToolSet([pickle.loads(by_value.dumps(there))])
     right, wrong = contents(tools, call("turn", where="left"), call("turn", where="up"))
     assert right == "left"
     assert "where" in wrong
