@@ -237,7 +237,7 @@ MIN_REWARD_MEMORY_GIB = 0.5
 
 
 def check_quantized(rollout: RolloutConfig, dtype: str, setting: str = "model.dtype") -> None:
-    """Raise ValueError for weights in a precision, that of `setting`, which vLLM does not quantize."""
+    """Raise ValueError for weights in a precision, of `setting`, that vLLM does not quantize."""
     require(
         rollout.quantization is None or dtype != "float32",
         f"rollout.quantization={rollout.quantization!r} with {setting}=float32: vLLM quantizes "
