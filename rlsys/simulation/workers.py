@@ -573,7 +573,7 @@ class Record:
 
 def _layout(num_tokens: int, *, is_played: bool = False, num_rows: int = 1) -> Layout:
     tokens = np.zeros(num_tokens, np.int32)
-    beside = {name: tokens for name in PLAYED_COLUMNS} if is_played else {}
+    beside = dict.fromkeys(PLAYED_COLUMNS, tokens) if is_played else {}
     columns = {
         **beside,
         "prompt_token_ids": np.zeros(NUM_PROMPT_TOKENS, np.int32),
