@@ -20,6 +20,7 @@ from rlsys.config import (
     RoleConfig,
     RunConfig,
     TrainedRoleConfig,
+    check_quantized,
     require,
 )
 from rlsys.data.alphabet import Alphabet
@@ -329,8 +330,8 @@ def _check_partner(
     config: RunConfig, stage: PlayStage, model: Model, tokenizer: Any, shape: ModelShape
 ) -> None:
     """Raise ValueError for a model that cannot play a seat: without weights, with too short a
-    context, or with another chat template where tools are called by the policy's. `tokenizer` and
-    `shape` are the policy's."""
+    context, in a precision that its engine does not quantize, or with another chat template where
+    tools are called by the policy's. `tokenizer` and `shape` are the policy's."""
     role, environment = model.config, stage.environment
     assert role is not None
     path, setting = role.model.path, f"{model.name}.model.path"
@@ -349,6 +350,8 @@ def _check_partner(
         f"{config.sampling.max_tokens}, of a whole conversation, are more than the {room} tokens "
         f"of {named} ({of_what}); lower one of them.",
     )
+    if isinstance(role, TrainedRoleConfig):  # whose engines are as the policy's
+        check_quantized(config.rollout, role.model.dtype, f"{model.name}.model.dtype")
     require(
         model.may_train  # with the policy's tokens, and so its template
         or not environment.tools

@@ -30,6 +30,7 @@ from rlsys.config import (
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
+    check_quantized,
     check_samples,
     require,
 )
@@ -103,6 +104,7 @@ class EvaluationConfig:
             self.model.path != "",
             "no model is given; give a Hugging Face model directory or hub name.",
         )
+        check_quantized(self.rollout, self.model.dtype)
 
     @property
     def params(self) -> SamplingParams:

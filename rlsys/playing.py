@@ -24,6 +24,7 @@ from rlsys.config import (
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
+    check_quantized,
     require,
 )
 from rlsys.data.prompts import load_tokenizer
@@ -69,6 +70,7 @@ class Player:
         seconds that it took, without the start. Raises ValueError for a mistake in model or
         environment that shows before anything is played; EngineError if the engine dies; what
         `on_ended` raises."""
+        check_quantized(self.rollout, self.model.dtype)
         longest = self.max_prompt_tokens + self.sampling.max_tokens
         max_context = model_shape(self.model.path).max_context
         require(

@@ -90,24 +90,34 @@ def test_parts_that_no_episode_gives_are_told_once() -> None:
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 2),
     failing=st.sampled_from([0.0, 0.1, 0.3]),
+    which=st.sampled_from([0, -1]),
+    gather_s=st.sampled_from([0.0, 1.0, 10.0]),
     dies_after=st.sampled_from([None, 5, 20]),
 )
 def test_a_failed_episode_drops_its_group_once(
-    seed: int, max_staleness: int, failing: float, dies_after: int | None
+    seed: int,
+    max_staleness: int,
+    failing: float,
+    which: int,
+    gather_s: float,
+    dies_after: int | None,
 ) -> None:
-    """Over deaths of replicas too; the ledger raises if a group ends twice."""
+    """Over deaths of replicas too, and told together with others of its group; the ledger raises if
+    a group ends twice."""
     rng = random.Random(seed)
     hopeless: set[int] = set()
 
     def plays(request: GenerationRequest) -> RewardResult | RewardFailure:
         assert request.task is not None
-        if request.task.index == 0 and rng.random() < failing:
+        if request.task.index == which % request.task.group_size and rng.random() < failing:
             hopeless.add(request.task.group_id)
             return failure()
         return RewardResult(total=rng.random(), components={})
 
     w = world(seed, num_replicas=2, asynchrony=AsyncConfig(max_staleness=max_staleness))
     w.replicas[0].dies_after = dies_after
+    for replica in w.replicas:
+        replica.gather_s = gather_s
     w.fleet.prepare = lambda replica: setattr(replica, "plays", plays)
     run_in_virtual_time(playing(w, plays).run())
     trained = {g for step in w.learner.trained for rows in step for g in rows.group_ids}

@@ -80,6 +80,12 @@ def test_six_turns_are_all() -> None:
     assert ended.played.components["found"] == 0.0
 
 
+def test_a_guess_of_nothing_is_no_number() -> None:
+    ended = guesses(1, lambda text: "")
+    assert ended.played is not None
+    assert ended.played.components == {"final": 0.0}
+
+
 def test_a_guess_that_is_no_number_ends_it() -> None:
     ended = guesses(32, lambda text: "?")
     assert ended.played is not None

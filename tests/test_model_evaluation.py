@@ -234,3 +234,9 @@ def test_several_rewards_are_told_apart(config: EvaluationConfig) -> None:
     assert found.estimates["eval/mean@4"].value == pytest.approx(1 / 8 + 1)
     assert found.estimates["eval/half/mean"].value == 0.5
     assert found.estimates["eval/second/mean"].value == pytest.approx(1 / 8)
+
+
+def test_a_precision_that_is_not_quantized_is_refused(config: EvaluationConfig) -> None:
+    rollout = RolloutConfig(engine="vllm", quantization="fp8_per_channel")
+    with pytest.raises(ValueError, match=r"model\.dtype=float32: vLLM quantizes models of 16 bits"):
+        replace(config, rollout=rollout)

@@ -17,6 +17,7 @@ from rlsys.config.run import (
     RolloutConfig,
     RunConfig,
     SamplingConfig,
+    check_quantized,
     check_samples,
 )
 from rlsys.config.training import (
@@ -52,6 +53,7 @@ __all__ = [
     "SamplingConfig",
     "TrainedRoleConfig",
     "TrainerConfig",
+    "check_quantized",
     "check_samples",
     "require",
 ]

@@ -236,6 +236,15 @@ class RolloutConfig:
 MIN_REWARD_MEMORY_GIB = 0.5
 
 
+def check_quantized(rollout: RolloutConfig, dtype: str, setting: str = "model.dtype") -> None:
+    """Raise ValueError for weights in a precision, of `setting`, that vLLM does not quantize."""
+    require(
+        rollout.quantization is None or dtype != "float32",
+        f"rollout.quantization={rollout.quantization!r} with {setting}=float32: vLLM quantizes "
+        f"models of 16 bits alone; use {setting}=bfloat16, or leave it out.",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """The pool that runs reward functions."""
@@ -528,11 +537,7 @@ class RunConfig:
             self.keep_checkpoints >= 1,
             f"keep_checkpoints={self.keep_checkpoints} would delete the newest one; use >= 1.",
         )
-        require(
-            self.rollout.quantization is None or self.model.dtype != "float32",
-            f"rollout.quantization={self.rollout.quantization!r} with model.dtype=float32: vLLM "
-            "quantizes models of 16 bits alone; use model.dtype=bfloat16, or leave it out.",
-        )
+        check_quantized(self.rollout, self.model.dtype)
         if self.placement == "colocated":
             self._check_colocated()
         updates, eta = self.trainer.updates_per_step, self.asynchrony.max_staleness

@@ -311,15 +311,15 @@ class GenerationSide:
         live: list[FinishedRollout] = []
         live_groups: dict[int, Group] = {}
         rows: list[int] = []
+        if self._outcomes:
+            # All before any is written: an episode that failed takes its group's others along.
+            rollouts = [one for one in rollouts if self._is_worth_something(block, one)]
         for rollout in rollouts:
             group = self._group_of(rollout.request_id)
             if group is None:  # dropped, or issued again, in the meantime
                 self._state.store.discard(block, [rollout.cell[1]])
                 continue
             index = _index_of(rollout.request_id)
-            if self._outcomes and not self._outcomes.take(group, index, rollout):
-                self._state.store.discard(block, [rollout.cell[1]])
-                continue
             group.rollouts[index].finished = rollout
             if group.prompt.completions and self._state.records(group.group_id):
                 group.rollouts[index].text = _held_text(group, index, rollout)
@@ -338,6 +338,16 @@ class GenerationSide:
             )
             if self._outcomes:
                 self._outcomes.written(live_groups.values())
+
+    def _is_worth_something(self, block: BlockRef, rollout: FinishedRollout) -> bool:
+        """Note what an episode is worth. False: nothing, and its group, if there was one, has
+        ended."""
+        assert self._outcomes is not None
+        group = self._group_of(rollout.request_id)
+        if group and self._outcomes.take(group, _index_of(rollout.request_id), rollout):
+            return True
+        self._state.store.discard(block, [rollout.cell[1]])
+        return False
 
     def _lost_in_transit(self, rollouts: Sequence[FinishedRollout]) -> None:
         """Their shard died before the store knew of them."""

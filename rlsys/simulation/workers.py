@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import math
 import random
@@ -110,6 +111,7 @@ class SimulatedReplica:
     latency_s: Callable[[], float]
     num_slots: int = 1 << 20
     load_s: float = 0.0
+    gather_s: float = 0.0  # told together is what ends within so long
     version: int = 0
     submitted: list[str] = field(default_factory=list)  # request ids
     greedy: list[str] = field(default_factory=list)  # those of them that ask for greedy baselines
@@ -206,13 +208,25 @@ class SimulatedReplica:
 
     async def collect(self) -> Collected:
         self._require_alive()
-        rollout = await self._finished.get()
-        self.num_collected += 1
+        ended = [await self._finished.get()]
+        if self.gather_s:
+            await asyncio.sleep(self.gather_s)
+        while self.gather_s and not self._finished.empty():
+            ended.append(self._finished.get_nowait())
+        self.num_collected += len(ended)
         if self.dies_after is not None and self.num_collected > self.dies_after:
             self.die()
         self._require_alive()
-        assert rollout is not None
-        return Collected(finished=[rollout], parts=await self.progress(), has_sampled=True)
+        finished = [rollout for rollout in ended if rollout is not None]
+        assert len(finished) == len(ended)
+        if len(finished) > 1:
+            layout = _layout(3, is_played=bool(self.plays), num_rows=len(finished))
+            block = BlockRef(self.shard, next(LEASES), 0, layout)
+            finished = [
+                dataclasses.replace(rollout, cell=(block, place))
+                for place, rollout in enumerate(finished)
+            ]
+        return Collected(finished=finished, parts=await self.progress(), has_sampled=True)
 
     async def progress(self) -> list[Part]:
         self._require_alive()
@@ -557,18 +571,17 @@ class Record:
             del self.steps[step:]
 
 
-def _layout(num_tokens: int, *, is_played: bool = False) -> Layout:
+def _layout(num_tokens: int, *, is_played: bool = False, num_rows: int = 1) -> Layout:
     tokens = np.zeros(num_tokens, np.int32)
-    beside = {name: [tokens] for name in PLAYED_COLUMNS} if is_played else {}
-    return layout_of(
-        {
-            **beside,
-            "prompt_token_ids": [np.zeros(NUM_PROMPT_TOKENS, np.int32)],
-            "token_ids": [tokens],
-            "sampler_logprobs": [tokens.astype(np.float32)],
-            "policy_versions": [tokens],
-        }
-    )
+    beside = dict.fromkeys(PLAYED_COLUMNS, tokens) if is_played else {}
+    columns = {
+        **beside,
+        "prompt_token_ids": np.zeros(NUM_PROMPT_TOKENS, np.int32),
+        "token_ids": tokens,
+        "sampler_logprobs": tokens.astype(np.float32),
+        "policy_versions": tokens,
+    }
+    return layout_of({name: [column] * num_rows for name, column in columns.items()})
 
 
 def _staleness(trained: TrainedStep, group: Group) -> int:

@@ -225,6 +225,17 @@ def test_a_policy_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_policy_whose_engines_cannot_quantize_it_is_refused(tmp_path: Path) -> None:
+    """By its own name: its engines are as the policy's, its precision is not."""
+    refused(
+        tmp_path,
+        r"rollout\.quantization='fp8_per_channel' with rival\.model\.dtype=float32: .* use rival\.",
+        lambda config: graph(config, RoleConfig(), TrainedRoleConfig()),
+        model=ModelConfig(path=str(tmp_path / "policy"), dtype="bfloat16"),
+        rollout=RolloutConfig(engine="vllm", quantization="fp8_per_channel"),
+    )
+
+
 def test_devices_in_turns_and_seats_exclude_each_other(tmp_path: Path) -> None:
     refused(
         tmp_path,

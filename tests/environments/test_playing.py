@@ -151,6 +151,9 @@ def test_it_works_where_a_loop_runs(model: Path) -> None:
     assert len(asyncio.run(cell())) == 1
 
 
+QUANTIZED = RolloutConfig(engine="vllm", quantization="fp8_per_channel")
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -159,6 +162,7 @@ def test_it_works_where_a_loop_runs(model: Path) -> None:
         ({"greedy": True, "num_episodes": 2}, "num_episodes=2 of greedy=True are all the same"),
         ({"max_prompt_tokens": 40}, "max_prompt_tokens=40 and sampling.max_tokens=32"),
         ({"model": "nowhere/at-all"}, "nowhere/at-all"),
+        ({"rollout": QUANTIZED}, r"model\.dtype=float32: vLLM quantizes models of 16 bits alone"),
     ],
 )
 def test_mistakes_are_told(model: Path, given: dict[str, Any], words: str) -> None:
