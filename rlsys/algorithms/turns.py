@@ -97,12 +97,12 @@ def turn_batch_advantage(
     discount: float = 1.0,
     epsilon: float = 1e-4,
 ) -> torch.Tensor:
-    """`turn_mean_advantage` / (its root mean square over the turns of the batch + ε):
+    """`turn_mean_advantage` / (its standard deviation, about 0, over the turns of the batch + ε):
     REINFORCE++ with baseline, 2501.03262, over turns. [N], [N], [N] -> [N].
 
     One number for the whole step, in which each turn counts once, whatever its length and its
-    place. With one turn a rollout it is `reinforce_plus_plus_baseline_advantage`: the square is
-    divided by one less than there are turns.
+    place. With one turn a rollout it is `reinforce_plus_plus_baseline_advantage`: the sum of squares
+    is divided by one less than there are turns.
     """
     episodes = _Episodes.of(
         turn_rewards, turns, seats, row_offsets, group_index, loss_mask, discount
