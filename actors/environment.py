@@ -22,7 +22,7 @@ from rlsys.dataflow.stages import (
 )
 from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest
 from rlsys.environments.turns import num_by_seat, seats_of, turns_of
-from rlsys.environments.witness import Blocked, Witness
+from rlsys.environments.witness import BLOCKED_S, Blocked, Witness
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import FinishReason, GenerationRequest, Sampled
@@ -36,10 +36,6 @@ from .turns import Turns
 
 # Episodes that end one after the other are told together.
 GATHER_S = 0.02
-
-# An environment that computes on the event loop holds up all episodes of its worker; longer than
-# this, and the worker is replaced. What takes time is a plain function, or awaits.
-BLOCKED_S = 30.0
 
 MakeHost = Callable[[Any, Mapping[str, Any]], EpisodeHost]  # of what samples, and partners
 

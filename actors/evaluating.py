@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from rlsys.config import RunConfig
 from rlsys.controller import BetweenSteps
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.environments.environment import Environment
+from rlsys.environments.witness import Blocked
 from rlsys.held_out import evaluation_config, export_path, is_due, pending_exports
 from rlsys.held_out_loss import HeldOutLoss
 from rlsys.model_evaluation import Evaluation, evaluate_packed, evaluate_played
@@ -33,11 +35,14 @@ from rlsys.run_directory import MAX_WAITING
 from rlsys.scoreboard import Scoreboard
 from rlsys.signal import Signal
 
-from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError
+from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, begun
 from .store import StoreAddress
 
 # One `wait` answers after this time at the latest.
 WAIT_S = 5.0
+
+# One `blocked` answers after this time at the latest; the next one follows at once.
+WATCH_S = 5.0
 
 # Deaths of the worker over one model, before it is left out.
 MAX_DEATHS = 2
@@ -77,8 +82,14 @@ class EvaluationFactory:
     loss: HeldOutLoss | None
     rows: Sequence[Mapping[str, Any]] | None
 
-    async def __call__(self, model: str, on_progress: Callable[[], None]) -> Found:
-        """`on_progress` is called for every sample that is scored, and every pass."""
+    async def __call__(
+        self,
+        model: str,
+        on_progress: Callable[[], None],
+        on_blocked: Callable[[Blocked], None],
+    ) -> Found:
+        """`on_progress` is called for every sample that is scored, and every pass; `on_blocked` as
+        of `Player.play`."""
         config = evaluation_config(self.config, model)
         sampled, of_loss = Found(metrics={}), {}
         if self.loss is not None:
@@ -88,7 +99,11 @@ class EvaluationFactory:
         if self.environment is not None:
             environment: Environment = cloudpickle.loads(self.environment)
             evaluation = await evaluate_played(
-                config, environment, rows=self.rows, on_sample=lambda sample: on_progress()
+                config,
+                environment,
+                rows=self.rows,
+                on_sample=lambda sample: on_progress(),
+                on_blocked=on_blocked,
             )
             sampled = Found.of(evaluation)
         elif self.rewards is not None:
@@ -103,13 +118,15 @@ class EvaluationFactory:
         return replace(sampled, metrics=told)
 
 
-@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP | {"witness": 1})
 class EvaluationActor(Heartbeat):
     def __init__(self, evaluate: EvaluationFactory, store: StoreAddress, tracer: Tracer) -> None:
         self._evaluate = evaluate
         self._tracer = tracer
         self._num_done = 0
         self._work: asyncio.Task[Found] | None = None
+        self._blocked: Blocked | None = None
+        self._is_blocked = threading.Event()
 
     async def begin(self, model: str) -> None:
         self._num_done = 0
@@ -121,6 +138,13 @@ class EvaluationActor(Heartbeat):
         assert self._work is not None, "nothing was begun"
         await asyncio.wait([self._work], timeout=WAIT_S)
         return self._num_done, self._work.result() if self._work.done() else None
+
+    @ray.method(concurrency_group="witness")
+    def blocked(self) -> Blocked | None:
+        """In a thread of its own: whether an episode blocks the event loop, so that nothing else
+        answers; waits a bounded time."""
+        self._is_blocked.wait(WATCH_S)
+        return self._blocked
 
     async def drain_trace(self) -> TraceBatch:
         return self._tracer.drain()
@@ -134,8 +158,12 @@ class EvaluationActor(Heartbeat):
         def count() -> None:
             self._num_done += 1
 
+        def block(blocked: Blocked) -> None:
+            self._blocked = blocked
+            self._is_blocked.set()
+
         with self._tracer.span("evaluation", "evaluate", model=Path(model).name):
-            return await self._evaluate(model, count)
+            return await self._evaluate(model, count, block)
 
 
 class Evaluator:
@@ -278,6 +306,13 @@ class Evaluator:
         cluster, worker = self._config.cluster, self._worker
         await worker.call("begin", str(path), timeout_s=cluster.start_timeout_s)
         limit_s = max(cluster.start_timeout_s, cluster.call_timeout_s)
+        looking = begun(_end_blocked(worker))
+        try:
+            return await self._answer(worker, limit_s)
+        finally:
+            looking.cancel()
+
+    async def _answer(self, worker: Worker, limit_s: float) -> Found:
         last, since = 0, time.monotonic()
         while True:
             told: Told = await worker.call("wait", timeout_s=WAIT_S + worker.timeout_s)
@@ -289,3 +324,11 @@ class Evaluator:
                 last, since = num_done, time.monotonic()
             if time.monotonic() - since > limit_s:
                 worker.end(f"it has got nothing done for {limit_s:g} s (cluster.call_timeout_s)")
+
+
+async def _end_blocked(worker: Worker) -> None:
+    """Ends it when an episode blocks its event loop, as soon as that shows."""
+    blocked: Blocked | None = None
+    while blocked is None:
+        blocked = await worker.call("blocked", timeout_s=WATCH_S + worker.timeout_s)
+    worker.end(f"an episode {blocked.told}")

@@ -7,12 +7,11 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from rlsys.environments.witness import Blocked
+from rlsys.environments.witness import BLOCKED_S, Blocked
 from rlsys.rewards import RewardFailure
 from rlsys.types import GenerationRequest
 
 from .calls import Worker, begun
-from .environment import BLOCKED_S
 from .rollout import COLLECT_WAIT_S, DEADLY
 
 # How long one call looks whether the event loop goes on; the next one follows at once.

@@ -23,8 +23,10 @@ def run_to_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _here(work)
-    return _in_a_thread(work)
+        run = _here  # called below: an error of the work has no other one before it
+    else:
+        run = _in_a_thread
+    return run(work)
 
 
 def _here(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -43,10 +43,11 @@ from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.sampling import request_seed
 from rlsys.environments.environment import Environment
 from rlsys.environments.host import Ended, EpisodeHost
+from rlsys.environments.witness import Blocked
 from rlsys.estimate import model_shape
 from rlsys.evaluation import Estimate, as_metrics, bootstrap, evaluate
 from rlsys.fields import conform
-from rlsys.playing import Player
+from rlsys.playing import Player, tell_blocked
 from rlsys.rewards import (
     PackedRewards,
     Reward,
@@ -216,9 +217,11 @@ async def evaluate_played(
     *,
     rows: Rows | None = None,
     on_sample: Callable[[Sample], None] = lambda sample: None,
+    on_blocked: Callable[[Blocked], None] = tell_blocked,
 ) -> Evaluation:
     """As `evaluate_model`, of episodes: the data's rows are tasks, and the environment says what
-    one is worth. An episode that fails in all its tries is a sample whose reward failed."""
+    one is worth. An episode that fails in all its tries is a sample whose reward failed.
+    `on_blocked`: as of `Player.play`."""
     with offline_where_unreachable(*_hub_names(config, rows)):
         tasks = held_out_tasks(config, environment, rows)
         player = Player(
@@ -237,7 +240,7 @@ async def evaluate_played(
             samples.append(_sample(host, ended))
             on_sample(samples[-1])
 
-        seconds = await player.play(environment, tasks, on_ended)
+        seconds = await player.play(environment, tasks, on_ended, on_blocked)
     return _evaluation(config, samples, seconds)
 
 

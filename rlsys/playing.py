@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from rlsys.environments.environment import Environment, as_environment
 from rlsys.environments.episode import Played
 from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest, make_host
 from rlsys.environments.room import EpisodeLimits
+from rlsys.environments.witness import Blocked, watched
 from rlsys.errors import RunFailed
 from rlsys.estimate import model_shape
 from rlsys.types import Generation, GenerationRequest
@@ -45,6 +47,18 @@ START_TIMEOUT_S = 300.0  # for plain functions to be loaded
 
 # Episodes that are played at a time, in multiples of the requests that the engine runs at a time.
 OPEN = 2
+
+
+log = logging.getLogger(__name__)
+
+
+def tell_blocked(blocked: Blocked) -> None:
+    """Nothing else can be done where the episodes run in the user's own process."""
+    log.warning(
+        "an episode has %s, and nothing else goes on meanwhile: what takes so long is awaited, or "
+        "belongs in a plain function (def)",
+        blocked.told,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +79,11 @@ class Player:
         environment: Environment,
         tasks: Tasks,
         on_ended: Callable[[EpisodeHost, Ended], None],
+        on_blocked: Callable[[Blocked], None] = tell_blocked,
     ) -> float:
-        """`on_ended` is given each episode, in no order, and the host that played it. Returns the
-        seconds that it took, without the start. Raises ValueError for a mistake in model or
+        """`on_ended` is given each episode, in no order, and the host that played it. `on_blocked`
+        is called, in another thread, when one blocks the event loop for 30 s. Returns the seconds
+        that it took, without the start. Raises ValueError for a mistake in model or
         environment that shows before anything is played; EngineError if the engine dies; what
         `on_ended` raises."""
         check_quantized(self.rollout, self.model.dtype)
@@ -101,7 +117,8 @@ class Player:
             stack.push_async_callback(host.close)
             await host.start()
             began = time.monotonic()
-            await self._play(host, sampler, tasks, on_ended)
+            with watched(on_blocked):
+                await self._play(host, sampler, tasks, on_ended)
             return time.monotonic() - began
 
     async def _play(

@@ -6,15 +6,20 @@ The tasks of an episode have its name, so that the loop's current task says whos
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rlsys.user_functions import OF_OTHERS, printable
+
+# An environment that computes on the event loop holds up all episodes beside it; longer than this,
+# and it is told. What takes time is a plain function, or awaits.
+BLOCKED_S = 30.0
 
 # Time is counted in pieces of this length: while the process itself stands still, none passes.
 TICK_S = 1.0
@@ -80,3 +85,23 @@ class Witness:
         (last,) = shown
         line = f" ({last.line})" if last.line else ""
         return printable(f"{last.filename}:{last.lineno}, in {last.name}{line}")
+
+
+@contextlib.contextmanager
+def watched(on_blocked: Callable[[Blocked], None], *, limit_s: float = BLOCKED_S) -> Iterator[None]:
+    """Of the running event loop: `on_blocked` is called in another thread, once, when it has been
+    blocked for longer than `limit_s`."""
+    witness = Witness(limit_s=limit_s)
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            if (blocked := witness.watch(TICK_S)) is not None:
+                on_blocked(blocked)
+                return
+
+    threading.Thread(target=watch, name="witness", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

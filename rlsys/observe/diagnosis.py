@@ -127,7 +127,7 @@ def _failed_rewards(lines: Lines) -> Iterator[Finding]:
         "failed_rewards",
         f"{failed:.0f} rollouts got no reward{f' ({causes})' if causes else ''} and were dropped, "
         f"with their groups, over the last {_steps(lines)}: look at the reward function, whose "
-        "limit is reward.timeout_s, or at what a judge is asked.",
+        "limit is reward.timeout_s, the environment, which has its own, or what a judge is asked.",
     )
 
 

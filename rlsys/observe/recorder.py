@@ -6,6 +6,7 @@ controller ─► Recorder ─► metrics.jsonl, rollouts.jsonl, trace, wandb, c
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -70,7 +71,7 @@ class Recorder:
         self._step_started = clock()
         self._num_generated_tokens = 0
         self._num_failed: Counter[str] = Counter()  # in this step
-        self._shown_failures: set[str] = set()
+        self._shown_failures: set[tuple[str, str, str]] = set()
         self._left_out: set[str] = set()  # metrics that were not finite, and are told of
         self._refused_rewards: list[float] | None = None  # in this step; None: never any
         self._failed_told_at = groups_per_step
@@ -93,9 +94,11 @@ class Recorder:
         }
 
     def reward_failed(self, failure: RewardFailure) -> None:
-        """Shown in full the first time that a kind of failure comes, then only counted."""
-        if failure.kind not in self._shown_failures:
-            self._shown_failures.add(failure.kind)
+        """Shown in full the first time that a kind of failure comes from a line of the user's
+        code, then only counted."""
+        place = (failure.kind, failure.reward, _last_line(failure.message))
+        if place not in self._shown_failures:
+            self._shown_failures.add(place)
             self._console.warn(f"{failure.what} {failure.reward!r} failed: {failure.message}")
         self._num_failed[failure.kind] += 1
         total = self._num_failed.total()
@@ -258,6 +261,12 @@ class Recorder:
         self._metrics.close()
         self._rollouts.close()
         self._wandb.close(failed=failed)
+
+
+def _last_line(message: str) -> str:
+    """Where the traceback in it ends, if there is one."""
+    places = re.findall(r'^ *File "[^"\n]*", line \d+', message, re.MULTILINE)
+    return places[-1] if places else ""
 
 
 def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:

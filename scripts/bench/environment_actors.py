@@ -36,7 +36,7 @@ import ray
 
 import rlsys
 from actors.calls import Worker, end_all
-from actors.environment import BLOCKED_S, EnvironmentActor, as_episode
+from actors.environment import EnvironmentActor, as_episode
 from actors.factories import EnvironmentFactory
 from actors.playing import PlayingReplica
 from actors.rollout import RayReplica, RolloutActor
@@ -44,6 +44,7 @@ from actors.store_shards import StoreShards
 from rlsys import by_value
 from rlsys.engines.generation.protocol import EngineStats
 from rlsys.environments.environment import Environment
+from rlsys.environments.witness import BLOCKED_S
 from rlsys.observe.trace import Tracer
 from rlsys.signal import Signal
 from rlsys.tiny_models import build_tokenizer

@@ -12,6 +12,7 @@ import pytest
 from actors.calls import Worker, WorkerDied
 from actors.evaluating import MAX_DEATHS, Evaluator, Found
 from rlsys.config import HeldOutConfig, RunConfig
+from rlsys.environments.witness import Blocked
 from rlsys.held_out import export_path
 from rlsys.model_evaluation import Evaluation
 from rlsys.scoreboard import Scoreboard, damages_of, read_evaluations
@@ -25,19 +26,35 @@ Answer = Callable[[str], Evaluation | Exception]
 
 
 class FakeWorker:
-    """Evaluates a model when `release` is set; `answer` says what it comes to."""
+    """Evaluates a model when `release` is set; `answer` says what it comes to. `blocks`: an episode
+    does, and nothing is answered."""
 
-    def __init__(self, answer: Answer, release: asyncio.Event) -> None:
+    def __init__(self, answer: Answer, release: asyncio.Event, *, blocks: bool) -> None:
         self._answer = answer
         self._release = release
         self._model = ""
         self.timeout_s = 1.0
         self.is_dead = False
+        self._blocks = asyncio.Event()
+        self._died = asyncio.Event()
+        self._cause = ""
+        if blocks:
+            self._blocks.set()
+
+    def end(self, cause: str) -> None:
+        self.is_dead, self._cause = True, cause
+        self._died.set()
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         if method == "begin":
             (self._model,) = args
             return None
+        if method == "blocked":
+            await self._blocks.wait()
+            return Blocked(seconds=30.0, task="0.0", where="line 7")
+        if self._blocks.is_set():
+            await self._died.wait()
+            raise WorkerDied(f"evaluation died: {self._cause}")
         await self._release.wait()
         result = self._answer(Path(self._model).name)
         if isinstance(result, Exception):
@@ -58,6 +75,7 @@ class World:
         self.num_signs_of_life = 0
         self.hired: list[FakeWorker] = []
         self.is_full = False
+        self.blocks = False
         self.evaluator = Evaluator(
             CONFIG,
             self.board,
@@ -74,7 +92,7 @@ class World:
         self.num_signs_of_life += 1
 
     def hire(self, answer: Answer) -> Worker:
-        self.hired.append(FakeWorker(answer, self.release))
+        self.hired.append(FakeWorker(answer, self.release, blocks=self.blocks))
         self.is_evaluating.set()
         return cast(Worker, self.hired[-1])
 
@@ -151,6 +169,25 @@ def test_a_worker_that_dies_is_followed_by_another_and_then_by_a_warning(tmp_pat
         ]
         assert len(world.hired) == MAX_DEATHS + 2
         assert not list(world.files.evaluating.iterdir())
+
+    run(work())
+
+
+def test_an_episode_that_blocks_the_worker_is_told_with_its_line(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path, lambda name: found(0.5))
+        world.blocks = True
+        await world.after(0)
+        await world.finish()
+        world.blocks = False
+        await world.after(10)
+        await world.finish()
+        told = "evaluation died: an episode blocked the event loop for 30 s at line 7"
+        assert world.warnings == [
+            f"{told}; another takes its place",
+            f"the model of step 0 is not evaluated: {told}",
+        ]
+        assert [line["step"] for line in world.results] == [10]
 
     run(work())
 

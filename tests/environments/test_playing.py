@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rlsys
 from rlsys import RolloutConfig, SamplingConfig, playing
 from rlsys.engines.generation.protocol import EngineError
+from rlsys.environments.witness import watched
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
 
@@ -169,3 +172,40 @@ def test_mistakes_are_told(model: Path, given: dict[str, Any], words: str) -> No
     arguments = {"model": model, "environment": asks_thrice, "tasks": [{"number": 1}], **given}
     with pytest.raises(ValueError, match=words):
         play(**arguments)
+
+
+def test_who_blocks_the_event_loop_is_told_with_the_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_told = tmp_path / "told"
+    told: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            is_told.touch()
+
+    listener = Listener()
+    monkeypatch.setattr(playing, "watched", partial(watched, limit_s=1.0))
+
+    def waits(file: Path) -> float:
+        end = time.monotonic() + PATIENCE_S
+        while not file.exists() and time.monotonic() < end:
+            time.sleep(0.01)  # as an environment does that must not
+        return float(file.exists())
+
+    @rlsys.environment(turn_tokens=2, plain_text=True)
+    async def blocks(chat: Any, task: Any) -> float:
+        await chat("?")
+        return waits(Path(task["told"]))
+
+    playing.log.addHandler(listener)
+    try:
+        (episode,) = play(model, blocks, [{"told": str(is_told)}])
+    finally:
+        playing.log.removeHandler(listener)
+    assert episode.total == 1.0
+    (message,) = told
+    assert message.startswith("an episode has blocked the event loop for ")
+    assert "test_playing.py:" in message
+    assert ", in waits (" in message

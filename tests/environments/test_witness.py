@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
-from rlsys.environments.witness import TICK_S, Blocked, Witness
+from rlsys.environments.witness import TICK_S, Blocked, Witness, watched
 
 PATIENCE_S = 60.0
 
 
 def test_it_says_who_blocks_and_where() -> None:
-    is_seen = threading.Event()
+    is_seen, is_blocked = threading.Event(), threading.Event()
     ticks: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -17,14 +18,17 @@ def test_it_says_who_blocks_and_where() -> None:
         if len(ticks) == 20:
             is_seen.set()
 
+    begin: Callable[[], object] = is_blocked.set  # a call without a frame that might be told
+
     def blocks() -> None:
-        is_seen.wait(PATIENCE_S)  # the line that is told
+        _ = begin(), is_seen.wait(PATIENCE_S)  # the line that is told
 
     async def seen() -> Blocked | None:
         witness = Witness(limit_s=3 * TICK_S, sleep=sleep)
         found: list[Blocked | None] = []
 
         def watch() -> None:
+            is_blocked.wait(PATIENCE_S)
             found.append(witness.watch(1000 * TICK_S))
             is_seen.set()
 
@@ -42,7 +46,10 @@ def test_it_says_who_blocks_and_where() -> None:
     assert blocked is not None
     assert blocked.task == "7.0.0"
     assert blocked.seconds == 3 * TICK_S
-    assert "in blocks (is_seen.wait(PATIENCE_S)  # the line that is told)" in blocked.where
+    assert (
+        "in blocks (_ = begin(), is_seen.wait(PATIENCE_S)  # the line that is told)"
+        in blocked.where
+    )
     assert __file__ in blocked.where
     assert "for 3 s at " in blocked.told
 
@@ -60,3 +67,24 @@ def test_a_loop_that_goes_on_is_not_blocked() -> None:
         return await asyncio.to_thread(witness.watch, 200 * TICK_S)
 
     assert asyncio.run(seen()) is None
+
+
+def test_a_loop_is_watched_while_something_runs_in_it() -> None:
+    is_told = threading.Event()
+    told: list[Blocked] = []
+
+    def tell(blocked: Blocked) -> None:
+        told.append(blocked)
+        is_told.set()
+
+    async def blocks() -> None:
+        with watched(tell, limit_s=TICK_S):
+            is_told.wait(PATIENCE_S)  # the line that is told
+
+    async def work() -> None:
+        await asyncio.create_task(blocks(), name="7.0.0")
+
+    asyncio.run(work())
+    (blocked,) = told
+    assert blocked.task == "7.0.0"
+    assert blocked.where.endswith("in blocks (is_told.wait(PATIENCE_S)  # the line that is told)")

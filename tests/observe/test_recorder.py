@@ -151,6 +151,21 @@ def test_rollouts_that_nearly_all_fail_are_told_at_growing_intervals(
     assert [line.partition(" rollouts failed")[0] for line in told[3:]] == ["4"]
 
 
+def test_a_failure_is_shown_in_full_for_each_line_that_raises() -> None:
+    told: list[str] = []
+    console: Any = SimpleNamespace(warn=told.append)
+    watcher = recorder_of(console=console)
+    for line, words in [(13, "one"), (13, "two"), (20, "one"), (13, "three"), (20, "two")]:
+        message = (
+            f'play raised ValueError: {words}\n  File "a.py", line 3\n  File "b.py", line {line}\n'
+        )
+        watcher.reward_failed(
+            RewardFailure(kind="exception", reward="play", message=message, what="environment")
+        )
+    shown = [line for line in told if line.startswith("environment 'play' failed")]
+    assert [line.rpartition(" ")[2].strip() for line in shown] == ["13", "20"]
+
+
 def test_the_summary_is_told_what_was_dropped_in_no_step() -> None:
     ledger = Ledger(lambda event: None, groups_per_step=4)
     for group_id, reason in enumerate(["refused", "stale", "refused"]):

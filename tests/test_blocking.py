@@ -1,0 +1,27 @@
+"""What waits for a coroutine outside of a loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rlsys.blocking import run_to_end
+
+
+async def fails() -> None:
+    raise ValueError("the work's own")
+
+
+def test_an_error_of_the_work_is_told_alone() -> None:
+    with pytest.raises(ValueError, match="own") as raised:
+        run_to_end(fails)
+    assert raised.value.__context__ is None
+
+
+def test_within_a_loop_the_error_is_the_works_own() -> None:
+    async def within() -> None:
+        run_to_end(fails)
+
+    with pytest.raises(ValueError, match="own"):
+        asyncio.run(within())
