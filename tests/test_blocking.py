@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 import pytest
 
@@ -25,3 +26,19 @@ def test_within_a_loop_the_error_is_the_works_own() -> None:
 
     with pytest.raises(ValueError, match="own"):
         asyncio.run(within())
+
+
+def test_an_interrupt_cancels_the_work() -> None:
+    ended = False
+
+    async def waits() -> None:
+        nonlocal ended
+        try:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(3600)
+        finally:
+            ended = True
+
+    with pytest.raises(KeyboardInterrupt):
+        run_to_end(waits)
+    assert ended

@@ -101,8 +101,8 @@ def turn_batch_advantage(
     REINFORCE++ with baseline, 2501.03262, over turns. [N], [N], [N] -> [N].
 
     One number for the whole step, in which each turn counts once, whatever its length and its
-    place. With one turn a rollout it is `reinforce_plus_plus_baseline_advantage`: the sum of squares
-    is divided by one less than there are turns.
+    place. With one turn a rollout it is `reinforce_plus_plus_baseline_advantage`: what is divided
+    by one less than there are turns is the sum of squares.
     """
     episodes = _Episodes.of(
         turn_rewards, turns, seats, row_offsets, group_index, loss_mask, discount
