@@ -60,7 +60,7 @@ def test_imports_go_one_way() -> None:
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
     "user_functions json_text disk fields metrics environ signal",
-    "algorithms types errors mesh lora hf_config interrupts pipes blocking sandbox",
+    "algorithms types errors mesh lora hf_config interrupts pipes blocking by_value sandbox",
     "file_modes",
     "growing_file",
     "manifest evaluation",

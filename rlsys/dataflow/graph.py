@@ -22,7 +22,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from rlsys.config import JudgeConfig, TrainedRoleConfig, require
+from rlsys.config import JudgeConfig, require
+from rlsys.dataflow.drawing import as_lines, as_mermaid
 from rlsys.dataflow.given import (
     check_aggregation,
     check_columns,
@@ -83,17 +84,14 @@ from rlsys.dataflow.stages import (
     Stage,
     StepStage,
     TrainStage,
+    names_of,
 )
 from rlsys.dataflow.store import StreamStore
+from rlsys.dataflow.whole_graph import check_groups, check_whole
 from rlsys.environments.environment import as_environment
 from rlsys.fields import checked
 from rlsys.metrics import (
-    REWARD_MEAN,
-    SCORE_MEAN,
-    VALUE_MEAN,
     column_mean,
-    is_own,
-    is_own_family,
 )
 from rlsys.rewards.reward import as_rewards
 from rlsys.types import MAX_BRANCHES
@@ -629,67 +627,20 @@ class Dataflow:
                 self.stages[place] = replace(stage, reads=(*stage.reads, column))
 
     def check(self) -> None:
-        """Raise ValueError for what only the whole graph shows: a column that nobody reads, a stage
-        that cannot wait for the step, no rows, a model that nobody runs, or trains as it says, a
-        column whose mean is called as another metric."""
-        self.stage(SourceStage)
-        self.trained(self.main.name)
-        readers = {column.name for stage in self.stages for column in stage.reads}
-        require(
-            not self._has_greedy or IS_GREEDY.name in readers,
-            "flow.generate(greedy_baseline=True) samples rollouts that no stage compares with; "
-            "give IS_GREEDY to flow.per_group (remax_advantage), or leave greedy_baseline out.",
-        )
-        for stage in self.stages:
-            unread = [c.name for c in stage.writes if c.name not in readers]
-            if isinstance(stage, SourceStage):
-                continue
-            require(
-                not unread,
-                f"stage {stage.name!r} writes {unread}, which no stage reads; drop it, or let "
-                "flow.train watch it.",
-            )
-        late = self.step_columns
-        for stage in self.stages:
-            for column in stage.reads:
-                require(
-                    column != BRANCHES or not isinstance(stage, PerBatchStage),
-                    f"stage {stage.name!r} reads {BRANCHES_COLUMN!r}, which has values for each "
-                    "branch of a rollout and none for its tokens; let it read 'turns' and 'seats'.",
-                )
-                require(
-                    column.width == 1
-                    or column.name in (EXPERTS_COLUMN, BRANCHES_COLUMN)
-                    or isinstance(stage, TrainStage),
-                    f"stage {stage.name!r} reads {column.name!r}, which has {column.width} values "
-                    "a token; only the loss of flow.train reads such columns.",
-                )
-                require(
-                    column.name not in late
-                    or isinstance(stage, TrainStage | PerBatchStage | ControlStage),
-                    f"stage {stage.name!r} runs as soon as it can, and reads {column.name!r}, "
-                    "which is there only when a step is complete; use flow.per_batch.",
-                )
-                require(
-                    not self.source.prompts.may_be_external
-                    or column.name != SAMPLER_COLUMN
-                    or not isinstance(stage, PerBatchStage),
-                    f"stage {stage.name!r} reads {SAMPLER_COLUMN!r}, which nobody knows of groups "
-                    f"that other runs share; let flow.infer write {PROXIMAL_COLUMN!r} and read "
-                    "that.",
-                )
-        self._check_models_used()
-        self._check_updates()
-        self._check_means()
+        """Raise ValueError for what only the whole graph shows."""
+        check_whole(self)
 
     def check_groups(self, group_size: int) -> None:
         """Raise ValueError unless groups are as large as the configuration has them."""
-        source = self.source
-        require(
-            source.group_size == group_size,
-            f"the dataflow has groups of group_size={source.group_size} (flow.{source.name}), the "
-            f"configuration says group_size={group_size}; give both the same.",
-        )
+        check_groups(self, group_size)
+
+    def to_mermaid(self) -> str:
+        """The graph as a Mermaid flowchart."""
+        return as_mermaid(self)
+
+    def describe(self) -> str:
+        """One line per stage: name, what it reads, what it writes."""
+        return as_lines(self)
 
     def stage(self, kind: type[S]) -> S:
         """The one stage of a kind; ValueError if there is none."""
@@ -797,55 +748,19 @@ class Dataflow:
         columns = {c for stage in in_store for c in stage.writes if c.name not in late}
         source = self.source
         specs = [
-            StageSpec(name=stage.name, reads=self._waits_for(stage), writes=_names(stage.writes))
+            StageSpec(name=stage.name, reads=self._waits_for(stage), writes=names_of(stage.writes))
             for stage in in_store
         ]
         step = _distinct((*source.writes, *self.step_reads))
         return StreamStore(
             tensors=[column.name for column in columns if column.per == "token"],
             scalars=[column.name for column in columns if column.per == "row"],
-            stages=[*specs, StageSpec(name="train", reads=_names(step))],
+            stages=[*specs, StageSpec(name="train", reads=names_of(step))],
             group_size=source.group_size,
             max_bytes=max_bytes,
             max_row_bytes=max_row_bytes,
             on_free=on_free,
         )
-
-    def to_mermaid(self) -> str:
-        """The graph as a Mermaid flowchart: stages, joined by the columns that one writes and
-        another reads."""
-        writer = {column.name: s.name for s in self.stages for column in s.writes}
-        place = {stage.name: f"s{number}" for number, stage in enumerate(self.stages)}
-        lines = ["flowchart LR", f"    prompts([prompts]) --> {place[self.stages[0].name]}"]
-        for stage in self.stages:
-            model = getattr(stage, "model", None)
-            label = f"{stage.name}<br/><i>{model.name}</i>" if model else stage.name
-            lines.append(f'    {place[stage.name]}["{label}"]')
-        for stage in self.stages:
-            by_writer: dict[str, list[str]] = {}
-            for column in stage.reads:
-                if column not in FACTS:
-                    by_writer.setdefault(writer[column.name], []).append(column.name)
-            for source, columns in by_writer.items():
-                lines.append(f"    {place[source]} -- {', '.join(columns)} --> {place[stage.name]}")
-        for stage in self.all(TrainStage):
-            for user in self.stages:
-                if stage.model in _users(user):
-                    weights = f"{place[stage.name]} -. weights, version v+1 .-> {place[user.name]}"
-                    lines.append(f"    {weights}")
-        return "\n".join(lines)
-
-    def describe(self) -> str:
-        """One line per stage: name, what it reads, what it writes."""
-        width = max(len(stage.name) for stage in self.stages)
-        lines = []
-        for stage in self.stages:
-            reads = ", ".join(_names(stage.reads)) or "prompts"
-            writes = ", ".join(_names(stage.writes))
-            if isinstance(stage, TrainStage):
-                writes = stage.model.name
-            lines.append(f"{stage.name:<{width}}  {reads}  ->  {writes}")
-        return "\n".join(lines)
 
     def _check_group_size(self, function: Callable[..., Any]) -> None:
         from rlsys.algorithms.groups import check_group_size
@@ -860,72 +775,11 @@ class Dataflow:
             "this one's flow.model has made.",
         )
 
-    def _check_models_used(self) -> None:
-        trained = {stage.model.name for stage in self.all(TrainStage)}
-        partners = [one for stage in self.all(PlayStage) for one in stage.partners]
-        of_rows = {one.name: "play" for one in partners if not one.may_train}
-        for stage in self.row_stages:
-            name = stage.model.name
-            require(
-                name not in of_rows,
-                f"stages {of_rows.get(name)!r} and {stage.name!r} run the frozen model {name!r}, "
-                "whose workers do one thing; give one of them a flow.model of its own, with the "
-                "same path.",
-            )
-            of_rows[name] = stage.name
-        run = {*trained, *of_rows, *(stage.model.name for stage in self.all(InferStage))}
-        run.update(one.name for one in partners)
-        for name, model in self.models.items():
-            require(
-                model.is_main or name in run,
-                f"model {name!r} is run by no stage, and would be started for nothing; leave it "
-                "out, or give it to flow.infer or flow.judge, or a seat of flow.play.",
-            )
-            require(
-                not isinstance(model.config, TrainedRoleConfig) or name in trained,
-                f"model {name!r} has a TrainedRoleConfig, and no stage trains it; add a "
-                "flow.train, or give flow.model a RoleConfig.",
-            )
-            require(
-                model.is_main or name not in trained or not is_own_family(name),
-                f"model {name!r} is trained, and its metrics would stand in metrics.jsonl as "
-                f"{name + '/...'!r}, among others of that name; give it another one, such as "
-                "'critic'.",
-            )
-
-    def _check_updates(self) -> None:
-        """Of π_prox, which several updates of a step need, a graph has that of its main model."""
-        for stage in self.all(TrainStage):
-            role = stage.model.config
-            if stage.seats is None or not isinstance(role, TrainedRoleConfig):
-                continue
-            num = role.trainer.updates_per_step
-            require(
-                num == 1 or getattr(stage.loss, "interpolates_proximal", False),
-                f"stage {stage.name!r} makes {num} updates of {stage.model.name!r} a step "
-                "(trainer.num_minibatches times num_epochs), for which its loss needs "
-                f"{PROXIMAL_COLUMN!r}, and a graph has that of its main model alone; use one "
-                "update, or a loss that interpolates it.",
-            )
-
     @property
     def means(self) -> frozenset[str]:
         """Metrics that tell of columns with a value per row."""
         columns = (column for stage in self.stages for column in stage.writes)
         return frozenset(column_mean(column.name) for column in columns if column.per == "row")
-
-    def _check_means(self) -> None:
-        """A column's mean and a metric of rlsys's own must not have the same name."""
-        told_of = {"value": VALUE_MEAN, "score": SCORE_MEAN}  # by such a main model, no other
-        free = {REWARD_MEAN, *told_of.values()} - {told_of.get(self.main.head)}
-        for stage in self.stages:
-            for column in stage.writes:
-                mean = column_mean(column.name)
-                require(
-                    column.per == "token" or mean in free or not is_own(mean),
-                    f"stage {stage.name!r} writes column {column.name!r}, whose mean would stand "
-                    f"in metrics.jsonl as {mean!r}, as another number does; give it another name.",
-                )
 
     def _check_first_source(self) -> None:
         found = self.all(SourceStage)
@@ -940,7 +794,7 @@ class Dataflow:
         return bool(self.all(DatasetStage))
 
     @property
-    def _has_greedy(self) -> bool:
+    def has_greedy(self) -> bool:
         return any(stage.greedy_baseline for stage in self.all(GenerateStage))
 
     def _waits_for(self, stage: Stage) -> tuple[str, ...]:
@@ -977,11 +831,11 @@ class Dataflow:
                 "let a stage say which is: flow.per_group(function, reward, name='preference').",
             )
             require(
-                column != IS_GREEDY or self._has_greedy,
+                column != IS_GREEDY or self.has_greedy,
                 f"stage {stage.name!r} reads IS_GREEDY, and no rollout of this graph is greedy; "
                 "use flow.generate(..., greedy_baseline=True).",
             )
-        written = _names(stage.writes)
+        written = names_of(stage.writes)
         for column in stage.writes:
             require(
                 isinstance(column.name, str) and bool(column.name),
@@ -989,7 +843,7 @@ class Dataflow:
                 "give one, such as 'values'.",
             )
             require(
-                column.name not in _names(FACTS)
+                column.name not in names_of(FACTS)
                 or (column.name == PREFERENCE.name and not self._has_pairs),
                 f"stage {stage.name!r} writes column {column.name!r}, which every row has without "
                 "a stage; give its column another name.",
@@ -1005,20 +859,9 @@ class Dataflow:
         return stage.writes
 
 
-def _users(stage: Stage) -> tuple[Model, ...]:
-    """The models whose newest weights it runs, where they are trained."""
-    if isinstance(stage, PlayStage):
-        return (stage.model, *stage.partners)
-    return (stage.model,) if isinstance(stage, GenerateStage | InferStage) else ()
-
-
 def _distinct(columns: Iterable[Column]) -> tuple[Column, ...]:
     return tuple(dict.fromkeys(columns))
 
 
 def _stored(columns: Iterable[Column]) -> tuple[str, ...]:
     return tuple(column.name for column in columns if column not in FACTS)
-
-
-def _names(columns: Iterable[Column]) -> tuple[str, ...]:
-    return tuple(column.name for column in columns)

@@ -8,7 +8,7 @@ its neighbours.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -296,3 +296,7 @@ class ControlStage(Stage):
 
 RowStage = InferStage | JudgeStage
 StepStage = PerBatchStage | InferStage | ControlStage
+
+
+def names_of(columns: Iterable[Column]) -> tuple[str, ...]:
+    return tuple(column.name for column in columns)

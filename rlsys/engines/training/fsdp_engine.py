@@ -579,8 +579,9 @@ class FSDPEngine:
             self._verify()  # else it is the user's
             raise FloatingPointError(
                 f"loss {sums.loss} and gradient norm {sums.grad_norm} at {what}: not a number that "
-                "can be trained on; lower trainer.learning_rate, or look for infinite "
-                "advantages or sampler_logprobs." + self._range_hint
+                "can be trained on; look for infinite advantages or sampler_logprobs, or lower "
+                "trainer.learning_rate in a new run, which may begin with weights of this one "
+                "(model.path)." + self._range_hint
             )
         if sums.denominator <= 0:
             self._begin_batch()
