@@ -31,13 +31,14 @@ from rlsys.algorithms import clipped_surrogate, entropy_bonus, token_mean, turn_
 
 LARGEST = 63
 DIGITS = string.digits + string.ascii_letters + "+-"
+VALUES = {digit: value for value, digit in enumerate(DIGITS)}  # DIGITS.index("") would be 0
 
 
 @rlsys.environment(max_turns=6, turn_tokens=1, plain_text=True)
 async def guess(chat: Any, task: Any) -> dict[str, float]:
     low, high = 1, LARGEST
     while not chat.done:
-        number = low - 1 + await chat(DIGITS[high - low + 1], parse=DIGITS.index)
+        number = low - 1 + await chat(DIGITS[high - low + 1], parse=VALUES.__getitem__)
         chat.reward(1 / (1 + abs(number - (low + high) // 2)), "halving")
         if number == task["number"]:
             return {"found": 1.0}

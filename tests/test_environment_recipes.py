@@ -80,6 +80,13 @@ def test_six_turns_are_all() -> None:
     assert ended.played.components["found"] == 0.0
 
 
+def test_no_digit_is_no_guess() -> None:
+    ended = guesses(1, lambda text: "")
+    assert ended.played is not None
+    assert ended.played.total == 0.0
+    assert "found" not in ended.played.components
+
+
 def test_a_guess_that_is_no_number_ends_it() -> None:
     ended = guesses(32, lambda text: "?")
     assert ended.played is not None
