@@ -313,13 +313,15 @@ class GenerationSide:
         rows: list[int] = []
         for rollout in rollouts:
             group = self._group_of(rollout.request_id)
-            if group is None:  # dropped, or issued again, in the meantime
+            if group is not None and self._outcomes:
+                self._outcomes.take(group, _index_of(rollout.request_id), rollout)
+        # Not before all are taken: one that is worth nothing ends its group, with others of it.
+        for rollout in rollouts:
+            group = self._group_of(rollout.request_id)
+            if group is None or (self._outcomes and not self._outcomes.is_worth(rollout)):
                 self._state.store.discard(block, [rollout.cell[1]])
                 continue
             index = _index_of(rollout.request_id)
-            if self._outcomes and not self._outcomes.take(group, index, rollout):
-                self._state.store.discard(block, [rollout.cell[1]])
-                continue
             group.rollouts[index].finished = rollout
             if group.prompt.completions and self._state.records(group.group_id):
                 group.rollouts[index].text = _held_text(group, index, rollout)

@@ -23,21 +23,22 @@ class PlayedOutcomes:
         self._named: set[str] = set()  # numbers that episodes gave
         self._num_heard = 0
 
-    def take(self, group: Group, index: int, rollout: FinishedRollout) -> bool:
-        """Note what an episode is worth. False: it is worth nothing that could be told, and its
-        group has ended."""
+    def take(self, group: Group, index: int, rollout: FinishedRollout) -> None:
+        """Note what an episode is worth; or that this cannot be told, which ends its group."""
         outcome = rollout.outcome
         if isinstance(outcome, RewardResult):
             note = group.rollouts[index]
             note.components = outcome.components
             note.text = rollout.text
             self._hear(outcome)
-            return True
-        if outcome is not None:
+        elif outcome is not None:
             self._failures.failed(group.rows[index], group.group_id, outcome)
         else:
             assert rollout.finish_reason is FinishReason.ABORTED, "played, and worth nothing"
-        return False
+
+    def is_worth(self, rollout: FinishedRollout) -> bool:
+        """Whether it can be told what it is worth."""
+        return isinstance(rollout.outcome, RewardResult)
 
     def _hear(self, outcome: RewardResult) -> None:
         """After as many episodes as a step has: whether each part is a number that one gave."""
