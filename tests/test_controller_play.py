@@ -91,17 +91,20 @@ def test_parts_that_no_episode_gives_are_told_once() -> None:
     max_staleness=st.integers(0, 2),
     failing=st.sampled_from([0.0, 0.1, 0.3]),
     dies_after=st.sampled_from([None, 5, 20]),
+    of_last=st.booleans(),
 )
 def test_a_failed_episode_drops_its_group_once(
-    seed: int, max_staleness: int, failing: float, dies_after: int | None
+    seed: int, max_staleness: int, failing: float, dies_after: int | None, of_last: bool
 ) -> None:
-    """Over deaths of replicas too; the ledger raises if a group ends twice."""
+    """Over deaths of replicas too, before and behind others of its group in a block; the ledger
+    raises if a group ends twice, the store if a row is written that is gone."""
     rng = random.Random(seed)
     hopeless: set[int] = set()
 
     def plays(request: GenerationRequest) -> RewardResult | RewardFailure:
         assert request.task is not None
-        if request.task.index == 0 and rng.random() < failing:
+        fails_at = request.task.group_size - 1 if of_last else 0
+        if request.task.index == fails_at and rng.random() < failing:
             hopeless.add(request.task.group_id)
             return failure()
         return RewardResult(total=rng.random(), components={})
