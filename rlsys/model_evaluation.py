@@ -47,7 +47,7 @@ from rlsys.environments.witness import Blocked
 from rlsys.estimate import model_shape
 from rlsys.evaluation import Estimate, as_metrics, bootstrap, evaluate
 from rlsys.fields import conform
-from rlsys.playing import Player, tell_blocked
+from rlsys.playing import Player, SeatModel, tell_blocked
 from rlsys.rewards import (
     PackedRewards,
     Reward,
@@ -78,6 +78,11 @@ class EvaluationConfig:
     environment: str = ""
     """In place of rewards, an environment that is played, whose tasks are the data's rows:
     module:function or file.py:function."""
+    seats: tuple[str, ...] = ()
+    """Other policies, as SEAT=MODEL, such as second=runs/mine/hf-rival: they play these seats of
+    the environment; the model plays the others."""
+    frozen_seats: tuple[str, ...] = ()
+    """As seats, of models that stayed as they are in training, with tokens of their own."""
     num_samples: int = 1
     """Completions for each prompt, or episodes of each task."""
     k: tuple[int, ...] = (1,)
@@ -106,11 +111,33 @@ class EvaluationConfig:
             "no model is given; give a Hugging Face model directory or hub name.",
         )
         check_quantized(self.rollout, self.model.dtype)
+        require(
+            bool(self.environment) or not (self.seats or self.frozen_seats),
+            "seats are those of an environment; give one, or leave seats and frozen_seats out.",
+        )
+        self.seat_models()
 
     @property
     def params(self) -> SamplingParams:
         sampled = self.sampling.params()
         return sampled.greedy if self.greedy else sampled
+
+    def seat_models(self) -> dict[str, SeatModel]:
+        """By the seat's name. Raises ValueError for what is no SEAT=MODEL, or is there twice."""
+        models: dict[str, SeatModel] = {}
+        for option, given in (("seats", self.seats), ("frozen_seats", self.frozen_seats)):
+            for one in given:
+                name, _, path = one.partition("=")
+                require(
+                    bool(name and path),
+                    f"{option}: {one!r} is no SEAT=MODEL; write such as second=runs/mine/hf-rival.",
+                )
+                require(
+                    name not in models, f"{option}: seat {name!r} is given twice; leave one out."
+                )
+                model = FrozenModelConfig(path=path, dtype=self.model.dtype)
+                models[name] = SeatModel(model=model, is_frozen=option == "frozen_seats")
+        return models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +253,7 @@ async def evaluate_played(
         tasks = held_out_tasks(config, environment, rows)
         player = Player(
             model=config.model,
+            seats=config.seat_models(),
             sampling=config.sampling,
             num_episodes=config.num_samples,
             greedy=config.greedy,

@@ -1,6 +1,6 @@
 """Plays an environment with a model, without a cluster: to see, or to measure, what it has learnt.
 
-    tasks ─► EpisodeHost ──turns──► generation engine
+    tasks ─► EpisodeHost ──turns──► generation engine, one of each model
                   └──► Ended: what each episode was and what it was worth, or why there is nothing
 
 Everything runs in this process, plain functions in one of their own. Replies are sampled as in
@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,20 @@ from rlsys.blocking import run_to_end
 from rlsys.config import (
     FrozenModelConfig,
     RewardConfig,
+    RoleConfig,
     RolloutConfig,
     SamplingConfig,
     check_quantized,
     require,
 )
 from rlsys.data.prompts import load_tokenizer
+from rlsys.data.vocabulary import check_vocabularies
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.sampling import request_seed
 from rlsys.environments.environment import Environment, as_environment
-from rlsys.environments.episode import Played
-from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest, make_host
+from rlsys.environments.episode import Partner, Played
+from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest, codec_of, make_host
 from rlsys.environments.room import EpisodeLimits
 from rlsys.environments.witness import Blocked, watched
 from rlsys.errors import RunFailed
@@ -62,10 +64,21 @@ def tell_blocked(blocked: Blocked) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Player:
-    """How a model plays: `num_episodes` of each task, which are a group."""
+class SeatModel:
+    """Who plays a seat in the model's place: another policy, with the model's tokens, whose turns
+    are part of the rollout; or one that is frozen, with tokens of its own."""
 
     model: FrozenModelConfig
+    is_frozen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Player:
+    """How a model plays: `num_episodes` of each task, which are a group. `seats`: who plays in its
+    place, by the environment's names."""
+
+    model: FrozenModelConfig
+    seats: Mapping[str, SeatModel] = field(default_factory=dict)
     sampling: SamplingConfig
     num_episodes: int = 1
     greedy: bool = False  # the likeliest token each time
@@ -87,50 +100,73 @@ class Player:
         environment that shows before anything is played; EngineError if the engine dies; what
         `on_ended` raises."""
         check_quantized(self.rollout, self.model.dtype)
-        longest = self.max_prompt_tokens + self.sampling.max_tokens
-        max_context = model_shape(self.model.path).max_context
-        require(
-            longest <= max_context,
-            f"max_prompt_tokens={self.max_prompt_tokens} and sampling.max_tokens="
-            f"{self.sampling.max_tokens}, of a whole episode, are more than the model's context of "
-            f"{max_context} tokens; lower one of them.",
-        )
+        _check_seats(environment, self.seats)
         tokenizer = load_tokenizer(self.model.path)
+        longest = self.max_prompt_tokens + self.sampling.max_tokens
+        self._check_context(longest)
+        others = {
+            f"seats[{name!r}]": seat.model.path
+            for name, seat in self.seats.items()
+            if not seat.is_frozen
+        }
+        check_vocabularies(tokenizer, others)
         limits = EpisodeLimits(
             max_prompt_tokens=self.max_prompt_tokens,
             max_tokens=self.sampling.max_tokens,
             max_context=longest,
         )
-        engine = build_engine(self.model, self.rollout, self.sampling, max_context=longest)
         async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(engine.close)
-            await engine.start()
-            sampler = _Sampler(engine)
+            samplers: dict[FrozenModelConfig, _Sampler] = {}
+            for model in (self.model, *(seat.model for seat in self.seats.values())):
+                if model not in samplers:
+                    engine = build_engine(model, self.rollout, self.sampling, max_context=longest)
+                    stack.push_async_callback(engine.close)
+                    await engine.start()
+                    samplers[model] = _Sampler(engine)
             host = make_host(
                 environment,
                 tokenizer,
-                sampler,
+                samplers[self.model],
                 limits=limits,
                 memory_gib=self.reward.memory_gib,
                 start_timeout_s=START_TIMEOUT_S,
+                partners={
+                    environment.seats.index(name): Partner(
+                        sampler=samplers[seat.model],
+                        codec=codec_of(environment, load_tokenizer(seat.model.path))
+                        if seat.is_frozen
+                        else None,
+                    )
+                    for name, seat in self.seats.items()
+                },
             )
             stack.push_async_callback(host.close)
             await host.start()
             began = time.monotonic()
             with watched(on_blocked):
-                await self._play(host, sampler, tasks, on_ended)
+                await self._play(host, [*samplers.values()], tasks, on_ended)
             return time.monotonic() - began
+
+    def _check_context(self, longest: int) -> None:
+        for path in (self.model.path, *(seat.model.path for seat in self.seats.values())):
+            max_context = model_shape(path).max_context
+            require(
+                longest <= max_context,
+                f"max_prompt_tokens={self.max_prompt_tokens} and sampling.max_tokens="
+                f"{self.sampling.max_tokens}, of a whole episode, are more than the context of "
+                f"{max_context} tokens that {path} has; lower one of them.",
+            )
 
     async def _play(
         self,
         host: EpisodeHost,
-        sampler: _Sampler,
+        samplers: Sequence[_Sampler],
         tasks: Tasks,
         on_ended: Callable[[EpisodeHost, Ended], None],
     ) -> None:
         groups = (self._group(place, task) for place, task in enumerate(tasks))
         num_open = 0
-        sampling = asyncio.create_task(sampler.run())
+        sampling = [asyncio.create_task(sampler.run()) for sampler in samplers]
         collecting: asyncio.Task[list[Ended]] | None = None
         try:
             while True:
@@ -140,14 +176,15 @@ class Player:
                 if not num_open:
                     return
                 collecting = asyncio.create_task(host.collect())
-                await asyncio.wait({collecting, sampling}, return_when=asyncio.FIRST_COMPLETED)
-                if sampling.done():
-                    sampling.result()  # raises
+                await asyncio.wait({collecting, *sampling}, return_when=asyncio.FIRST_COMPLETED)
+                for one in sampling:
+                    if one.done():
+                        one.result()  # raises
                 for ended in collecting.result():
                     num_open -= 1
                     on_ended(host, ended)
         finally:
-            tasks_left = [task for task in (sampling, collecting) if task is not None]
+            tasks_left = [*sampling, *([] if collecting is None else [collecting])]
             for task in tasks_left:
                 task.cancel()
             await asyncio.gather(*tasks_left, return_exceptions=True)
@@ -197,12 +234,49 @@ class _Sampler:
                 await self._engine.abort([name])
 
 
+def _check_seats(environment: Environment, seats: Mapping[str, SeatModel]) -> None:
+    """Raise ValueError for seats that it does not have, or that leave the model none."""
+    named = f"environment {environment.name!r}"
+    require(
+        not (seats and environment.is_agent),
+        f"seats={[*seats]}: an agent's endpoint is the model's alone, and {named} is one; leave "
+        "seats out.",
+    )
+    for name in seats:
+        require(
+            name in environment.seats,
+            f"seats: {name!r} is none of the seats {[*environment.seats]} of {named}; use one of "
+            "them.",
+        )
+    require(
+        len(seats) < len(environment.seats),
+        f"seats={[*seats]} are all that {named} has; leave the one out that the model itself "
+        "plays.",
+    )
+
+
+def _seat_model(name: str, given: str | Path | RoleConfig) -> SeatModel:
+    if isinstance(given, RoleConfig):
+        require(
+            given.model.path != "",
+            f"seats[{name!r}] has no model.path; give a model's directory or hub name.",
+        )
+        return SeatModel(model=given.model, is_frozen=True)
+    require(
+        isinstance(given, str | Path),
+        f"seats[{name!r}]={given!r} is no model; give the directory of another policy, or an "
+        "rlsys.RoleConfig for a frozen model.",
+    )
+    return SeatModel(model=FrozenModelConfig(path=str(given)))
+
+
 def play(
     model: str | Path,
     environment: Any,
     tasks: Tasks,
     *,
     sampling: SamplingConfig,
+    seats: Mapping[str, str | Path | RoleConfig] | None = None,
     num_episodes: int = 1,
     greedy: bool = False,
     max_prompt_tokens: int = 1024,
@@ -214,7 +288,11 @@ def play(
 
     `model` is a directory, such as a run's hf/, or a hub name. `played.total` is an episode's
     reward, `played.components` its parts by name, `played.transcript` who said what. With `greedy`
-    the model says what is likeliest, token by token. Ends on Ctrl-C, and works in a notebook.
+    the models say what is likeliest, token by token. Ends on Ctrl-C, and works in a notebook.
+
+    `seats`: who plays in the model's place, by the environment's names: the directory of another
+    policy, such as a run's hf-NAME, or an rlsys.RoleConfig for a frozen model. Each has an engine
+    of its own, as `rollout` says.
 
     Raises ValueError for a mistake in model, environment or tasks; RunFailed for an environment
     that raised or took too long in all its tries, with what it said, and for an engine that died.
@@ -227,6 +305,7 @@ def play(
     )
     player = Player(
         model=FrozenModelConfig(path=str(model)),
+        seats={name: _seat_model(name, given) for name, given in (seats or {}).items()},
         sampling=sampling,
         num_episodes=num_episodes,
         greedy=greedy,

@@ -69,6 +69,14 @@ def misfit(function: Callable[..., Any], *arguments: object, **named: object) ->
     return None
 
 
+def parameter_names(function: Callable[..., Any]) -> list[str]:
+    """In their order; none of a function in C that does not tell."""
+    try:
+        return [*inspect.signature(function).parameters]
+    except ValueError:
+        return []
+
+
 def said_of(function: object, name: str, default: Any) -> Any:
     """An attribute of a function, or of the function that a functools.partial is of."""
     while isinstance(function, functools.partial) and not hasattr(function, name):

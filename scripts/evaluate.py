@@ -156,6 +156,8 @@ def _print(config: EvaluationConfig, found: Evaluation) -> None:
         "data": config.data.source,
         "rewards": list(config.rewards),
         **({"environment": config.environment} if config.environment else {}),
+        **({"seats": [*config.seats]} if config.seats else {}),
+        **({"frozen_seats": [*config.frozen_seats]} if config.frozen_seats else {}),
         "engine": config.rollout.engine,
         **as_metrics(found.estimates),
         "num_prompts": found.num_prompts,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 from rlsys.fields import checked
 from rlsys.rewards.reward import Reward
 from rlsys.types import Rollout
-from rlsys.user_functions import misfit, name_of
+from rlsys.user_functions import misfit, name_of, parameter_names
 
 if TYPE_CHECKING:  # with pydantic, which takes a while to import
     from rlsys.environments.tool_formats import ToolFormat
@@ -282,6 +282,12 @@ def _check_function(given: str, function: object, is_agent: bool) -> None:
             f"{given} is called with ({first}, task), which it does not take ({error}); let it "
             "take these two: columns of the dataset are in task, other values come with "
             "functools.partial."
+        )
+    names = parameter_names(function)
+    if names[:1] == ["task"] or names[1:2] == [first]:
+        raise ValueError(
+            f"{given} takes ({', '.join(names[:2])}), and is called with ({first}, task); "
+            "let it take them in this order."
         )
 
 

@@ -303,9 +303,14 @@ class Episode:
         the model's fault. Raises EpisodeFailed."""
         environment = self.environment
         if not (own := self._own_turns):
+            fix = (
+                "ask its endpoint at least once, with its key, and await the answer"
+                if environment.is_agent
+                else "`await chat(...)` at least once"
+            )
             raise EpisodeFailed(
                 f"{environment.name} ended without a reply of the policy, so that there is nothing "
-                "to train on; let it `await chat(...)` at least once."
+                f"to train on; let it {fix}."
             )
         if over is not None:
             final: Mapping[str, float] = {FINAL: environment.format_reward}

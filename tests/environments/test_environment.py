@@ -53,3 +53,17 @@ def test_an_agent_is_told_what_it_is_called_with() -> None:
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         rlsys.environment(**options)(ask)
+
+
+def test_parameters_in_another_order_are_refused() -> None:
+    def swapped(task: Any, chat: Any) -> float:
+        return 1.0
+
+    with pytest.raises(
+        ValueError, match=r"takes \(task, chat\), and is called with \(chat, task\)"
+    ):
+        rlsys.environment(swapped)
+    with pytest.raises(ValueError, match=r"called with \(endpoint, task\)"):
+        rlsys.agent(lambda row, endpoint: 1.0)
+    rlsys.environment(lambda conversation, row: 1.0)
+    rlsys.environment(lambda *both: 1.0)

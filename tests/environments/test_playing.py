@@ -81,6 +81,59 @@ def test_a_seed_gives_the_same_episodes_and_greedy_the_likeliest_tokens(model: P
         assert int(one.trajectory.token_ids[0]) == int(logits.argmax())
 
 
+@rlsys.environment(seats=("first", "second"), turn_tokens=1, plain_text=True)
+async def passes_on(chat: Any, task: Any) -> float:
+    second = chat.seat("second")
+    await chat(str(task["number"]))
+    await second(str(task["number"]), parse=lambda said: said)
+    second.reward(1.0, "second")
+    return 0.25
+
+
+def test_other_models_play_seats(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    build_tiny_model(
+        other, characters="0123456789?<>", width=16, num_layers=1, max_context=64, seed=5
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    likeliest = {}
+    for path in (model, other):
+        network = AutoModelForCausalLM.from_pretrained(path)
+        likeliest[path] = [
+            tokenizer.decode(
+                network(torch.tensor([tokenizer.encode(str(n))])).logits[0, -1].argmax()
+            )
+            for n in range(10)
+        ]
+    assert likeliest[model] != likeliest[other]
+    frozen = rlsys.RoleConfig(model=rlsys.FrozenModelConfig(path=str(other)))
+    tasks = [{"number": number} for number in range(10)]
+    for second, whose in ((None, model), (other, other), (frozen, other)):
+        seats = None if second is None else {"second": second}
+        episodes = play(model, passes_on, tasks, greedy=True, seats=seats)
+        replies = [
+            [line["text"] for line in one.transcript if line["role"] == "assistant"]
+            for one in episodes
+        ]
+        assert replies == [
+            list(pair) for pair in zip(likeliest[model], likeliest[whose], strict=True)
+        ]
+        is_frozen = second is frozen  # and so is no part of the rollout, nor of its reward
+        assert {one.total for one in episodes} == {0.25 if is_frozen else 1.25}
+        assert {int((one.trajectory.policy_versions >= 0).sum()) for one in episodes} == {
+            1 if is_frozen else 2
+        }
+
+
+def test_a_frozen_model_has_tokens_of_its_own(model: Path, tmp_path: Path) -> None:
+    stranger = tmp_path / "stranger"
+    build_tiny_model(stranger, characters="<>?9876543210!", width=16, num_layers=1, max_context=64)
+    frozen = rlsys.RoleConfig(model=rlsys.FrozenModelConfig(path=str(stranger)))
+    assert len(play(model, passes_on, [{"number": 1}], seats={"second": frozen})) == 1
+    with pytest.raises(ValueError, match=r"seats\['second'\].* has another vocabulary"):
+        play(model, passes_on, [{"number": 1}], seats={"second": stranger})
+
+
 @rlsys.environment(turn_tokens=1, plain_text=True)
 def blocks(chat: Any, task: Any) -> dict[str, float]:
     chat("?")
@@ -166,6 +219,10 @@ QUANTIZED = RolloutConfig(engine="vllm", quantization="fp8_per_channel")
         ({"max_prompt_tokens": 40}, "max_prompt_tokens=40 and sampling.max_tokens=32"),
         ({"model": "nowhere/at-all"}, "nowhere/at-all"),
         ({"rollout": QUANTIZED}, r"model\.dtype=float32: vLLM quantizes models of 16 bits alone"),
+        ({"seats": {"secnd": "x"}}, r"'secnd' is none of the seats \['policy'\]"),
+        ({"seats": {"policy": "x"}}, r"seats=\['policy'\] are all that .* has; leave the one out"),
+        ({"seats": {"policy": 3}}, r"seats\['policy'\]=3 is no model; give"),
+        ({"seats": {"policy": rlsys.RoleConfig()}}, r"seats\['policy'\] has no model.path"),
     ],
 )
 def test_mistakes_are_told(model: Path, given: dict[str, Any], words: str) -> None:

@@ -141,3 +141,22 @@ def test_k_beyond_the_samples_is_refused_at_once(
 def test_mistakes_are_told(command: list[str], options: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         run([*command, *options])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--seats", "second=m"], "seats are those of an environment; give one"),
+        (["--environment", "a:b", "--seats", "m"], "seats: 'm' is no SEAT=MODEL; write such as"),
+        (
+            ["--environment", "a:b", "--seats", "x=m", "--frozen-seats", "x=n"],
+            "frozen_seats: seat 'x' is given twice",
+        ),
+    ],
+)
+def test_mistakes_in_seats_are_told(
+    command: list[str], options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run([*command, *options])
+    assert words in capsys.readouterr().err
