@@ -22,6 +22,7 @@ from typing import Any
 from rlsys.blocking import run_to_end
 from rlsys.config import (
     FrozenModelConfig,
+    Precision,
     RewardConfig,
     RoleConfig,
     RolloutConfig,
@@ -255,7 +256,7 @@ def _check_seats(environment: Environment, seats: Mapping[str, SeatModel]) -> No
     )
 
 
-def _seat_model(name: str, given: str | Path | RoleConfig) -> SeatModel:
+def _seat_model(name: str, given: str | Path | RoleConfig, dtype: Precision) -> SeatModel:
     if isinstance(given, RoleConfig):
         require(
             given.model.path != "",
@@ -267,7 +268,7 @@ def _seat_model(name: str, given: str | Path | RoleConfig) -> SeatModel:
         f"seats[{name!r}]={given!r} is no model; give the directory of another policy, or an "
         "rlsys.RoleConfig for a frozen model.",
     )
-    return SeatModel(model=FrozenModelConfig(path=str(given)))
+    return SeatModel(model=FrozenModelConfig(path=str(given), dtype=dtype))
 
 
 def play(
@@ -281,6 +282,7 @@ def play(
     greedy: bool = False,
     max_prompt_tokens: int = 1024,
     seed: int = 0,
+    dtype: Precision = "float32",
     rollout: RolloutConfig | None = None,
 ) -> list[Played]:
     """Have a trained model play an environment: `num_episodes` of each task, one task's behind the
@@ -288,7 +290,8 @@ def play(
 
     `model` is a directory, such as a run's hf/, or a hub name. `played.total` is an episode's
     reward, `played.components` its parts by name, `played.transcript` who said what. With `greedy`
-    the models say what is likeliest, token by token. Ends on Ctrl-C, and works in a notebook.
+    the models say what is likeliest, token by token. `dtype` is the precision, a run's model.dtype.
+    Ends on Ctrl-C, and works in a notebook.
 
     `seats`: who plays in the model's place, by the environment's names: the directory of another
     policy, such as a run's hf-NAME, or an rlsys.RoleConfig for a frozen model. Each has an engine
@@ -304,8 +307,8 @@ def play(
         f"num_episodes={num_episodes} of greedy=True are all the same; use 1, or sample.",
     )
     player = Player(
-        model=FrozenModelConfig(path=str(model)),
-        seats={name: _seat_model(name, given) for name, given in (seats or {}).items()},
+        model=FrozenModelConfig(path=str(model), dtype=dtype),
+        seats={name: _seat_model(name, given, dtype) for name, given in (seats or {}).items()},
         sampling=sampling,
         num_episodes=num_episodes,
         greedy=greedy,

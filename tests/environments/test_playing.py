@@ -207,6 +207,16 @@ def test_it_works_where_a_loop_runs(model: Path) -> None:
     assert len(asyncio.run(cell())) == 1
 
 
+def test_it_plays_in_the_precision_that_is_named(model: Path) -> None:
+    def first(dtype: Any) -> float:
+        (episode,) = play(model, passes_on, [{"number": 1}], greedy=True, dtype=dtype)
+        return float(episode.trajectory.sampler_logprobs[-1])
+
+    exact, rounded = first("float32"), first("bfloat16")
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, abs=0.05)
+
+
 QUANTIZED = RolloutConfig(engine="vllm", quantization="fp8_per_channel")
 
 
@@ -218,6 +228,7 @@ QUANTIZED = RolloutConfig(engine="vllm", quantization="fp8_per_channel")
         ({"greedy": True, "num_episodes": 2}, "num_episodes=2 of greedy=True are all the same"),
         ({"max_prompt_tokens": 40}, "max_prompt_tokens=40 and sampling.max_tokens=32"),
         ({"model": "nowhere/at-all"}, "nowhere/at-all"),
+        ({"dtype": "float64"}, r"model\.dtype='float64' .*float16"),
         ({"rollout": QUANTIZED}, r"model\.dtype=float32: vLLM quantizes models of 16 bits alone"),
         ({"seats": {"secnd": "x"}}, r"'secnd' is none of the seats \['policy'\]"),
         ({"seats": {"policy": "x"}}, r"seats=\['policy'\] are all that .* has; leave the one out"),
