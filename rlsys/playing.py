@@ -102,6 +102,7 @@ class Player:
         `on_ended` raises."""
         check_quantized(self.rollout, self.model.dtype)
         _check_seats(environment, self.seats)
+        _tell_others(environment, self.seats, Path(self.model.path))
         tokenizer = load_tokenizer(self.model.path)
         longest = self.max_prompt_tokens + self.sampling.max_tokens
         self._check_context(longest)
@@ -254,6 +255,19 @@ def _check_seats(environment: Environment, seats: Mapping[str, SeatModel]) -> No
         f"seats={[*seats]} are all that {named} has; leave the one out that the model itself "
         "plays.",
     )
+
+
+def _tell_others(environment: Environment, seats: Mapping[str, SeatModel], model: Path) -> None:
+    """Other policies of the run are not found by themselves: nobody knows their seats here."""
+    others = sorted(one.name for one in model.parent.glob("hf-*")) if model.name == "hf" else []
+    if others and not seats and len(environment.seats) > 1:
+        log.warning(
+            "%s plays all of the seats %s alone; other policies of its run lie beside it, %s: have "
+            "them play theirs with seats",
+            model,
+            ", ".join(environment.seats),
+            ", ".join(others),
+        )
 
 
 def _seat_model(name: str, given: str | Path | RoleConfig, dtype: Precision) -> SeatModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -123,6 +124,19 @@ def test_other_models_play_seats(model: Path, tmp_path: Path) -> None:
         assert {int((one.trajectory.policy_versions >= 0).sum()) for one in episodes} == {
             1 if is_frozen else 2
         }
+
+
+def test_other_policies_of_the_run_are_told_of(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf, rival = tmp_path / "hf", tmp_path / "hf-rival"
+    hf.symlink_to(model)
+    rival.symlink_to(model)
+    told = "plays all of the seats first, second alone; .* lie beside it, hf-rival"
+    for seats, is_told in ((None, True), ({"second": rival}, False)):
+        caplog.clear()
+        play(hf, passes_on, [{"number": 1}], seats=seats)
+        assert bool(re.search(told, caplog.text)) == is_told
 
 
 def test_a_frozen_model_has_tokens_of_its_own(model: Path, tmp_path: Path) -> None:
