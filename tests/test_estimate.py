@@ -301,7 +301,7 @@ def test_what_cannot_be_told_is_not_counted(tmp_path: Path, apart: Executor) -> 
     assert rank.total == int(1.12 * 16 * model_shape(str(tmp_path)).num_parameters / 2)
 
 
-@pytest.mark.parametrize("layout", ["dp2tp2", "pp2"])
+@pytest.mark.parametrize("layout", [pytest.param("dp2tp2", marks=pytest.mark.slow), "pp2"])
 def test_what_ranks_will_have_is_what_they_have(
     layout: str, tmp_path: Path, apart: Executor
 ) -> None:

@@ -213,6 +213,7 @@ def test_the_steps_after_a_death_are_those_of_an_undisturbed_run(
         cluster.remove_node(node)
 
 
+@pytest.mark.slow
 def test_a_lost_node_costs_what_came_after_the_newest_checkpoint(
     cluster: Any, tmp_path: Path
 ) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from rlsys.audit import audit
 from rlsys.history import read_evidence
 from rlsys.observe.metrics import read_metrics
 from tests.e2e.job import run
 
 
+@pytest.mark.slow  # tests/environments/test_endpoint.py has the parts
 def test_an_agent_behind_the_endpoint_is_trained(tmp_path: Path) -> None:
     options = ["--num-steps", "2", "--prompts-per-step", "9", "--observe.record-groups", "9"]
     job = run("recipes/agent.py", [*options, "--runs-dir", str(tmp_path / "runs")], tmp_path)

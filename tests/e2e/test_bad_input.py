@@ -56,6 +56,17 @@ def test_a_wrong_option_ends_with_code_2(
     assert "Traceback" not in job.output
 
 
+# As tests/test_preparation.py, in a process.
+LAYOUTS = [
+    pytest.param(["--trainer.layout", layout], message, marks=pytest.mark.slow)
+    for layout, message in (
+        ("dp1tp3", "trainer.layout='dp1tp3': tp = 3 does not divide"),
+        ("pp3", "pp = 3 does not divide this model's num_hidden_layers=4"),
+        ("ep2", "trainer.layout='ep2': this model has no experts"),
+    )
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -69,10 +80,8 @@ def test_a_wrong_option_ends_with_code_2(
         (["--runs-dir", "/proc/runs"], "/proc/runs"),
         (["--runs-dir", "LICENSE"], "runs_dir='LICENSE': LICENSE is a file; give a directory"),
         (["--resume"], "nothing to resume"),
-        (["--trainer.layout", "dp1tp3"], "trainer.layout='dp1tp3': tp = 3 does not divide"),
+        *LAYOUTS,
         (["--trainer.layout", "dp4,dp1tp3"], "trainer.layout='dp1tp3': tp = 3 does not divide"),
-        (["--trainer.layout", "pp3"], "pp = 3 does not divide this model's num_hidden_layers=4"),
-        (["--trainer.layout", "ep2"], "trainer.layout='ep2': this model has no experts"),
         (["--rollout.engine=vllm", "--rollout.tensor-parallel=3"], "tensor_parallel=3 does not"),
     ],
 )
@@ -87,7 +96,11 @@ def test_what_cannot_work_is_told_before_anything_waits(
 
 @pytest.mark.parametrize(
     ("num_rows", "message"),
-    [(None, "is no file"), (0, "is an empty file"), (3, "prompts_per_step=4, but")],
+    [
+        pytest.param(None, "is no file", marks=pytest.mark.slow),
+        pytest.param(0, "is an empty file", marks=pytest.mark.slow),
+        (3, "prompts_per_step=4, but"),
+    ],
 )
 def test_a_dataset_that_is_missing_empty_or_too_small(
     num_rows: int | None, message: str, tmp_path: Path
@@ -101,6 +114,7 @@ def test_a_dataset_that_is_missing_empty_or_too_small(
     assert message in job.output
 
 
+@pytest.mark.slow  # as tests/test_preparation.py, in a process
 def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
     path = dataset(tmp_path, 8, question="word " * 1000)
     arguments = ["--data.source", str(path), "--prompts-per-step", "4"]
@@ -109,6 +123,7 @@ def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
     assert "data.max_prompt_tokens" in job.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["ppo", "distill"])
 def test_no_other_model_is_trained_before_a_mistake_is_told(recipe: str, tmp_path: Path) -> None:
     options = ["--data.source", "mine.jsonl", "--runs-dir", str(tmp_path)]
@@ -117,6 +132,7 @@ def test_no_other_model_is_trained_before_a_mistake_is_told(recipe: str, tmp_pat
     assert job.output.startswith("error: data.source='mine.jsonl' would not be read")
 
 
+@pytest.mark.slow
 def test_pairs_of_ones_own_are_what_dpo_learns(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": "1+1=", "completions": ["2", "3"]}) + "\n")
@@ -126,6 +142,7 @@ def test_pairs_of_ones_own_are_what_dpo_learns(tmp_path: Path) -> None:
     assert "data: 1 prompts, each with completions beside it" in job.output
 
 
+@pytest.mark.slow
 def test_a_critics_layout_is_checked_as_the_policys_is(tmp_path: Path) -> None:
     options = ["--critic.trainer.layout", "tp3", "--dry-run", "--runs-dir", str(tmp_path)]
     job = run("recipes/ppo.py", options, tmp_path)

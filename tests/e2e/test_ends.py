@@ -118,6 +118,7 @@ def test_a_signal_to_all_processes_while_actors_are_made_ends_the_run(
         job.end()
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_break_the_end_off(tmp_path: Path, ray_dir: Path) -> None:
     """Sent while actors start, of which many calls are under way."""
     arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]
@@ -175,6 +176,7 @@ def kill_first(job: Job, title: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_shard_that_dies_during_the_start_is_replaced(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path)

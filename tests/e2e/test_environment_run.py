@@ -153,6 +153,7 @@ def test_a_killed_run_of_episodes_goes_on(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(directory / "metrics.jsonl")] == [*range(1, 41)]
 
 
+@pytest.mark.slow  # tests/actors/test_evaluating.py has the parts
 def test_held_out_tasks_are_played_beside_training(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "play"
     options = ["--evaluation.every", "2", "--evaluation.num-samples", "2"]

@@ -93,6 +93,7 @@ def test_rewards_that_misbehave_in_every_way_are_counted_by_reason(tmp_path: Pat
     assert failed["exception"] >= 5
 
 
+@pytest.mark.slow  # tests/scripts/test_chaos.py and tests/actors have the parts
 def test_a_run_outlives_each_of_its_processes(tmp_path: Path) -> None:
     """One after the other is killed, each once two more steps are done."""
     arguments = [*SMALL_QUICKSTART, "--num-steps", "300", "--runs-dir", str(tmp_path / "runs")]

@@ -170,6 +170,7 @@ def test_two_runs_on_policy_give_the_same_numbers(tmp_path: Path) -> None:
     assert max(abs(line["kl/sampler_trainer"]) for line in first) <= 1e-6
 
 
+@pytest.mark.slow  # tests/test_controller_shared.py has the turns, and test_release.py the engines
 def test_sharing_devices_changes_no_number(tmp_path: Path) -> None:
     """Trainer and replica in turns, or side by side."""
     arguments = shlex.split(

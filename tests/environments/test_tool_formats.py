@@ -96,7 +96,7 @@ def as_pairs(calls: tuple[Call, ...]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "template"), [pair for pair in PAIRS if pair[0] != "qwen3_coder"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     calls=st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3),
     content=st.sampled_from(["", "Let me see.", "é {not} a [call]"]),
