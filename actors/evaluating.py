@@ -61,8 +61,8 @@ class Found:
     def of(cls, sampled: Evaluation) -> Found:
         num_failed = sum(sampled.failed.values())
         warning = (
-            f"the reward of {num_failed} samples failed; they count nowhere. The first one is a "
-            f"{sampled.first_failure}"
+            f"the reward of {num_failed} samples failed; they count nowhere. The first "
+            f"failure: {sampled.first_failure}"
         )
         return cls(metrics=sampled.as_metrics(), warning=warning if num_failed else "")
 

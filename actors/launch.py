@@ -278,7 +278,7 @@ def _prepare(
         with console.phase("Reading the run's history"):
             history = _history(directory, config, flow, prompts)
         directory.write_config(to_dict(config))
-        console.note(_where_it_goes_on(history, config, directory))
+        console.note(where_it_goes_on(history, config, directory))
         for warning in models_written_since(history.checkpoint, flow):
             console.warn(warning)
     for warning in foresee(config):
@@ -298,9 +298,11 @@ def _history(files: RunFiles, config: RunConfig, flow: Dataflow, prompts: RowSou
     return history
 
 
-def _where_it_goes_on(history: History, config: RunConfig, directory: RunDirectory) -> str:
+def where_it_goes_on(history: History, config: RunConfig, directory: RunDirectory) -> str:
     step, last = history.checkpoint.step, history.last_step
     if step == config.num_steps:
+        if not directory.hf.exists():  # it ended before
+            return f"All {step} steps are trained; their model is exported to {directory.hf}."
         faults = export_faults(directory.hf, run_id=directory.run_id)
         return (
             f"All {step} steps are trained; their model is exported to {directory.hf} again "

@@ -433,7 +433,7 @@ def _evaluation(config: EvaluationConfig, samples: Iterable[Sample], seconds: fl
     require(
         len(enough) >= 2,
         f"only {len(enough)} of {len(scored)} prompts have {max(config.k)} samples whose reward "
-        f"did not fail; mend the reward. The first failure is a {first_failure}",
+        f"did not fail; mend the reward. The first failure: {first_failure}",
     )
     totals = [[one.total for one in of_prompt] for of_prompt in enough]
     reasons = [one.rollout.finish_reason for one in samples]

@@ -149,7 +149,7 @@ def _print(config: EvaluationConfig, found: Evaluation) -> None:
         print(
             f"warning: the reward of {sum(found.failed.values())} samples failed; they count "
             f"nowhere, and {found.num_left_out} {what} are left out for too few samples. The "
-            f"first one is a {found.first_failure}"
+            f"first failure: {found.first_failure}"
         )
     report = {
         "model": config.model.path,

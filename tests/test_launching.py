@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 
 import rlsys
-from actors.launch import PLOT, next_command, this_python
+from actors.launch import PLOT, next_command, this_python, where_it_goes_on
 from recipes import arithmetic, swarm
 from recipes.arithmetic import NUM_PROBLEMS
 from recipes.quickstart import QuickstartConfig
@@ -502,6 +502,16 @@ def test_the_next_command_is_told_where_the_working_directory_is_gone(
     gone.rmdir()
     with RunDirectory.create(tmp_path, "first", {}) as directory:
         assert f" {PLOT} " in next_command(directory, "finished", graph())
+
+
+def test_a_model_that_was_never_exported_is_not_called_damaged(tmp_path: Path) -> None:
+    history: Any = SimpleNamespace(checkpoint=SimpleNamespace(step=3), last_step=3)
+    with RunDirectory.create(tmp_path, "first", {}) as directory:
+        told = where_it_goes_on(history, rlsys.RunConfig(num_steps=3), directory)
+        assert told == f"All 3 steps are trained; their model is exported to {directory.hf}."
+        directory.hf.mkdir()
+        told = where_it_goes_on(history, rlsys.RunConfig(num_steps=3), directory)
+        assert told.endswith("again (exported.json is missing or damaged).")
 
 
 def test_a_run_that_failed_needs_more_than_the_same_command(tmp_path: Path) -> None:

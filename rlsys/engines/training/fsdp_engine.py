@@ -580,8 +580,9 @@ class FSDPEngine:
             raise FloatingPointError(
                 f"loss {sums.loss} and gradient norm {sums.grad_norm} at {what}: not a number that "
                 "can be trained on; look for infinite advantages or sampler_logprobs, or lower "
-                "trainer.learning_rate in a new run, which may begin with weights of this one "
-                "(model.path)." + self._range_hint
+                "trainer.learning_rate in a new run. That may begin with this one's newest "
+                "checkpoint, of step N (model.path): --resume --num-steps N exports it to hf/."
+                + self._range_hint
             )
         if sums.denominator <= 0:
             self._begin_batch()
