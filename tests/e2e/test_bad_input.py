@@ -56,7 +56,7 @@ def test_a_wrong_option_ends_with_code_2(
     assert "Traceback" not in job.output
 
 
-# As tests/test_preparation.py, in a process.
+# As tests/test_hf_config.py, in a process.
 LAYOUTS = [
     pytest.param(["--trainer.layout", layout], message, marks=pytest.mark.slow)
     for layout, message in (
@@ -114,7 +114,7 @@ def test_a_dataset_that_is_missing_empty_or_too_small(
     assert message in job.output
 
 
-@pytest.mark.slow  # as tests/test_preparation.py, in a process
+@pytest.mark.slow  # as tests/data/test_prompts.py, in a process
 def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
     path = dataset(tmp_path, 8, question="word " * 1000)
     arguments = ["--data.source", str(path), "--prompts-per-step", "4"]
