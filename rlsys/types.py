@@ -162,6 +162,20 @@ class Generation:
     # to in each of the L layers of a mixture. None: not recorded.
     routed_experts: ExpertArray | None = None
 
+    def check_sampled(self) -> None:
+        """Raise FloatingPointError for a log-probability that is no number. Nobody samples with
+        such a one; where a dataset has it, it says that nobody has sampled."""
+        is_bad = ~np.isfinite(self.sampler_logprobs)
+        if is_bad.any():
+            first = int(is_bad.argmax())
+            raise FloatingPointError(
+                f"{int(is_bad.sum())} of {len(is_bad)} sampled tokens have a log-probability that "
+                f"is no number, first {self.sampler_logprobs[first]} of token "
+                f"{self.token_ids[first]} by version {self.policy_versions[first]} of the weights: "
+                "a pass left the range of model.dtype, or of what rollout.quantization makes of "
+                "it; use another precision."
+            )
+
     @property
     def as_baseline(self) -> Generation:
         """The same, with no token that is trained on."""

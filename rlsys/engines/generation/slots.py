@@ -203,7 +203,7 @@ class Slots:
 
     def _generation(self, slot: int, reason: FinishReason) -> Generation:
         completion = slice(self._state["prompt_length"][slot], self._state["length"][slot])
-        return Generation(
+        sampled = Generation(
             request_id=self._requests[slot].request_id,
             token_ids=self._tokens[slot, completion].copy(),
             sampler_logprobs=self._logprobs[slot, completion].copy(),
@@ -213,6 +213,8 @@ class Slots:
             if self._experts is None
             else self._experts[slot, : completion.stop - 1].copy(),
         )
+        sampled.check_sampled()
+        return sampled
 
     def _has_stop_string(self, slot: int) -> bool:
         stop = self._requests[slot].sampling.stop

@@ -95,7 +95,8 @@ def read_prior_text(
 
 
 def generation(request_id: str, completion: Any) -> Generation:
-    """What vLLM's final CompletionOutput says; None is a request that was never sent."""
+    """What vLLM's final CompletionOutput says; None is a request that was never sent. Raises
+    FloatingPointError as `Generation.check_sampled`."""
     if completion is None:
         token_ids, logprobs, versions, reason = [], [], [], "abort"
     else:
@@ -107,13 +108,15 @@ def generation(request_id: str, completion: Any) -> Generation:
         ]
         reason = completion.finish_reason
     assert len(token_ids) == len(logprobs) == len(versions)
-    return Generation(
+    sampled = Generation(
         request_id=request_id,
         token_ids=np.asarray(token_ids, np.int32),
         sampler_logprobs=np.asarray(logprobs, np.float32),
         policy_versions=np.asarray(versions, np.int32),
         finish_reason=FINISH_REASONS[reason],
     )
+    sampled.check_sampled()
+    return sampled
 
 
 def partial_generation(state: Any) -> Generation:
