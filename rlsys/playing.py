@@ -101,6 +101,8 @@ class Player:
         environment that shows before anything is played; EngineError if the engine dies; what
         `on_ended` raises."""
         check_quantized(self.rollout, self.model.dtype)
+        for name, seat in self.seats.items():
+            check_quantized(self.rollout, seat.model.dtype, f"seats[{name!r}].model.dtype")
         _check_seats(environment, self.seats)
         _tell_others(environment, self.seats, Path(self.model.path))
         tokenizer = load_tokenizer(self.model.path)
