@@ -47,7 +47,7 @@ from rlsys.environments.witness import Blocked
 from rlsys.estimate import model_shape
 from rlsys.evaluation import Estimate, as_metrics, bootstrap, evaluate
 from rlsys.fields import conform
-from rlsys.playing import Player, SeatModel, tell_blocked
+from rlsys.playing import Player, tell_blocked
 from rlsys.rewards import (
     PackedRewards,
     Reward,
@@ -57,6 +57,7 @@ from rlsys.rewards import (
     as_rewards,
     pack_rewards,
 )
+from rlsys.seats import SeatModel
 from rlsys.types import FinishReason, Generation, GenerationRequest, Prompt, Rollout, SamplingParams
 
 START_TIMEOUT_S = 300.0  # for reward functions to be loaded

@@ -42,6 +42,7 @@ from rlsys.environments.room import EpisodeLimits
 from rlsys.environments.witness import Blocked, watched
 from rlsys.errors import RunFailed
 from rlsys.estimate import model_shape
+from rlsys.seats import SeatModel, check_seats, seat_models, tell_others
 from rlsys.types import Generation, GenerationRequest
 
 Tasks = Sequence[Mapping[str, Any]]
@@ -62,15 +63,6 @@ def tell_blocked(blocked: Blocked) -> None:
         "belongs in a plain function (def)",
         blocked.told,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeatModel:
-    """Who plays a seat in the model's place: another policy, with the model's tokens, whose turns
-    are part of the rollout; or one that is frozen, with tokens of its own."""
-
-    model: FrozenModelConfig
-    is_frozen: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +93,8 @@ class Player:
         environment that shows before anything is played; EngineError if the engine dies; what
         `on_ended` raises."""
         check_quantized(self.rollout, self.model.dtype)
-        for name, seat in self.seats.items():
-            check_quantized(self.rollout, seat.model.dtype, f"seats[{name!r}].model.dtype")
-        _check_seats(environment, self.seats)
-        _tell_others(environment, self.seats, Path(self.model.path))
+        check_seats(environment, self.seats, self.rollout)
+        tell_others(environment, self.seats, Path(self.model.path))
         tokenizer = load_tokenizer(self.model.path)
         longest = self.max_prompt_tokens + self.sampling.max_tokens
         self._check_context(longest)
@@ -238,55 +228,6 @@ class _Sampler:
                 await self._engine.abort([name])
 
 
-def _check_seats(environment: Environment, seats: Mapping[str, SeatModel]) -> None:
-    """Raise ValueError for seats that it does not have, or that leave the model none."""
-    named = f"environment {environment.name!r}"
-    require(
-        not (seats and environment.is_agent),
-        f"seats={[*seats]}: an agent's endpoint is the model's alone, and {named} is one; leave "
-        "seats out.",
-    )
-    for name in seats:
-        require(
-            name in environment.seats,
-            f"seats: {name!r} is none of the seats {[*environment.seats]} of {named}; use one of "
-            "them.",
-        )
-    require(
-        len(seats) < len(environment.seats),
-        f"seats={[*seats]} are all that {named} has; leave the one out that the model itself "
-        "plays.",
-    )
-
-
-def _tell_others(environment: Environment, seats: Mapping[str, SeatModel], model: Path) -> None:
-    """Other policies of the run are not found by themselves: nobody knows their seats here."""
-    others = sorted(one.name for one in model.parent.glob("hf-*")) if model.name == "hf" else []
-    if others and not seats and len(environment.seats) > 1:
-        log.warning(
-            "%s plays all of the seats %s alone; other policies of its run lie beside it, %s: have "
-            "them play theirs with seats",
-            model,
-            ", ".join(environment.seats),
-            ", ".join(others),
-        )
-
-
-def _seat_model(name: str, given: str | Path | RoleConfig, dtype: Precision) -> SeatModel:
-    if isinstance(given, RoleConfig):
-        require(
-            given.model.path != "",
-            f"seats[{name!r}] has no model.path; give a model's directory or hub name.",
-        )
-        return SeatModel(model=given.model, is_frozen=True)
-    require(
-        isinstance(given, str | Path),
-        f"seats[{name!r}]={given!r} is no model; give the directory of another policy, or an "
-        "rlsys.RoleConfig for a frozen model.",
-    )
-    return SeatModel(model=FrozenModelConfig(path=str(given), dtype=dtype))
-
-
 def play(
     model: str | Path,
     environment: Any,
@@ -324,7 +265,7 @@ def play(
     )
     player = Player(
         model=FrozenModelConfig(path=str(model), dtype=dtype),
-        seats={name: _seat_model(name, given, dtype) for name, given in (seats or {}).items()},
+        seats=seat_models(seats, dtype),
         sampling=sampling,
         num_episodes=num_episodes,
         greedy=greedy,

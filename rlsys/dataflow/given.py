@@ -164,23 +164,13 @@ def _writer(told: str, what: str, model: Model) -> RoleConfig:
 def check_seats(environment: Environment, seats: Any) -> None:
     """Raise ValueError for seats that the environment does not have, for models that cannot play
     one, and where none is left to the policy."""
-    named = f"environment {environment.name!r}"
     require(
         isinstance(seats, Mapping),
         f"flow.play(seats={reprlib.repr(seats)}) is no mapping; give the models by the names of "
         "their seats, such as seats={'second': opponent}.",
     )
-    require(
-        not (seats and environment.is_agent),
-        f"flow.play(seats={[*seats]}): an agent's endpoint is the policy's alone, and {named} is "
-        "one; leave seats out, or write it as an @environment.",
-    )
+    environment.check_others("flow.play: seats=", seats)
     for name, model in seats.items():
-        require(
-            name in environment.seats,
-            f"flow.play(seats=): {name!r} is none of the seats {[*environment.seats]} of {named}; "
-            "use one of them, or name it in @environment(seats=[...]).",
-        )
         told = f"flow.play(seats={{{name!r}: ...}})"
         check_is(told.removeprefix("flow."), "model", model, Model, "what flow.model returns")
         require(
@@ -200,11 +190,6 @@ def check_seats(environment: Environment, seats: Any) -> None:
             f"{told}: num_workers={role.num_workers} of {model.name!r}; one engine of it stands "
             "beside each replica of the policy (rollout.num_replicas): use 1.",
         )
-    require(
-        len(seats) < len(environment.seats),
-        f"flow.play(seats={[*seats]}) leaves no seat of {named} to the policy, so that nothing "
-        "would be trained; leave one out.",
-    )
 
 
 def check_text_function(told: str, function: Any, takes: str) -> None:

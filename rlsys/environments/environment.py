@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, overload
@@ -106,6 +106,26 @@ class Environment:
 
     def __call__(self, chat: Any, task: Mapping[str, Any]) -> Any:
         return self.function(chat, task)
+
+    def check_others(self, told: str, names: Collection[str]) -> None:
+        """Raise ValueError unless others than the policy can have the seats of these names; `told`:
+        where they are given."""
+        given = f"environment {self.name!r}"
+        if names and self.is_agent:
+            raise ValueError(
+                f"{told}{[*names]}: an agent's endpoint is the policy's alone, and {given} is one; "
+                "leave seats out, or write it as an @environment."
+            )
+        for name in names:
+            if name not in self.seats:
+                raise ValueError(
+                    f"{told}: {name!r} is none of the seats {[*self.seats]} of {given}; use one of "
+                    "them, or name it in @environment(seats=[...])."
+                )
+        if len(names) == len(self.seats):
+            raise ValueError(
+                f"{told}{[*names]} leaves no seat of {given} to the policy itself; leave one out."
+            )
 
     @functools.cached_property
     def is_async(self) -> bool:

@@ -107,7 +107,7 @@ def test_a_critic_learns_from_all_that_was_sampled() -> None:
         ({"second": "many"}, r"num_workers=2 of 'many'; one engine of it stands beside each rep"),
         (
             {"first": "frozen", "second": "frozen", "third": "frozen"},
-            r"leaves no seat of environment 'game' to the policy, so that nothing would be train",
+            r"leaves no seat of environment 'game' to the policy itself; leave one out",
         ),
     ],
 )

@@ -245,7 +245,8 @@ QUANTIZED = RolloutConfig(engine="vllm", quantization="fp8_per_channel")
         ({"dtype": "float64"}, r"model\.dtype='float64' .*float16"),
         ({"rollout": QUANTIZED}, r"model\.dtype=float32: vLLM quantizes models of 16 bits alone"),
         ({"seats": {"secnd": "x"}}, r"'secnd' is none of the seats \['policy'\]"),
-        ({"seats": {"policy": "x"}}, r"seats=\['policy'\] are all that .* has; leave the one out"),
+        ({"seats": {"policy": "x"}}, r"seats=\['policy'\] leaves no seat of .* to the policy itse"),
+        ({"seats": "policy"}, r"seats='policy' is no mapping; give the models by the names"),
         ({"seats": {"policy": 3}}, r"seats\['policy'\]=3 is no model; give"),
         ({"seats": {"policy": rlsys.RoleConfig()}}, r"seats\['policy'\] has no model.path"),
     ],
@@ -254,6 +255,13 @@ def test_mistakes_are_told(model: Path, given: dict[str, Any], words: str) -> No
     arguments = {"model": model, "environment": asks_thrice, "tasks": [{"number": 1}], **given}
     with pytest.raises(ValueError, match=words):
         play(**arguments)
+
+
+def test_a_seat_that_is_not_quantized_is_told(model: Path) -> None:
+    exact = rlsys.RoleConfig(model=rlsys.FrozenModelConfig(path=str(model)))
+    given = {"dtype": "bfloat16", "rollout": QUANTIZED, "seats": {"second": exact}}
+    with pytest.raises(ValueError, match=r"with seats\['second'\]\.model\.dtype=float32"):
+        play(model, passes_on, [{"number": 1}], **given)
 
 
 def test_who_blocks_the_event_loop_is_told_with_the_line(
