@@ -11,6 +11,7 @@ from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage, Head, Model, PlayStage
+from rlsys.environments.environment import Environment
 from rlsys.estimate import (
     ANOTHER_NODE,
     ITS_NODE,
@@ -85,8 +86,10 @@ def versions_text(memory: MemoryEstimate) -> str:
 def _data(flow: Dataflow, prompts: RowSource, tokenizer: Any) -> Iterator[str]:
     first, columns = prompts.at(0), ", ".join(prompts.metadata_columns)
     if played := flow.all(PlayStage):
-        yield f"data: {len(prompts):,} tasks of {played[0].environment.name}, the first one is:"
+        environment = played[0].environment
+        yield f"data: {len(prompts):,} tasks of {environment.name}, the first one is:"
         yield from (f"  {name}: {_printable(repr(x))}" for name, x in first.metadata.items())
+        yield f"turns: {_turns(environment, tokenizer)}"
         return
     # Of the tokens, not of the row: this is what the model sees, special tokens included.
     seen = tokenizer.decode(list(first.token_ids), clean_up_tokenization_spaces=False)
@@ -95,6 +98,14 @@ def _data(flow: Dataflow, prompts: RowSource, tokenizer: Any) -> Iterator[str]:
         f"has {len(first.token_ids)} tokens:"
     )
     yield from (f"  {_printable(line)}" for line in seen.splitlines())
+
+
+def _turns(environment: Environment, tokenizer: Any) -> str:
+    if environment.plain_text:
+        return "one text behind the other, as the environment has it (plain_text=True)"
+    if tokenizer.chat_template:
+        return "as the model's chat template writes them"
+    return "one text behind the other: the model has no chat template"
 
 
 def _ranks(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:

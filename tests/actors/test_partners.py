@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from transformers import AutoTokenizer
 
 import rlsys
 from actors import factories
@@ -191,6 +193,34 @@ def test_a_dry_run_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "at most two versions" in lines["published"]
     assert "# frozen-rollout-0 (1 CPU)\n" in told
     assert "# rival-rollout-0 (1 CPU)\n" in told
+
+
+@pytest.mark.parametrize(
+    ("template", "plain_text", "told"),
+    [
+        ("{{ messages }}", False, "as the model's chat template writes them"),
+        (
+            "{{ messages }}",
+            True,
+            r"one text behind the other, as the environment has it \(pl",
+        ),
+        (None, False, "one text behind the other: the model has no chat template"),
+    ],
+)
+def test_a_dry_run_tells_how_turns_are_written(
+    policy: Path,
+    capsys: pytest.CaptureFixture[str],
+    template: str | None,
+    plain_text: bool,
+    told: str,
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = template
+    (policy / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(policy)
+    alone = dataclasses.replace(game, plain_text=plain_text)
+    launched(policy.parent, lambda config: graph(config, RoleConfig(), environment=alone))
+    assert re.search(f"^# turns: {told}", capsys.readouterr().out, re.MULTILINE)
 
 
 def refused(tmp_path: Path, told: str, make: Any, **changes: Any) -> None:
