@@ -30,6 +30,7 @@ from rlsys.config import (
     check_quantized,
     require,
 )
+from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import load_tokenizer
 from rlsys.data.vocabulary import check_vocabularies
 from rlsys.engines.generation.choice import build_engine
@@ -95,21 +96,24 @@ class Player:
         check_quantized(self.rollout, self.model.dtype)
         check_seats(environment, self.seats, self.rollout)
         tell_others(environment, self.seats, Path(self.model.path))
-        tokenizer = load_tokenizer(self.model.path)
         longest = self.max_prompt_tokens + self.sampling.max_tokens
-        self._check_context(longest)
-        others = {
-            f"seats[{name!r}]": seat.model.path
-            for name, seat in self.seats.items()
-            if not seat.is_frozen
-        }
-        check_vocabularies(tokenizer, others)
-        limits = EpisodeLimits(
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_tokens=self.sampling.max_tokens,
-            max_context=longest,
-        )
         async with contextlib.AsyncExitStack() as stack:
+            paths = [self.model.path, *(seat.model.path for seat in self.seats.values())]
+            stack.enter_context(offline_where_unreachable(*paths))
+            for path in paths:
+                self._check_context(path, longest)
+            tokenizer = load_tokenizer(self.model.path)
+            others = {
+                f"seats[{name!r}]": seat.model.path
+                for name, seat in self.seats.items()
+                if not seat.is_frozen
+            }
+            check_vocabularies(tokenizer, others)
+            limits = EpisodeLimits(
+                max_prompt_tokens=self.max_prompt_tokens,
+                max_tokens=self.sampling.max_tokens,
+                max_context=longest,
+            )
             samplers: dict[FrozenModelConfig, _Sampler] = {}
             for model in (self.model, *(seat.model for seat in self.seats.values())):
                 if model not in samplers:
@@ -141,15 +145,14 @@ class Player:
                 await self._play(host, [*samplers.values()], tasks, on_ended)
             return time.monotonic() - began
 
-    def _check_context(self, longest: int) -> None:
-        for path in (self.model.path, *(seat.model.path for seat in self.seats.values())):
-            max_context = model_shape(path).max_context
-            require(
-                longest <= max_context,
-                f"max_prompt_tokens={self.max_prompt_tokens} and sampling.max_tokens="
-                f"{self.sampling.max_tokens}, of a whole episode, are more than the context of "
-                f"{max_context} tokens that {path} has; lower one of them.",
-            )
+    def _check_context(self, path: str, longest: int) -> None:
+        max_context = model_shape(path).max_context
+        require(
+            longest <= max_context,
+            f"max_prompt_tokens={self.max_prompt_tokens} and sampling.max_tokens="
+            f"{self.sampling.max_tokens}, of a whole episode, are more than the context of "
+            f"{max_context} tokens that {path} has; lower one of them.",
+        )
 
     async def _play(
         self,

@@ -10,6 +10,7 @@ close it comes to max(generation, training).
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
@@ -125,6 +126,9 @@ async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     step_s: dict[str, float] = {}
     bound_s = 0.0
     for mode, asynchrony in MODES.items():

@@ -13,6 +13,7 @@ loss is a mean over tokens, so that both have the same gradient.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
@@ -157,6 +158,9 @@ def _row(prompt: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, flat: Flat
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         print(json.dumps(measure_branches(Path(directory))))

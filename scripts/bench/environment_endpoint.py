@@ -11,6 +11,7 @@ of JSON last.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import resource
@@ -180,4 +181,7 @@ async def _agent(policy: openai.AsyncOpenAI, endpoint: rlsys.Endpoint) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     print(json.dumps({key: round(value, 3) for key, value in measure().items()}))
