@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 from scripts.crashes.processes import MARK, Process, below
 
-OPTIONS = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+STORE_BYTES = 80 * 2**20
 
 # For a busy machine: Ray's own limit, five times ten seconds, takes a node that has no turn for
 # dead, and its workers, of low priority, have none for minutes.
@@ -23,10 +23,11 @@ PATIENCE = {"health_check_timeout_ms": 20_000, "worker_niceness": 0}
 class TwoNodes:
     """`mark` is in the environment of all processes, `directory` holds what Ray writes."""
 
-    def __init__(self, cluster: Any, mark: str) -> None:
+    def __init__(self, cluster: Any, mark: str, options: Mapping[str, Any]) -> None:
         self._cluster = cluster
         self._mark = mark
-        self._second = cluster.add_node(**OPTIONS)
+        self._options = options
+        self._second = cluster.add_node(**options)
         self._lost: list[Process] = []
 
     @property
@@ -57,12 +58,14 @@ class TwoNodes:
 
     def add(self) -> None:
         """Another node in its place."""
-        self._second = self._cluster.add_node(wait=False, **OPTIONS)
+        self._second = self._cluster.add_node(wait=False, **self._options)
 
 
 @contextmanager
-def two_nodes(mark: str, directory: Path) -> Iterator[TwoNodes]:
-    """Paths of sockets lie below `directory` and may have 107 characters: keep it short."""
+def two_nodes(mark: str, directory: Path, *, store_bytes: int = STORE_BYTES) -> Iterator[TwoNodes]:
+    """Paths of sockets lie below `directory` and may have 107 characters: keep it short.
+    `store_bytes`: of each node's objects."""
+    options = {"num_cpus": 2, "object_store_memory": store_bytes, "include_dashboard": False}
     environment = {
         MARK: mark,
         "RAY_AUTH_MODE": "disabled",
@@ -78,9 +81,9 @@ def two_nodes(mark: str, directory: Path) -> Iterator[TwoNodes]:
     try:
         cluster = Cluster(
             initialize_head=True,
-            head_node_args={**OPTIONS, "_system_config": PATIENCE, "temp_dir": str(directory)},
+            head_node_args={**options, "_system_config": PATIENCE, "temp_dir": str(directory)},
         )
-        yield TwoNodes(cluster, mark)
+        yield TwoNodes(cluster, mark, options)
     finally:
         try:
             if cluster is not None:
