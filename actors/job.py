@@ -23,6 +23,7 @@ from rlsys.data.prompts import PromptSource
 from rlsys.data.row_source import RowSource
 from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.graph_store import open_store
 from rlsys.dataflow.stages import GenerateStage, ScoreStage
 from rlsys.errors import first_error
 from rlsys.estimate import STORE_FILL, row_bytes, store_bytes
@@ -272,7 +273,8 @@ class Job:
         weights: WeightManifest | None,
     ) -> None:
         config = self._config
-        store = self._flow.open_store(
+        store = open_store(
+            self._flow,
             max_bytes=int(store_bytes(config, self._flow) * STORE_FILL),
             max_row_bytes=row_bytes(config, self._flow),
             on_free=team.shards.free,

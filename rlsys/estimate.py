@@ -14,6 +14,7 @@ import torch
 
 from rlsys.config import ModelConfig, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.data.hub import check_model_path, in_short, unreadable
+from rlsys.dataflow import graph_store
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Head, Model
 from rlsys.engines.context import context_length
@@ -398,8 +399,8 @@ def _num_trained(shape: ModelShape, model: ModelConfig) -> int:
 
 def row_bytes(config: RunConfig, flow: Dataflow) -> int:
     """The most that the store holds of one row."""
-    return flow.row_bytes(
-        max_prompt_tokens=config.data.max_prompt_tokens, max_tokens=config.sampling.max_tokens
+    return graph_store.row_bytes(
+        flow, max_prompt_tokens=config.data.max_prompt_tokens, max_tokens=config.sampling.max_tokens
     )
 
 

@@ -74,7 +74,7 @@ ROOMS = (
     "workers primitives",
     "controller",
     "observe",
-    "simulation audit estimate tiny_models scoreboard",
+    "simulation audit estimate tiny_models scoreboard seats",
     "history",
     "resuming launching cli playing",
     "model_evaluation",

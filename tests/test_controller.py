@@ -26,6 +26,7 @@ from rlsys.config import (
 from rlsys.controller import BetweenSteps, Controller, OpenWork, RewardsFailed, StallError
 from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.graph_store import open_store
 from rlsys.dataflow.ledger import Event, Ledger
 from rlsys.dataflow.stages import Prompts
 from rlsys.engines.generation.sampling import request_seed, stream_key
@@ -123,7 +124,8 @@ class World:
             self.saved.append(work)
 
         dataflow = self.dataflow or flow(self.config.group_size)
-        self.store = dataflow.open_store(
+        self.store = open_store(
+            dataflow,
             max_bytes=self.store_bytes,
             max_row_bytes=self.max_row_bytes,
             on_free=self.freed.append,

@@ -7,7 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlsys.config import VLLM_TEMPERATURES, JudgeConfig, RoleConfig, require
-from rlsys.dataflow.stages import ROW_COLUMNS, Column, Episodes, Head, Model
+from rlsys.dataflow.stages import (
+    FACTS,
+    IS_GREEDY,
+    PREFERENCE,
+    ROW_COLUMNS,
+    Column,
+    DatasetStage,
+    Episodes,
+    GenerateStage,
+    Head,
+    Model,
+    Stage,
+    names_of,
+)
 from rlsys.environments.environment import Environment
 from rlsys.fields import checked
 from rlsys.rewards.reward import takes_rollout
@@ -266,3 +279,53 @@ def check_group_size(stage: str, group_size: int) -> None:
         group_size >= 1,
         f"flow.{stage}: group_size={group_size} makes no rows; use at least 1.",
     )
+
+
+def check_stage(stage: Stage, earlier: Sequence[Stage]) -> None:
+    """Raise ValueError for a stage that stands in the graph already, reads what none of the earlier
+    ones writes, or writes what is written."""
+    writers = {column.name: one.name for one in earlier for column in one.writes}
+    require(
+        stage.name not in [one.name for one in earlier],
+        f"stage {stage.name!r} stands twice in the dataflow; give the second another name.",
+    )
+    # The rows of its groups have an order that means something.
+    has_pairs = any(isinstance(one, DatasetStage) for one in earlier)
+    has_greedy = any(isinstance(one, GenerateStage) and one.greedy_baseline for one in earlier)
+    for column in stage.reads:
+        require(
+            column.name in writers or column in FACTS,
+            f"stage {stage.name!r} reads column {column.name!r}, which no earlier stage "
+            f"writes (written so far: {sorted(writers)}); add the stage that writes it first.",
+        )
+        require(
+            column != PREFERENCE or has_pairs,
+            f"stage {stage.name!r} reads PREFERENCE, which says that the first row of a pair "
+            "is the better one, as it is in a dataset; of completions that a model samples, "
+            "let a stage say which is: flow.per_group(function, reward, name='preference').",
+        )
+        require(
+            column != IS_GREEDY or has_greedy,
+            f"stage {stage.name!r} reads IS_GREEDY, and no rollout of this graph is greedy; "
+            "use flow.generate(..., greedy_baseline=True).",
+        )
+    written = names_of(stage.writes)
+    for column in stage.writes:
+        require(
+            isinstance(column.name, str) and bool(column.name),
+            f"stage {stage.name!r} writes a column called {column.name!r}, which is no name; "
+            "give one, such as 'values'.",
+        )
+        require(
+            column.name not in names_of(FACTS)
+            or (column.name == PREFERENCE.name and not has_pairs),
+            f"stage {stage.name!r} writes column {column.name!r}, which every row has without "
+            "a stage; give its column another name.",
+        )
+        other = stage.name if written.count(column.name) > 1 else writers.get(column.name)
+        require(
+            other is None,
+            f"stage {stage.name!r} writes column {column.name!r}, as stage "
+            f"{other!r} does; a column has one writer: rename one, with "
+            "writes= (of flow.per_group: name=).",
+        )

@@ -37,20 +37,16 @@ from rlsys.dataflow.given import (
     check_read,
     check_rollouts,
     check_seats,
+    check_stage,
     check_text_function,
     check_tokens,
 )
-from rlsys.dataflow.memory import FreedRows
-from rlsys.dataflow.schema import StageSpec
 from rlsys.dataflow.stages import (
     BRANCHES,
     BRANCHES_COLUMN,
     EXPERTS_COLUMN,
     FACTS,
-    IS_GREEDY,
-    PADDING_BYTES,
     PER,
-    PREFERENCE,
     PROMPT_COLUMN,
     PROXIMAL_COLUMN,
     ROLLOUT_COLUMNS,
@@ -84,9 +80,7 @@ from rlsys.dataflow.stages import (
     Stage,
     StepStage,
     TrainStage,
-    names_of,
 )
-from rlsys.dataflow.store import StreamStore
 from rlsys.dataflow.whole_graph import check_groups, check_whole
 from rlsys.environments.environment import as_environment
 from rlsys.fields import checked
@@ -94,7 +88,6 @@ from rlsys.metrics import (
     column_mean,
 )
 from rlsys.rewards.reward import as_rewards
-from rlsys.types import MAX_BRANCHES
 from rlsys.user_functions import name_of
 
 if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
@@ -718,50 +711,6 @@ class Dataflow:
         reads = (c for stage in stages for c in stage.reads)
         return _distinct(c for c in reads if c.name not in late and c not in FACTS)
 
-    def row_bytes(self, *, max_prompt_tokens: int, max_tokens: int) -> int:
-        """The most that the store holds of one row."""
-        late = self.step_columns
-        lengths = {
-            PROMPT_COLUMN: max_prompt_tokens,
-            EXPERTS_COLUMN: max_prompt_tokens + max_tokens,
-            BRANCHES_COLUMN: MAX_BRANCHES,
-        }
-        num_bytes = 0
-        for stage in self.stages:
-            columns = [c for c in stage.writes if c.per == "token" and c.name not in late]
-            for column in columns:
-                length = lengths.get(column.name, max_tokens)
-                num_bytes += length * column.width * column.value_bytes
-            if columns:
-                num_bytes += PADDING_BYTES
-        return num_bytes
-
-    def open_store(
-        self, *, max_bytes: int, max_row_bytes: int, on_free: Callable[[FreedRows], None]
-    ) -> StreamStore:
-        """A store with this graph's columns and stages; the arguments are StreamStore's. A step is
-        one reader, called "train", whatever it consists of; a row's tokens stay for it in any
-        case."""
-        late = self.step_columns
-        in_step = (*self.step_stages, *self.all(TrainStage))
-        in_store = [stage for stage in self.stages if stage not in in_step]
-        columns = {c for stage in in_store for c in stage.writes if c.name not in late}
-        source = self.source
-        specs = [
-            StageSpec(name=stage.name, reads=self._waits_for(stage), writes=names_of(stage.writes))
-            for stage in in_store
-        ]
-        step = _distinct((*source.writes, *self.step_reads))
-        return StreamStore(
-            tensors=[column.name for column in columns if column.per == "token"],
-            scalars=[column.name for column in columns if column.per == "row"],
-            stages=[*specs, StageSpec(name="train", reads=names_of(step))],
-            group_size=source.group_size,
-            max_bytes=max_bytes,
-            max_row_bytes=max_row_bytes,
-            on_free=on_free,
-        )
-
     def _check_group_size(self, function: Callable[..., Any]) -> None:
         from rlsys.algorithms.groups import check_group_size
 
@@ -788,22 +737,6 @@ class Dataflow:
             f"rows come from stage {[s.name for s in found]} already; a graph has one source.",
         )
 
-    @property
-    def _has_pairs(self) -> bool:
-        """The rows of a group have an order that means something."""
-        return bool(self.all(DatasetStage))
-
-    @property
-    def has_greedy(self) -> bool:
-        return any(stage.greedy_baseline for stage in self.all(GenerateStage))
-
-    def _waits_for(self, stage: Stage) -> tuple[str, ...]:
-        """Columns in the store that the stage needs; one that reads facts alone waits for the
-        completion that they are of."""
-        if isinstance(stage, SourceStage):
-            return ()
-        return _stored(stage.reads) or ("token_ids",)
-
     def _add(self, stage: Stage) -> Column:
         return (*self._add_all(stage), Column(""))[0]
 
@@ -812,56 +745,10 @@ class Dataflow:
         if has_branches and isinstance(stage, InferStage | TrainStage):
             # Without them a model would read a tree as one line, so no recipe has to name them.
             stage = replace(stage, reads=_distinct((*stage.reads, BRANCHES)))
-        writers = {column.name: s.name for s in self.stages for column in s.writes}
-        names = [s.name for s in self.stages]
-        require(
-            stage.name not in names,
-            f"stage {stage.name!r} stands twice in the dataflow; give the second another name.",
-        )
-        for column in stage.reads:
-            require(
-                column.name in writers or column in FACTS,
-                f"stage {stage.name!r} reads column {column.name!r}, which no earlier stage "
-                f"writes (written so far: {sorted(writers)}); add the stage that writes it first.",
-            )
-            require(
-                column != PREFERENCE or self._has_pairs,
-                f"stage {stage.name!r} reads PREFERENCE, which says that the first row of a pair "
-                "is the better one, as it is in a dataset; of completions that a model samples, "
-                "let a stage say which is: flow.per_group(function, reward, name='preference').",
-            )
-            require(
-                column != IS_GREEDY or self.has_greedy,
-                f"stage {stage.name!r} reads IS_GREEDY, and no rollout of this graph is greedy; "
-                "use flow.generate(..., greedy_baseline=True).",
-            )
-        written = names_of(stage.writes)
-        for column in stage.writes:
-            require(
-                isinstance(column.name, str) and bool(column.name),
-                f"stage {stage.name!r} writes a column called {column.name!r}, which is no name; "
-                "give one, such as 'values'.",
-            )
-            require(
-                column.name not in names_of(FACTS)
-                or (column.name == PREFERENCE.name and not self._has_pairs),
-                f"stage {stage.name!r} writes column {column.name!r}, which every row has without "
-                "a stage; give its column another name.",
-            )
-            other = stage.name if written.count(column.name) > 1 else writers.get(column.name)
-            require(
-                other is None,
-                f"stage {stage.name!r} writes column {column.name!r}, as stage "
-                f"{other!r} does; a column has one writer: rename one, with "
-                "writes= (of flow.per_group: name=).",
-            )
+        check_stage(stage, self.stages)
         self.stages.append(stage)
         return stage.writes
 
 
 def _distinct(columns: Iterable[Column]) -> tuple[Column, ...]:
     return tuple(dict.fromkeys(columns))
-
-
-def _stored(columns: Iterable[Column]) -> tuple[str, ...]:
-    return tuple(column.name for column in columns if column not in FACTS)

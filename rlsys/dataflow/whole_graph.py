@@ -17,6 +17,7 @@ from rlsys.dataflow.stages import (
     SAMPLER_COLUMN,
     Column,
     ControlStage,
+    GenerateStage,
     InferStage,
     PerBatchStage,
     PlayStage,
@@ -57,8 +58,9 @@ def check_groups(flow: Dataflow, group_size: int) -> None:
 
 def _check_all_is_read(flow: Dataflow) -> None:
     readers = {column.name for stage in flow.stages for column in stage.reads}
+    has_greedy = any(stage.greedy_baseline for stage in flow.all(GenerateStage))
     require(
-        not flow.has_greedy or IS_GREEDY.name in readers,
+        not has_greedy or IS_GREEDY.name in readers,
         "flow.generate(greedy_baseline=True) samples rollouts that no stage compares with; "
         "give IS_GREEDY to flow.per_group (remax_advantage), or leave greedy_baseline out.",
     )

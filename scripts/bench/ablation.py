@@ -24,6 +24,7 @@ import torch
 from rlsys.config import AsyncConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlsys.controller import Controller, OpenWork
 from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.graph_store import open_store
 from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.stages import Prompts
 from rlsys.simulation.virtual_time import run_in_virtual_time
@@ -105,7 +106,7 @@ async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
         flow=flow,
         config=config,
         prompts=SimulatedPrompts(),
-        store=flow.open_store(max_bytes=1 << 26, max_row_bytes=1 << 8, on_free=lambda freed: None),
+        store=open_store(flow, max_bytes=1 << 26, max_row_bytes=1 << 8, on_free=lambda freed: None),
         ledger=Ledger(lambda event: None, groups_per_step=config.prompts_per_step),
         fleet=SimulatedFleet(),
         replicas={

@@ -46,6 +46,7 @@ from rlsys.algorithms.groups import needs_group
 from rlsys.config import DataConfig, JudgeConfig, RoleConfig, TrainedRoleConfig
 from rlsys.data.shared import Shared
 from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.graph_store import open_store, row_bytes
 from rlsys.dataflow.stages import (
     BRANCHES,
     IS_GREEDY,
@@ -392,7 +393,7 @@ def test_a_row_takes_the_bytes_of_its_columns() -> None:
     flow = ppo(PPOConfig(), [lambda rollout: 1.0])
     # prompt; ids, log-probabilities and versions; the reference's log-probabilities; values and
     # what is made of them never lie in rows.
-    assert flow.row_bytes(max_prompt_tokens=10, max_tokens=100) == (
+    assert row_bytes(flow, max_prompt_tokens=10, max_tokens=100) == (
         10 * 4 + 3 * 100 * 4 + 64 + 100 * 4 + 64
     )
 
@@ -420,7 +421,7 @@ def test_experts_travel_with_rollouts_to_the_main_model_alone() -> None:
         flow.replay_routing(width=6, value_bytes=2)
     flow.check()
     # 6 numbers of 2 bytes for each token of prompt and completion, beside what is there without.
-    assert flow.row_bytes(max_prompt_tokens=10, max_tokens=100) == (
+    assert row_bytes(flow, max_prompt_tokens=10, max_tokens=100) == (
         10 * 4 + 3 * 100 * 4 + 110 * 6 * 2 + 64 + 100 * 4 + 64
     )
     readers = [s.name for s in flow.stages if any(c.name == "routed_experts" for c in s.reads)]
@@ -485,7 +486,7 @@ def test_every_model_reads_the_branches_of_rollouts() -> None:
     # 4 numbers of 4 bytes for each of 64 branches, beside prompt and six columns of tokens.
     of_source = 10 * 4 + 6 * 100 * 4 + 64 * 4 * 4 + 64
     of_reference = 100 * 4 + 64
-    assert flow.row_bytes(max_prompt_tokens=10, max_tokens=100) == of_source + of_reference
+    assert row_bytes(flow, max_prompt_tokens=10, max_tokens=100) == of_source + of_reference
 
 
 def test_a_function_over_a_step_reads_no_branches() -> None:
@@ -513,7 +514,7 @@ def test_completions_of_a_dataset_make_rows_without_a_sampler() -> None:
         flow.generate(judge, PROMPTS, group_size=2)
     flow.train(judge, pairs, PREFERENCE, loss=bradley_terry(), aggregation=sequence_mean)
     flow.check()
-    store = flow.open_store(max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
+    store = open_store(flow, max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
     assert store.max_groups == 0  # until a replica has a home
     assert "dataset" in flow.describe()
     assert "-. weights" not in flow.to_mermaid()
@@ -605,7 +606,7 @@ def test_a_function_of_facts_alone_waits_for_the_completions() -> None:
         flow.main, rollouts, shorter, loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean
     )
     flow.check()
-    store = flow.open_store(max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
+    store = open_store(flow, max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
     assert store.subscribe("advantages", at_most=2) is not None
 
 
@@ -669,7 +670,7 @@ def test_likeliest_tokens_go_to_a_loss_that_asks_for_them() -> None:
     flow = wide_flow(top_k=3, loss=top_k_distill())
     flow.check()
     narrow = wide_flow(top_k=0, loss=reads_one_value)
-    sizes = [one.row_bytes(max_prompt_tokens=0, max_tokens=100) for one in (flow, narrow)]
+    sizes = [row_bytes(one, max_prompt_tokens=0, max_tokens=100) for one in (flow, narrow)]
     assert sizes[0] - sizes[1] == 6 * 100 * 4
     with pytest.raises(ValueError, match=r"reads the likeliest tokens from .* let flow.infer"):
         wide_flow(top_k=0, loss=top_k_distill())
