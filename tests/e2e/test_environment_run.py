@@ -41,9 +41,10 @@ async def is_async(chat, task):
 
 @rlsys.environment(max_turns=3, turn_tokens=3, plain_text=True, format_reward=-1.0)
 def is_plain(chat, task):
-    number = chat("?", parse=int)
     if task["number"] == 1:
+        chat("?")  # whatever it says: a reply that parse refuses would end the episode
         raise LookupError("no ones")
+    number = chat("?", parse=int)
     return float(number == task["number"])
 
 @dataclass(frozen=True, kw_only=True)
