@@ -17,7 +17,8 @@ from tests.engines.training_harness import make_engine, make_rows
 
 MIB = 1 << 20
 
-# Layers whose weights come and go between activations that stay, and the small objects of each.
+# Layers whose weights come and go between activations that stay: the next one goes into the hole,
+# and what is left of it fits nothing.
 LAYERS = """
 import contextlib, os, sys, torch
 from scripts.bench.loading import anonymous_bytes
@@ -28,9 +29,10 @@ between = apart if sys.argv[1] == "apart" else contextlib.nullcontext
 kept = []
 for _ in range(40):
     with between():
-        weights = torch.ones(8 << 18)  # 8 MiB, in which one activation finds room, of 5
-    kept.append([torch.ones(5 << 18), *(torch.ones(8) for _ in range(100))])
+        weights = torch.ones(8 << 18)  # 8 MiB
+    kept.append(torch.ones(6 << 18))
     del weights
+    kept.append(torch.ones(5 << 18))
 free = _heap().free
 before = anonymous_bytes(os.getpid())
 Pieces().let_go()
