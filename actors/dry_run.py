@@ -13,16 +13,12 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage, Head, Model, PlayStage
 from rlsys.environments.environment import Environment
 from rlsys.estimate import (
-    ANOTHER_NODE,
-    ITS_NODE,
     MemoryEstimate,
     ModelShape,
     checkpoint_bytes,
     estimate_memory,
-    estimate_rank,
     partner_bytes,
     partner_published_bytes,
-    planned_links,
     role_shape,
     role_snapshot_bytes,
     snapshot_bytes,
@@ -31,6 +27,7 @@ from rlsys.estimate import (
 )
 from rlsys.fields import to_toml
 from rlsys.observe.diagnosis import foresee
+from rlsys.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
 
 from .factories import needs, partners_of, role_needs
 

@@ -46,7 +46,6 @@ from rlsys.workers import LearnerDied, PoolDied, ReplicaDied, RowsLost
 
 from .calls import WorkerError
 from .cluster import check_limits, check_runs_dir
-from .dry_run import describe
 from .job import Job
 from .preparation import (
     check_held_out,
@@ -120,6 +119,8 @@ async def _dry_run(
     warm_start: WarmStart | None,
     held_out: HeldOut,
 ) -> RunResult:
+    from .dry_run import describe  # seconds, which no run needs
+
     check_runs_dir(config.runs_dir)
     files = RunFiles(Path(config.runs_dir) / config.name)
     with (

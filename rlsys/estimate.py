@@ -1,12 +1,12 @@
-"""How much memory a run will take, before it starts: for --dry-run and the check of the disk.
+"""How much memory and disk a run will take, before it starts: for its checks and --dry-run.
 
 In: the configuration and the model's shape (read from its config.json, no weights loaded).
-Out: bytes of a trainer's rank, of other kinds of actors, and of the store.
+Out: bytes of actors, of the store, of checkpoints. A trainer's ranks: rank_estimate.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,23 +19,14 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Head, Model
 from rlsys.engines.context import context_length
 from rlsys.engines.model_tensors import model_tensors
-from rlsys.engines.training.pass_memory import (
-    Passes,
-    RankBytes,
-    fullest_rank,
-    holdings_of_ranks,
-)
 from rlsys.hf_config import largest
-from rlsys.layout.holdings import Box, Holder
-from rlsys.layout.link_bytes import size_text
-from rlsys.layout.plan import plan
 from rlsys.run_directory import MAX_WAITING
 
 # Rows of any length leave gaps in the store's memory; this share of it is promised to rows.
 STORE_FILL = 0.5
 MIN_STORE_BYTES = 64 << 20
 
-MASTER_BYTES, GRAD_BYTES = 4, 4  # per parameter, float32
+MASTER_BYTES = 4  # per parameter, float32
 
 # Of published weights, beside those that replicas compute with: the newest, and the one before
 # while a replica still reads it.
@@ -47,11 +38,6 @@ NUM_PACKED = 3
 # Places in the cache of a frozen model that writes, for each of its pass_tokens: they are given out
 # in blocks, and some models keep more than two vectors a head.
 CACHE_SLACK = 1.5
-
-# What a rank's allocator keeps beside what is held, because it lies in pieces of other sizes, as a
-# share of that. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md). Of torch's allocator
-# on GPUs it is not known.
-SHARE_IN_PIECES = 0.12
 
 # Metrics, rollouts and a trace of an average run, beside its models.
 RECORDS_BYTES = 64 * 2**20
@@ -68,33 +54,6 @@ class ModelShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankMemory:
-    """Bytes of what one rank that trains has at the moment of a step that takes most: within a
-    pass, while gradients of earlier passes are there. Of ranks that have more and less, the one
-    with the most."""
-
-    weights: int  # masters, and what is frozen beside adapters
-    gradients: int
-    moments: int
-    passes: int  # activations, what is gathered for them, logits
-    untold: str = ""  # why `passes` is not told, and counts as nothing
-    on_gpu: bool = False
-
-    @property
-    def in_pieces(self) -> int:
-        """What the allocator keeps beside; of that on GPUs, nothing is told."""
-        return 0 if self.on_gpu else int(SHARE_IN_PIECES * self._used)
-
-    @property
-    def total(self) -> int:
-        return self._used + self.in_pieces
-
-    @property
-    def _used(self) -> int:
-        return self.weights + self.gradients + self.moments + self.passes
-
-
-@dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     published_bytes: int  # versions of the weights for the replicas, over the ranks' hosts
     lies_in_share: bool  # the newest of them is the rank's own weights, and counts as theirs
@@ -106,12 +65,13 @@ class MemoryEstimate:
 def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path") -> ModelShape:
     """Of a model with this head. Raises ValueError where `path`, which `setting` gives, holds none
     that it fits on."""
+    check_model_path(path, setting=setting)
+
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
     from rlsys.engines.scalar_lm import SCALAR_HEAD, scalar_class
 
-    check_model_path(path, setting=setting)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):
@@ -178,105 +138,7 @@ def _lies_in_share(config: RunConfig) -> bool:
     return is_plain and trainer.parallel.num_ranks == 1 and not trainer.num_gpus
 
 
-# Ranks are laid out one by one, in a fraction of a second each.
-MAX_PLANNED_RANKS = 32
-
-
-ITS_NODE, ANOTHER_NODE = "its node", "another node"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedLinks:
-    """Bytes of a version on their way to the replicas of a node."""
-
-    put: Sequence[int]  # by rank of the trainer: stages them there, or sends them
-    read: int  # by a replica, from its node's memory
-
-    def describe(self, to: str) -> Iterator[str]:
-        """A line for each rank, and one for a replica."""
-        by_link = {f"rank {rank} -> {to}": num_bytes for rank, num_bytes in enumerate(self.put)}
-        by_link[f"{to} -> replica"] = self.read
-        width = max(map(len, by_link))
-        yield from (f"{link:{width}}{size_text(of)}" for link, of in by_link.items())
-
-
-def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> PlannedLinks | None:
-    """Where all ranks of the trainer lie on one node and replicas on `to`: "its node", or another.
-    None where that is not told beforehand: of many ranks, and where the layout does not fit the
-    model."""
-    layout, dtype = config.trainer.parallel, getattr(torch, config.model.dtype)
-    if layout.num_ranks > MAX_PLANNED_RANKS:
-        return None
-    try:
-        ranks = holdings_of_ranks(
-            shape.config, head="logits", dtype=config.model.dtype, layout=layout
-        )
-    except ValueError:
-        return None
-    sources = tuple(Holder(str(rank), ITS_NODE, tuple(held)) for rank, held in enumerate(ranks))
-    whole = {one.name: one for held in ranks for one in held}
-    wanted = (
-        replace(
-            one,
-            box=Box.whole(one.shape),
-            dtype=dtype if one.dtype.is_floating_point else one.dtype,
-        )
-        for one in whole.values()
-    )
-    found = plan(sources, (Holder("replica", to, tuple(wanted)),))
-    return PlannedLinks(
-        put=[found.put.get((source.rank, to), 0) for source in sources],
-        read=found.bytes_per_link.read["replica"],
-    )
-
-
-def estimate_rank(
-    config: RunConfig, trained: TrainedRoleConfig, shape: ModelShape, head: Head
-) -> RankMemory:
-    """Of a model of the run that is trained so, with this shape and head. A full pass has rows as
-    long as they can be."""
-    model, trainer = trained.model, trained.trainer
-    try:
-        rank = fullest_rank(
-            shape.config,
-            head=head,
-            dtype=model.dtype,
-            checkpointing=model.checkpointing(on_gpu=trainer.num_gpus > 0),
-            layout=trainer.parallel,
-            passes=_passes(config, trainer, shape),
-        )
-    except ValueError as error:
-        even = shape.num_parameters // _num_shards(trainer)
-        rank = RankBytes(num_parameters=even, passes=None, untold=str(error))
-    # Of adapters, what they are of the whole model.
-    num_trained = rank.num_parameters * _num_trained(shape, model) // shape.num_parameters
-    itemsize = getattr(torch, model.dtype).itemsize
-    frozen_bytes = rank.num_parameters * itemsize if model.lora else 0
-    return RankMemory(
-        weights=num_trained * MASTER_BYTES + frozen_bytes,
-        gradients=num_trained * GRAD_BYTES,
-        moments=num_trained * _moment_bytes(trainer),
-        passes=rank.passes or 0,
-        untold=rank.untold,
-        on_gpu=trainer.num_gpus > 0,
-    )
-
-
-def _passes(config: RunConfig, trainer: TrainerConfig, shape: ModelShape) -> Passes:
-    """Full ones, as many as a stage of a pipeline may have under way."""
-    layout, budget = trainer.parallel, trainer.micro_batch_tokens
-    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    longest = min(longest, shape.max_context)
-    num_rows = max(1, config.rollouts_per_step // layout.num_data)
-    num_in_pass = max(1, min(num_rows, round(budget / longest)))
-    return Passes(
-        count=min(-(-num_rows // num_in_pass), 2 * layout.pp) if layout.pp > 1 else 1,
-        num_rows=num_in_pass,
-        row_tokens=longest if num_in_pass == 1 else min(longest, budget // num_in_pass),
-    )
-
-
-def _num_shards(trainer: TrainerConfig) -> int:
+def num_shards(trainer: TrainerConfig) -> int:
     """Ranks that share the weights, if evenly."""
     return trainer.parallel.num_ranks // trainer.parallel.dp_replicate
 
@@ -297,7 +159,7 @@ def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_sta
     itemsize: int = getattr(torch, config.model.dtype).itemsize
     export_bytes = shape.num_parameters * itemsize + shape.buffer_bytes
     if config.model.lora:  # once more by themselves
-        export_bytes += _num_trained(shape, config.model) * MASTER_BYTES
+        export_bytes += num_trained(shape, config.model) * MASTER_BYTES
     evaluated = MAX_WAITING + 2 if config.evaluation.every else 0  # one under way, and the best
     num_exports = 1 + evaluated + warm_start
     others = (flow.models[name] for name in flow.other_policies)
@@ -371,24 +233,24 @@ def snapshot_bytes(config: RunConfig, trained: TrainedRoleConfig, shape: ModelSh
     """Of each rank of a model of this shape that is trained so, in the host's memory."""
     state_bytes = _state_bytes(shape, trained.model, trained.trainer)
     num = max(1, num_snapshots(config, trained.trainer))
-    return num * state_bytes // _num_shards(trained.trainer)
+    return num * state_bytes // num_shards(trained.trainer)
 
 
 def _state_bytes(shape: ModelShape, model: ModelConfig, trainer: TrainerConfig) -> int:
     """Of parameters, moments and buffers, as a checkpoint and a snapshot hold them; of adapters
     without the rest of the model."""
     buffer_bytes = 0 if model.lora else shape.buffer_bytes
-    per_parameter = MASTER_BYTES + _moment_bytes(trainer)
-    return _num_trained(shape, model) * per_parameter + buffer_bytes
+    per_parameter = MASTER_BYTES + moment_bytes(trainer)
+    return num_trained(shape, model) * per_parameter + buffer_bytes
 
 
-def _moment_bytes(trainer: TrainerConfig) -> int:
+def moment_bytes(trainer: TrainerConfig) -> int:
     """Of both, per parameter."""
     itemsize: int = getattr(torch, trainer.moments_dtype).itemsize
     return 2 * itemsize
 
 
-def _num_trained(shape: ModelShape, model: ModelConfig) -> int:
+def num_trained(shape: ModelShape, model: ModelConfig) -> int:
     """Parameters, or those of adapters."""
     if model.adapters is None:
         return shape.num_parameters

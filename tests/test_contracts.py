@@ -75,7 +75,7 @@ ROOMS = (
     "controller",
     "observe",
     "simulation audit estimate tiny_models scoreboard seats",
-    "history",
+    "rank_estimate history",
     "resuming launching cli playing",
     "model_evaluation",
     "held_out held_out_loss",

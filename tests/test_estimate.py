@@ -38,20 +38,17 @@ from rlsys.dataflow.stages import Head
 from rlsys.engines.training.pass_memory import LiveBytes, _alone, holdings_of_ranks
 from rlsys.engines.training.supervised import supervised_row
 from rlsys.estimate import (
-    ITS_NODE,
     ModelShape,
-    RankMemory,
     checkpoint_bytes,
     disk_bytes,
     estimate_memory,
-    estimate_rank,
     model_shape,
     num_snapshots,
-    planned_links,
     row_bytes,
     store_bytes,
 )
 from rlsys.mesh import Layout
+from rlsys.rank_estimate import ITS_NODE, RankMemory, estimate_rank, planned_links
 from rlsys.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.layouts import build_model

@@ -47,7 +47,8 @@ from rlsys.engines.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.ranks import init_process_group
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.estimate import estimate_rank, model_shape
+from rlsys.estimate import model_shape
+from rlsys.rank_estimate import estimate_rank
 from rlsys.tiny_models import build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.loading import MB, anonymous_bytes
