@@ -9,18 +9,27 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, set_forkserver_preload
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from rlsys.engines.causal_lm import hide_progress_bars
 from rlsys.engines.training.ranks import init_process_group
 
 TIMEOUT_S = 120.0  # of every collective
+
+# Ranks are forked off a process that has imported these, which would take each of them seconds.
+PRELOAD = [
+    "scripts.ranks",
+    "rlsys.engines.training.fsdp_engine",
+    "torch._dynamo.variables",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+]
 
 
 def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -39,11 +48,16 @@ def staying_ranks(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pipes = get_context("spawn").Pipe
+    set_forkserver_preload(PRELOAD)
+    pipes = get_context("forkserver").Pipe
     staying, leave = pipes(duplex=False)  # nothing is sent: its end tells the ranks to leave
     readers, writers = zip(*(pipes(duplex=False) for _ in range(num_ranks)), strict=True)
-    started = spawn(
-        _rank, (port, writers, staying, function, arguments), nprocs=num_ranks, join=False
+    started = start_processes(
+        _rank,
+        (port, writers, staying, function, arguments),
+        nprocs=num_ranks,
+        join=False,
+        start_method="forkserver",
     )
     for one in (*writers, staying):
         one.close()
