@@ -132,6 +132,14 @@ def test_what_rlsys_offers_is_there_and_importing_it_is_cheap() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)
 
 
+def test_who_has_no_model_starts_without_its_packages() -> None:
+    program = (
+        "import sys, actors.environment, actors.fleet, actors.learner\n"
+        "assert not {'transformers', 'torch.distributed.tensor'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)
+
+
 def test_optional_packages_stand_in_one_place_each() -> None:
     found = {
         (path.name, name)

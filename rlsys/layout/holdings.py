@@ -1,6 +1,8 @@
 """Who holds which part of a model: boxes of its tensors, by rank.
 
 tensor "layers.0.q_proj.weight" [64, 32]      dp2tp2: rank 0 holds [0:16, 0:32]
+
+Whoever plans with boxes needs no DTensor, whose import takes a second.
 """
 
 from __future__ import annotations
@@ -11,8 +13,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
 
@@ -110,6 +110,9 @@ def holdings(tensors: Mapping[str, torch.Tensor]) -> list[Holding]:
 def local_box(tensor: torch.Tensor) -> Box:
     """The part of a tensor that lies on this rank. A tensor that is cut over data and over tensor
     ranks along the same dimension is cut over the tensor ranks first, so the part is one piece."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     if not isinstance(tensor, DTensor):
         return Box.whole(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(
@@ -120,10 +123,14 @@ def local_box(tensor: torch.Tensor) -> Box:
 
 def local_part(tensor: MaybeTensor) -> MaybeTensor:
     """This rank's part of a tensor, sharing its memory, differentiable; None stays None."""
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a parameter, gathered on every rank: a collective if it is cut."""
+    from torch.distributed.tensor import DTensor
+
     with torch.no_grad():
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
