@@ -1,18 +1,51 @@
 """A user's mistakes: one clear message with the value, the rule and the fix; no process left.
 
-Those that are told before Ray starts run in a second or two; they share one way of starting.
+Those that are told before Ray starts are met in the test's own process, which has the imports.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import ray
 
-from tests.e2e.job import quickstart, run
+from recipes import grpo_gsm8k
+from recipes import quickstart as quickstart_recipe
+from tests.e2e.job import SMALL_QUICKSTART, quickstart, run
 
-GSM8K = "recipes/grpo_gsm8k.py"
+
+@dataclass
+class Starts:
+    """Recipes' main functions, called here as the command line calls them."""
+
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+    runs: Path
+
+    def quickstart(self, *arguments: str) -> tuple[int, str]:
+        """The exit code, and what it prints."""
+        return self.of(quickstart_recipe, *SMALL_QUICKSTART, *arguments)
+
+    def of(self, recipe: ModuleType, *arguments: str) -> tuple[int, str]:
+        given = [f"{recipe.__name__}.py", "--runs-dir", str(self.runs), *arguments]
+        self.monkeypatch.setattr(sys, "argv", given)
+        with pytest.raises(SystemExit) as ended:
+            recipe.main()
+        assert isinstance(ended.value.code, int)
+        assert not ray.is_initialized()
+        return ended.value.code, "".join(self.capsys.readouterr())
+
+
+@pytest.fixture
+def start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Starts:
+    return Starts(monkeypatch, capsys, tmp_path / "runs")
 
 
 def dataset(directory: Path, num_rows: int, question: str = "How much is 1 + 1?") -> Path:
@@ -47,24 +80,10 @@ def dataset(directory: Path, num_rows: int, question: str = "How much is 1 + 1?"
         (["--runs-dir", ""], "runs_dir='' names no directory"),
     ],
 )
-def test_a_wrong_option_ends_with_code_2(
-    arguments: list[str], message: str, tmp_path: Path
-) -> None:
-    job = quickstart(tmp_path, *arguments)
-    assert job.returncode == 2
-    assert message in job.output
-    assert "Traceback" not in job.output
-
-
-# As tests/test_hf_config.py, in a process.
-LAYOUTS = [
-    pytest.param(["--trainer.layout", layout], message, marks=pytest.mark.slow)
-    for layout, message in (
-        ("dp1tp3", "trainer.layout='dp1tp3': tp = 3 does not divide"),
-        ("pp3", "pp = 3 does not divide this model's num_hidden_layers=4"),
-        ("ep2", "trainer.layout='ep2': this model has no experts"),
-    )
-]
+def test_a_wrong_option_ends_with_code_2(arguments: list[str], message: str, start: Starts) -> None:
+    code, output = start.quickstart(*arguments)
+    assert code == 2
+    assert message in output
 
 
 @pytest.mark.parametrize(
@@ -75,20 +94,35 @@ LAYOUTS = [
         (["--data.max-prompt-tokens", "3"], "max_prompt_tokens"),
         (["--data.source", "mine.jsonl"], "data.source='mine.jsonl' would not be read"),
         (["--sampling.max-tokens", "4096"], "leaves no room for a prompt"),
-        (["--trainer.layout", "dp2", "--trainer.num-cpus", "64"], "the run needs 129 CPUs"),
-        (["--rollout.num-gpus", "8"], "GPU"),
         (["--runs-dir", "/proc/runs"], "/proc/runs"),
         (["--runs-dir", "LICENSE"], "runs_dir='LICENSE': LICENSE is a file; give a directory"),
         (["--resume"], "nothing to resume"),
-        *LAYOUTS,
+        (["--trainer.layout", "dp1tp3"], "trainer.layout='dp1tp3': tp = 3 does not divide"),
+        (["--trainer.layout", "pp3"], "pp = 3 does not divide this model's num_hidden_layers=4"),
+        (["--trainer.layout", "ep2"], "trainer.layout='ep2': this model has no experts"),
         (["--trainer.layout", "dp4,dp1tp3"], "trainer.layout='dp1tp3': tp = 3 does not divide"),
         (["--rollout.engine=vllm", "--rollout.tensor-parallel=3"], "tensor_parallel=3 does not"),
     ],
 )
 def test_what_cannot_work_is_told_before_anything_waits(
+    arguments: list[str], message: str, start: Starts
+) -> None:
+    code, output = start.quickstart("--model.path", "", *arguments)
+    assert code == 1
+    assert message in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trainer.layout", "dp2", "--trainer.num-cpus", "64"], "the run needs 129 CPUs"),
+        pytest.param(["--rollout.num-gpus", "8"], "GPU", marks=pytest.mark.slow),
+    ],
+)
+def test_what_no_node_has_is_told_before_anything_waits(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
-    job = quickstart(tmp_path, "--model.path", "", *arguments)
+    job = quickstart(tmp_path, *arguments)
     assert job.returncode == 1
     assert message in job.output
     assert "Traceback" not in job.output
@@ -97,30 +131,27 @@ def test_what_cannot_work_is_told_before_anything_waits(
 @pytest.mark.parametrize(
     ("num_rows", "message"),
     [
-        pytest.param(None, "is no file", marks=pytest.mark.slow),
-        pytest.param(0, "is an empty file", marks=pytest.mark.slow),
+        (None, "is no file"),
+        (0, "is an empty file"),
         (3, "prompts_per_step=4, but"),
     ],
 )
 def test_a_dataset_that_is_missing_empty_or_too_small(
-    num_rows: int | None, message: str, tmp_path: Path
+    num_rows: int | None, message: str, tmp_path: Path, start: Starts
 ) -> None:
     path = tmp_path / "data.jsonl"
     if num_rows is not None:
         dataset(tmp_path, num_rows)
-    arguments = ["--data.source", str(path), "--prompts-per-step", "4"]
-    job = run(GSM8K, [*arguments, "--runs-dir", str(tmp_path / "runs")], tmp_path)
-    assert job.returncode == 1
-    assert message in job.output
+    code, output = start.of(grpo_gsm8k, "--data.source", str(path), "--prompts-per-step", "4")
+    assert code == 1
+    assert message in output
 
 
-@pytest.mark.slow  # as tests/data/test_prompts.py, in a process
-def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
+def test_a_prompt_longer_than_the_context(tmp_path: Path, start: Starts) -> None:
     path = dataset(tmp_path, 8, question="word " * 1000)
-    arguments = ["--data.source", str(path), "--prompts-per-step", "4"]
-    job = run(GSM8K, [*arguments, "--runs-dir", str(tmp_path / "runs")], tmp_path)
-    assert job.returncode == 1
-    assert "data.max_prompt_tokens" in job.output
+    code, output = start.of(grpo_gsm8k, "--data.source", str(path), "--prompts-per-step", "4")
+    assert code == 1
+    assert "data.max_prompt_tokens" in output
 
 
 @pytest.mark.slow
@@ -150,13 +181,13 @@ def test_a_critics_layout_is_checked_as_the_policys_is(tmp_path: Path) -> None:
     assert "critic.trainer.layout='tp3': tp = 3 does not divide" in job.output
 
 
-def test_a_directory_that_holds_a_run(tmp_path: Path) -> None:
-    directory = tmp_path / "runs" / "quickstart"
+def test_a_directory_that_holds_a_run(start: Starts) -> None:
+    directory = start.runs / "quickstart"
     directory.mkdir(parents=True)
     (directory / "metrics.jsonl").write_text('{"step": 1}\n')
-    job = quickstart(tmp_path)
-    assert job.returncode == 1
-    assert "two runs never share a directory" in job.output
+    code, output = start.quickstart()
+    assert code == 1
+    assert "two runs never share a directory" in output
 
 
 def test_dry_run_prints_configuration_graph_placement_memory_and_prompt(tmp_path: Path) -> None:
