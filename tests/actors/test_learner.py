@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -573,15 +573,28 @@ def test_deaths_during_the_start_and_the_export_are_outlived(cluster: None, tmp_
     asyncio.run(run())
 
 
-def test_an_error_of_the_mathematics_stays_what_it_is(cluster: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "errors",
+    [
+        (
+            ("nan", FloatingPointError, "gloo of rank 1"),
+            ("bug", WorkerError, r"trainer-1.accumulate failed: KeyError"),
+            ("gloo", LearnerDied, "trainer-1 lost another rank: gloo of rank 1"),
+        ),
+        pytest.param(
+            (
+                ("own", FunctionFailed, "gloo of rank 1"),
+                ("damaged", LearnerDied, "trainer-1 has damaged weights: gloo of rank 1"),
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["first", "others"],
+)
+def test_an_error_of_the_mathematics_stays_what_it_is(
+    cluster: None, tmp_path: Path, errors: Sequence[tuple[str, type[Exception], str]]
+) -> None:
     """Nothing that was asked for behind it is carried out: the step would lack a part."""
-    errors: list[tuple[str, type[Exception], str]] = [
-        ("nan", FloatingPointError, "gloo of rank 1"),
-        ("own", FunctionFailed, "gloo of rank 1"),
-        ("bug", WorkerError, r"trainer-1.accumulate failed: KeyError"),
-        ("gloo", LearnerDied, "trainer-1 lost another rank: gloo of rank 1"),
-        ("damaged", LearnerDied, "trainer-1 has damaged weights: gloo of rank 1"),
-    ]
 
     async def run() -> None:
         async with running(tmp_path, num_ranks=2) as world:

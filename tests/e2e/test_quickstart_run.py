@@ -29,6 +29,7 @@ from rlsys.scoreboard import read_evaluations
 from tests.e2e.job import quickstart, run
 
 
+@pytest.mark.slow  # tests/test_controller_graphs.py has the graph, and what stands for its actors
 def test_remax_by_name_trains_on_no_greedy_rollout(tmp_path: Path) -> None:
     """Three names at once, audited; every record is what the graph says."""
     names = ["--advantage", "remax_advantage", "--loss", "gmpo()", "--aggregation", "sequence_mean"]
