@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlsys.algorithms.advantages import remax_advantage
@@ -724,6 +724,7 @@ def no_score(kind: Any) -> RewardFailure:
     losing=st.sampled_from([0.0, 0.2]),
     failing=st.sampled_from([0.1, 0.3]),
 )
+@example(seed=2231, max_staleness=1, losing=0.2, failing=0.3)
 def test_a_row_that_a_judge_refuses_drops_its_group(
     seed: int, max_staleness: int, losing: float, failing: float
 ) -> None:
@@ -752,7 +753,10 @@ def test_a_row_that_a_judge_refuses_drops_its_group(
     assert not trained & hopeless
     assert w.ledger.drop_reasons["reward reply"] <= len(hopeless) <= len(w.observer.failures)
     assert {(origin.prompt_text, origin.finish_reason) for origin in asked} == {("?", "stop")}
-    assert w.store.bytes_live == w.store.num_rows == 0
+    # Of a dropped group, what a call has read stays until that ends, or until rows that it has lost
+    # are read again; the run may end before.
+    assert w.store.num_rows <= len(hopeless)
+    assert (w.store.bytes_live > 0) == (w.store.num_rows > 0)
 
 
 def test_a_judge_that_always_refuses_ends_the_run() -> None:
