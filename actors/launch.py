@@ -37,6 +37,7 @@ from rlsys.launching import HeldOut, RunResult, WarmStart
 from rlsys.observe.console import Outcome, RunConsole
 from rlsys.observe.diagnosis import foresee
 from rlsys.observe.metrics import read_metrics
+from rlsys.observe.step_log import read_lines
 from rlsys.resuming import History, read_history
 from rlsys.run_directory import RunDirectory, RunFiles, check_open, check_room
 from rlsys.scoreboard import damages_of, losses_of, read_evaluations
@@ -218,11 +219,20 @@ def _close(console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome
     """Tell what the run came to."""
     console.close(
         outcome,
-        lines=read_metrics(directory.metrics) if directory.metrics.exists() else [],
-        evaluations=read_evaluations(directory.evaluations),
+        lines=_readable(directory.metrics),
+        evaluations=_readable(directory.evaluations),
         directory=directory.path,
         next_command=next_command(directory, outcome, flow),
     )
+
+
+def _readable(path: Path) -> list[dict[str, float]]:
+    """The lines before the first damaged one. Whether a damage matters, a resume says: an error
+    here would stand in place of the one that the run ended with."""
+    lines: list[dict[str, float]] = []
+    with contextlib.suppress(ValueError, OSError):
+        lines.extend(read_lines(path))
+    return lines
 
 
 def _prepare(

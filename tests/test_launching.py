@@ -524,6 +524,25 @@ def test_a_run_that_failed_needs_more_than_the_same_command(tmp_path: Path) -> N
         assert failed.startswith(f"{expected} with --resume auto, which begins again")
 
 
+def test_damaged_records_do_not_hide_what_a_run_ended_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(*_: object) -> None:
+        raise PoolDied("the judge died")
+
+    config = rlsys.RunConfig(runs_dir=str(tmp_path))
+    with RunDirectory.create(tmp_path, "first", {}) as directory:
+        directory.metrics.write_bytes(b'{"step": 1}\n\xff\xfe\n')
+        directory.evaluations.write_bytes(b"[]\n")
+        job = SimpleNamespace(run=fail)
+        prepared = (directory, job)
+        launching = importlib.import_module("actors.launch")
+        monkeypatch.setattr(launching, "_prepare", lambda *_, **__: prepared)
+        with pytest.raises(rlsys.RunFailed, match="the judge died"):
+            rlsys.launch(config, graph())
+    assert "Failed: 1 of" in capsys.readouterr().out
+
+
 # Arguments of another kind, as Python lets them through.
 
 

@@ -95,7 +95,15 @@ class Checkpoints:
         return model, directory
 
     def said(self, directory: Path) -> SavedModel:
-        return SavedModel(**json.loads((directory / SAVED).read_text()))
+        """Raises Refused where it cannot be read."""
+        file = directory / SAVED
+        try:
+            return SavedModel(**json.loads(file.read_text()))
+        except (ValueError, TypeError) as error:
+            raise Refused(
+                f"{file} does not say what was saved ({error}): it was edited or damaged. Restore "
+                "it from a copy, or load something else."
+            ) from error
 
     def exists(self, path: str, kind: Kind) -> bool:
         try:

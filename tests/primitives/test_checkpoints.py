@@ -73,3 +73,10 @@ def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
 def test_a_path_reaches_what_was_saved_alone(tmp_path: Path, path: str) -> None:
     with pytest.raises(Refused):
         Checkpoints(tmp_path).parse(path, "weights")
+
+
+@pytest.mark.parametrize("text", ['{"a": ', '{"base_model": "m"}', "[]"])
+def test_a_damaged_saved_json_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "saved.json").write_text(text)
+    with pytest.raises(Refused, match=r"saved\.json does not say what was saved"):
+        Checkpoints(tmp_path).said(tmp_path)
