@@ -26,6 +26,7 @@ from .primitives import RayBackend, ServedModel
 @contextlib.contextmanager
 def connected_to_ray(config: ServerConfig) -> Iterator[None]:
     """As for runs; a server reserves no CPUs."""
+    print("starting Ray", flush=True)
     with connected(config.cluster) as warning:
         if warning:
             print(f"warning: {warning}")

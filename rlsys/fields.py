@@ -245,7 +245,7 @@ def build(
     """An instance with the defaults of `cls` but for `overrides`, {dotted name: value}.
 
     Raises ValueError for a value of the wrong type, for a missing field that has no default, and
-    for whatever the class itself refuses.
+    for whatever the class itself refuses, with the names that the fields have here.
     """
     values: dict[str, Any] = {}
     for key, name, hint, value in _members(cls, default, prefix):
@@ -256,7 +256,25 @@ def build(
         elif value is MISSING:
             raise ValueError(f"{name} is missing and has no default; give {expected(hint)}.")
         values[key] = value
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(_with_names(str(error), cls, prefix)) from error
+
+
+def _with_names(message: str, cls: type[Any], prefix: str) -> str:
+    """As a class calls its fields and sections as if it stood alone; they stand below `prefix`."""
+    if not prefix:
+        return message
+    parent, _, section = prefix[:-1].rpartition(".")
+    hints = get_type_hints(cls)
+    for key, hint in hints.items():
+        if dataclasses.is_dataclass(hint):
+            message = re.sub(rf"(?<![\w.]){key}\.(?=[a-z])", f"{prefix}{key}.", message)
+    if parent:
+        message = re.sub(rf"(?<![\w.]){section}\.(?=[a-z])", prefix, message)
+    begins = re.match(r"(\w+)=", message)
+    return prefix + message if begins is not None and begins[1] in hints else message
 
 
 def to_dict(config: Any) -> dict[str, Any]:

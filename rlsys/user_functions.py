@@ -86,9 +86,17 @@ def said_of(function: object, name: str, default: Any) -> Any:
 
 def is_deferred(function: Any) -> bool:
     """Whether a call returns nothing computed yet: that of an async function, or of a generator."""
+    return is_async(function) or _is_any(function, inspect.isgeneratorfunction)
+
+
+def is_async(function: Any) -> bool:
+    """Whether what a call returns has to be awaited, or iterated with `async for`."""
+    return _is_any(function, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def _is_any(function: Any, *tests: Callable[[Any], bool]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
-    tests = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     return any(test(one) for test in tests for one in (function, type(function).__call__))
 
 

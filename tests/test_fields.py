@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlsys.config import DataConfig, RunConfig, SamplingConfig, TrainerConfig
+from rlsys.config import (
+    DataConfig,
+    JudgeConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainedRoleConfig,
+    TrainerConfig,
+)
 from rlsys.fields import build, from_dict, leaves, num_leaf_fields, to_dict
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +59,35 @@ def test_keys_that_are_left_out_take_their_defaults() -> None:
 def test_wrong_values_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_dict(RunConfig, values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithRoles(RunConfig):
+    rival: TrainedRoleConfig = field(default_factory=TrainedRoleConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rival": {"trainer": {"layout": "x2"}}}, r"^rival\.trainer\.layout: layout 'x2'"),
+        (
+            {"rival": {"trainer": {"layout": "dp2,dp1", "snapshot_every": 0}}},
+            r"^rival\.trainer\.snapshot_every=0 with rival\.trainer\.layout='dp2,dp1'",
+        ),
+        (
+            {"rival": {"model": {"lora": "r4"}, "trainer": {"layout": "tp2"}}},
+            r"^rival\.model\.lora='r4' and rival\.trainer\.layout='tp2'",
+        ),
+        ({"judge": {"num_workers": 0}}, r"^judge\.num_workers=0 of a role"),
+        ({"trainer": {"layout": "x2"}}, r"^trainer\.layout: layout 'x2'"),
+    ],
+)
+def test_what_a_class_refuses_is_called_as_it_is_given(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_dict(WithRoles, values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,8 +72,9 @@ def load_rows(config: DataConfig, setting: str = "data.source") -> Any:
     try:
         with _only_errors_that_are_raised():
             return datasets.load_dataset(**arguments)
-    # StopIteration: what the JSON loader raises for a file without a row.
-    except (DatasetsError, OSError, ValueError, StopIteration) as error:
+    # StopIteration: what the JSON loader raises for a file without a row. RuntimeError: what a name
+    # that ends with .py gives, of a file that is not there.
+    except (DatasetsError, OSError, RuntimeError, ValueError, StopIteration) as error:
         reason = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
         raise ValueError(
             f"{setting}={source!r} cannot be loaded ({reason}); {HINTS[loader]}."

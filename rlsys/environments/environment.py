@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 from rlsys.fields import checked
 from rlsys.rewards.reward import Reward
 from rlsys.types import Rollout
-from rlsys.user_functions import misfit, name_of, parameter_names
+from rlsys.user_functions import is_async, misfit, name_of, parameter_names
 
 if TYPE_CHECKING:  # with pydantic, which takes a while to import
     from rlsys.environments.tool_formats import ToolFormat
@@ -93,6 +93,11 @@ class Environment:
                 f"group_reward={name_of(self.group_reward)} of {given} is called with a list of "
                 "rollouts, those of a group, which it does not take; give a function of one "
                 "argument, which returns a number for each of them."
+            )
+        if is_async(self.group_reward):
+            raise ValueError(
+                f"group_reward={name_of(self.group_reward)} of {given} is async, and nobody awaits "
+                "it; let it be a plain function, and await within the episode."
             )
         if self.tools:
             from rlsys.environments.tools import ToolSet

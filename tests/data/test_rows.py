@@ -47,6 +47,7 @@ def test_local_files_are_read(tmp_path: Path, name: str) -> None:
     ("name", "content", "parts"),
     [
         ("missing.jsonl", None, ["missing.jsonl' is no file (looked in ", "give the path"]),
+        ("missing.py", None, ["missing.py' cannot be loaded (", "or give a local file"]),
         ("a.jsonl", "", ["a.jsonl' is an empty file"]),
         ("a.jsonl", "\n", ["cannot be loaded", "one JSON object per line"]),
         ("a.json", "[]", ["cannot be loaded"]),

@@ -40,12 +40,17 @@ def test_an_agent_is_told_what_it_is_called_with() -> None:
         rlsys.agent(rlsys.environment(ask))
 
 
+async def told_later(rollouts: Any) -> list[float]:
+    return [0.0 for _ in rollouts]
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"tools": add}, r"tools=<tool add> of environment 'ask' is no list of tools"),
         ({"group_reward": lambda: [1.0]}, "group_reward=<lambda> of environment 'ask'"),
         ({"group_reward": 1.0}, "group_reward=1.0 of environment 'ask' is called with a list"),
+        ({"group_reward": told_later}, "of environment 'ask' is async, and nobody awaits it"),
         ({"seats": "first"}, r"give a list, seats=\('first',\)"),
         ({"max_turns": 0}, "max_turns=0 of environment 'ask' is no number of them"),
     ],
