@@ -23,6 +23,7 @@ from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.layout.transport.staging import DamagedWeightsError
 from rlsys.layout.transport.weights import Weights
+from rlsys.manifest import faults_of
 from rlsys.primitives.backend import Scores
 from rlsys.primitives.checkpoints import SamplerWeights
 from rlsys.primitives.errors import PartDied
@@ -181,6 +182,7 @@ class RaySampler:
         self._worker: Worker | None = None
         self._node_id = ""
         self._num_lives = 0
+        self._whole: set[str] = set()  # saved weights that were read without a fault
         self._starting = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._collecting: asyncio.Task[None] | None = None
@@ -228,6 +230,7 @@ class RaySampler:
         self, weights: SamplerWeights, rows: Sequence[Int32Array], top_k: int
     ) -> Sequence[Scores]:
         _check_there(weights)
+        await self._check_whole(weights)
         worker = await self._living()
         try:
             scores: Sequence[Scores] = await worker.call(
@@ -294,12 +297,24 @@ class RaySampler:
         try:
             _check_there(weights)
             if not await self._took_published(worker, weights):
+                await self._check_whole(weights)
                 await worker.call("take_saved", weights.number, weights.directory)
         except (ValueError, OSError, DamagedWeightsError) as error:
             for asked in self._turns.take_waiting_for(key):
                 self._fail_one(asked, error)
             return
         self._turns.switched(key)
+
+    async def _check_whole(self, weights: SamplerWeights) -> None:
+        """Reads all files of saved weights, once. Raises ValueError for damaged ones."""
+        if weights.directory is None or weights.key in self._whole:
+            return
+        if faults := await asyncio.to_thread(faults_of, weights.directory):
+            raise ValueError(
+                f"{weights.path} is not as it was saved: {'; '.join(faults)}. Restore "
+                f"{weights.directory} from a copy, or sample with others."
+            )
+        self._whole.add(weights.key)
 
     async def _took_published(self, worker: Worker, weights: SamplerWeights) -> bool:
         manifest = self._published(weights.number, self._node_id)

@@ -10,6 +10,7 @@ import importlib.util
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.config import ModelConfig
@@ -23,6 +24,27 @@ from .learner import absolute
 from .primitives import RayBackend, ServedModel
 
 
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What a server is made of, before Ray starts."""
+
+    config: ServerConfig
+    key: str
+    backend: RayBackend
+    listening: socket.socket
+
+
+def checked(config: ServerConfig, key: str) -> Checked:
+    """Raises ValueError for a package that is missing, a key that the client would not take, a
+    model that is none, and a port that is taken."""
+    _check_packages()
+    from rlsys.primitives.app import check_key
+
+    check_key(key)
+    backend = _backend(config)
+    return Checked(config=config, key=key, backend=backend, listening=_listening(config))
+
+
 @contextlib.contextmanager
 def connected_to_ray(config: ServerConfig) -> Iterator[None]:
     """As for runs; a server reserves no CPUs."""
@@ -33,19 +55,16 @@ def connected_to_ray(config: ServerConfig) -> Iterator[None]:
         yield
 
 
-async def serve(config: ServerConfig, key: str) -> None:
-    """Until a signal ends it. Raises ValueError for a model that is none, a port that is taken or a
-    key that the client would not take; RunFailed where no sampler starts."""
-    _check_packages()
+async def serve(checked: Checked) -> None:
+    """Until a signal ends it. Raises RunFailed where no sampler starts."""
     import uvicorn
 
     from rlsys.errors import RunFailed
-    from rlsys.primitives.app import Api, check_key
+    from rlsys.primitives.app import Api
     from rlsys.primitives.service import Limits, Service
 
-    check_key(key)
-    listening = _listening(config)
-    backend = _backend(config)
+    config, key, backend = checked.config, checked.key, checked.backend
+    listening = checked.listening
     print(f"starting {config.rollout.num_replicas} samplers of {config.model.path}", flush=True)
     try:
         await backend.start()

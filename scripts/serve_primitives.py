@@ -25,11 +25,12 @@ def main() -> None:
     if parsed.dry_run:
         print(to_toml(parsed.config))
         return
-    from actors.serving import connected_to_ray, serve
+    from actors.serving import checked, connected_to_ray, serve
 
     key = os.environ.get("TINKER_API_KEY") or f"tml-{secrets.token_hex(16)}"
+    ready = checked(parsed.config, key)
     with connected_to_ray(parsed.config):
-        run_to_end(lambda: serve(parsed.config, key))
+        run_to_end(lambda: serve(ready))
 
 
 if __name__ == "__main__":

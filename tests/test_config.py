@@ -95,6 +95,7 @@ from rlsys.types import SamplingParams
         (RewardConfig, {"memory_gib": math.inf}, "reward.memory_gib=inf"),
         (AsyncConfig, {"max_staleness": -1}, "asynchrony.max_staleness=-1"),
         (ClusterConfig, {"store_gib": 0.0}, "cluster.store_gib=0.0"),
+        (ClusterConfig, {"store_gib": 1e-6}, "cluster.store_gib=1e-06 holds no rollout; use 0.001"),
         (ClusterConfig, {"start_timeout_s": -1.0}, "cluster.start_timeout_s=-1.0"),
         (ClusterConfig, {"call_timeout_s": 0.0}, "cluster.call_timeout_s=0.0"),
         (ClusterConfig, {"heartbeat_timeout_s": 0.0}, "cluster.heartbeat_timeout_s=0.0"),

@@ -384,6 +384,9 @@ class AsyncConfig:
         )
 
 
+MIN_STORE_GIB = 0.001
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """The Ray cluster."""
@@ -407,8 +410,8 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         conform(self, "cluster")
         require(
-            self.store_gib > 0,
-            f"cluster.store_gib={self.store_gib} holds no rollout; use more than 0.",
+            self.store_gib >= MIN_STORE_GIB,
+            f"cluster.store_gib={self.store_gib} holds no rollout; use {MIN_STORE_GIB} or more.",
         )
         for name in ("start_timeout_s", "call_timeout_s", "heartbeat_timeout_s"):
             value = getattr(self, name)

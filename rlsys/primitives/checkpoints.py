@@ -3,22 +3,25 @@
     tinker://MODEL/weights/NAME           a trainer's state: parameters and moments
     tinker://MODEL/sampler_weights/NAME   what a sampler needs: adapters, or a whole model
 
-lie in DIRECTORY/MODEL/weights/NAME and so on, each with a `saved.json` that says what it is of. A
-directory appears whole or not at all. NAME is the client's, or one that says the number of
-optimizer steps; MODEL is the model's id with "." in the place of ":".
+lie in DIRECTORY/MODEL/weights/NAME and so on, each with a `saved.json` that says what it is of, and
+a manifest.json with the checksums of its files. A directory appears whole or not at all. NAME is
+the client's, or one that says the number of optimizer steps; MODEL is the model's id with "." in
+the place of ":".
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlsys.manifest import faults_of, write_manifest
 from rlsys.primitives.errors import Refused
 
 Kind = Literal["weights", "sampler_weights"]
@@ -112,8 +115,17 @@ class Checkpoints:
             return False
         return True
 
-    @contextmanager
-    def writing(self, path: str, said: SavedModel, *, overwrite: bool) -> Iterator[Path]:
+    async def check(self, path: str, directory: Path) -> None:
+        """Reads all files, beside whatever else is asked. Raises Refused for damaged ones."""
+        faults = await asyncio.to_thread(faults_of, directory)
+        if faults:
+            raise Refused(
+                f"{path} is not as it was saved: {'; '.join(faults)}. Restore {directory} from a "
+                "copy, or load something else."
+            )
+
+    @asynccontextmanager
+    async def writing(self, path: str, said: SavedModel, *, overwrite: bool) -> AsyncIterator[Path]:
         """A directory to write to, which takes its place at the end of the block. Raises Refused
         where the name is taken; OSError as the disk does."""
         model, kind, name = path.removeprefix(SCHEME).split("/")
@@ -129,9 +141,11 @@ class Checkpoints:
         try:
             yield aside
             (aside / SAVED).write_text(json.dumps(asdict(said)))
+            await asyncio.to_thread(write_manifest, aside)
             if place.exists():
-                shutil.rmtree(place)
+                place.rename(_before(place))
             aside.rename(place)
+            shutil.rmtree(_before(place), ignore_errors=True)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -148,6 +162,8 @@ class Checkpoints:
         for kind, called in kinds:
             for file in self._where(model, kind, "").glob(f"*/{SAVED}"):
                 name = file.parent.name
+                if not _NAME.fullmatch(name):
+                    continue  # on its way, or about to go
                 found.append(
                     {
                         "checkpoint_id": f"{kind}/{name}",
@@ -159,4 +175,12 @@ class Checkpoints:
         return sorted(found, key=lambda one: one["time"])
 
     def _where(self, model: str, kind: Kind, name: str) -> Path:
-        return self._directory / model.replace(":", ".") / kind / name
+        place = self._directory / model.replace(":", ".") / kind / name
+        if name and not place.exists() and _before(place).exists():
+            _before(place).rename(place)  # whoever overwrote it was killed between two renames
+        return place
+
+
+def _before(place: Path) -> Path:
+    """Where a directory waits until another has its place."""
+    return place.with_name(f".{place.name}.before")

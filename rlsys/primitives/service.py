@@ -179,6 +179,7 @@ class Service:
         optimizer = requests.yes(body, "optimizer")
 
         async def create() -> Answer:
+            await self._checkpoints.check(path, directory)
             seed = secrets.randbelow(2**31)
             model.trainer = await self._backend.start_trainer(
                 model.name, base.name, said.lora, seed
@@ -280,7 +281,8 @@ class Service:
             name = requests.optional_text(body, "path") or f"step-{trainer.version:06d}"
             path = self._checkpoints.path(model.name, "weights", name)
             overwrite = requests.yes(body, "overwrite")
-            with self._checkpoints.writing(path, self._said(model), overwrite=overwrite) as place:
+            said = self._said(model)
+            async with self._checkpoints.writing(path, said, overwrite=overwrite) as place:
                 await trainer.save(place)
             return _json({"type": "save_weights", "path": path})
 
@@ -301,6 +303,7 @@ class Service:
                     f"model of {model.base.name} with {model.lora or 'none'}; make a training "
                     "client from the state instead."
                 )
+            await self._checkpoints.check(path, directory)
             assert model.trainer is not None
             await model.trainer.load(directory, optimizer=requests.yes(body, "optimizer"))
             model.lacks = ""
@@ -336,7 +339,8 @@ class Service:
     async def _save_for_sampler(self, model: Model, path: str) -> SamplerWeights:
         assert model.trainer is not None
         number = len(self._numbers) + 1
-        with self._checkpoints.writing(path, self._said(model), overwrite=False) as place:
+        said = self._said(model)
+        async with self._checkpoints.writing(path, said, overwrite=False) as place:
             await model.trainer.save_for_sampler(place, number)
         name, directory = self._checkpoints.parse(path, "sampler_weights")
         weights = SamplerWeights(
@@ -425,8 +429,8 @@ class Service:
             return await command.run()
         except PartDied as death:
             model.death = (
-                f"{death} Model {model.name} is lost with it; make a training client from what was "
-                "saved last."
+                f"{_sentence(death)} Model {model.name} is lost with it; make a training client "
+                "from what was saved last."
             )
             return Failure(message=model.death, category="server")
         except (ValueError, FloatingPointError) as error:
@@ -532,7 +536,8 @@ class Service:
             body = await sampled(self._backend, name, weights, asked)
         except PartDied as death:
             outcome: Answer | Failure = Failure(
-                message=f"{death} Another takes its place: sample again.", category="server"
+                message=f"{_sentence(death)} Another takes its place: sample again.",
+                category="server",
             )
         except ValueError as error:
             outcome = Failure(message=str(error), category="user")
@@ -630,6 +635,11 @@ class Service:
 
 def _json(body: Mapping[str, Any]) -> Answer:
     return Answer(body=json.dumps(body).encode())
+
+
+def _sentence(error: Exception) -> str:
+    told = str(error)
+    return told if told.endswith((".", "!", "?")) else f"{told}."
 
 
 def _rank(lora: str) -> int:

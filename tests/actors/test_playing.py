@@ -163,6 +163,7 @@ def test_who_is_aborted_while_suspects_are_sought_comes_out_with_nothing() -> No
     assert len(deaths) <= 2 + 4  # four parts had been given out
 
 
+@pytest.mark.slow
 def test_a_spare_worker_that_is_killed_is_replaced_and_its_death_blames_nobody() -> None:
     """Twice the spare one dies, and once both at the same time: three deaths by MAX_DEATHS, had
     each been one of the episodes'."""

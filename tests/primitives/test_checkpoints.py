@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,20 @@ from rlsys.primitives.errors import Refused
 SAID = SavedModel(base_model="tiny", lora="r8a32", version=3)
 
 
+def save(checkpoints: Checkpoints, path: str, text: str, *, overwrite: bool = False) -> None:
+    async def write() -> None:
+        async with checkpoints.writing(path, SAID, overwrite=overwrite) as place:
+            (place / "state").write_text(text)
+            assert checkpoints.exists(path, "weights") == overwrite
+
+    asyncio.run(write())
+
+
 def test_what_was_saved_is_found_by_its_path(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.path("session-1:train:0", "weights", "first")
     assert path == "tinker://session-1:train:0/weights/first"
-    with checkpoints.writing(path, SAID, overwrite=False) as place:
-        (place / "state").write_text("1")
-        assert not checkpoints.exists(path, "weights")
+    save(checkpoints, path, "1")
     model, directory = checkpoints.parse(path, "weights")
     assert (model, (directory / "state").read_text()) == ("session-1:train:0", "1")
     assert checkpoints.said(directory) == SAID
@@ -28,14 +36,10 @@ def test_what_was_saved_is_found_by_its_path(tmp_path: Path) -> None:
 def test_a_name_is_taken_once_unless_it_is_overwritten(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.path("m", "weights", "a")
-    for text in "12":
-        with checkpoints.writing(path, SAID, overwrite=text == "2") as place:
-            (place / "state").write_text(text)
-    with (
-        pytest.raises(Refused, match="is there already"),
-        checkpoints.writing(path, SAID, overwrite=False),
-    ):
-        pass
+    save(checkpoints, path, "1")
+    save(checkpoints, path, "2", overwrite=True)
+    with pytest.raises(Refused, match="is there already"):
+        save(checkpoints, path, "3")
     assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "2"
 
 
@@ -43,13 +47,13 @@ def test_what_was_not_written_to_its_end_leaves_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.path("m", "weights", "a")
 
-    def write() -> None:
-        with checkpoints.writing(path, SAID, overwrite=False) as place:
+    async def write() -> None:
+        async with checkpoints.writing(path, SAID, overwrite=False) as place:
             (place / "state").write_text("1")
             raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        write()
+        asyncio.run(write())
     assert not list(tmp_path.rglob("state"))
 
 
@@ -80,3 +84,26 @@ def test_a_damaged_saved_json_is_refused_by_name(tmp_path: Path, text: str) -> N
     (tmp_path / "saved.json").write_text(text)
     with pytest.raises(Refused, match=r"saved\.json does not say what was saved"):
         Checkpoints(tmp_path).said(tmp_path)
+
+
+def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1234")
+    _, directory = checkpoints.parse(path, "weights")
+    asyncio.run(checkpoints.check(path, directory))
+    (directory / "state").write_text("1235")
+    with pytest.raises(Refused, match=r"m/weights/a is not as it was saved: state has another"):
+        asyncio.run(checkpoints.check(path, directory))
+
+
+def test_a_kill_between_two_renames_leaves_the_state_before(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1")
+    _, directory = checkpoints.parse(path, "weights")
+    directory.rename(directory.with_name(".a.before"))
+    assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "1"
+    save(checkpoints, path, "2", overwrite=True)
+    assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "2"
+    assert [one.name for one in directory.parent.iterdir()] == ["a"]
