@@ -23,9 +23,8 @@ from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.layout.transport.staging import DamagedWeightsError
 from rlsys.layout.transport.weights import Weights
-from rlsys.manifest import faults_of
 from rlsys.primitives.backend import Scores
-from rlsys.primitives.checkpoints import SamplerWeights
+from rlsys.primitives.checkpoints import SamplerWeights, check_whole
 from rlsys.primitives.errors import PartDied
 from rlsys.primitives.sampling import gathered
 from rlsys.primitives.turns import Turns
@@ -306,15 +305,10 @@ class RaySampler:
         self._turns.switched(key)
 
     async def _check_whole(self, weights: SamplerWeights) -> None:
-        """Reads all files of saved weights, once. Raises ValueError for damaged ones."""
-        if weights.directory is None or weights.key in self._whole:
-            return
-        if faults := await asyncio.to_thread(faults_of, weights.directory):
-            raise ValueError(
-                f"{weights.path} is not as it was saved: {'; '.join(faults)}. Restore "
-                f"{weights.directory} from a copy, or sample with others."
-            )
-        self._whole.add(weights.key)
+        """Saved weights, once. Raises Refused for damaged ones."""
+        if weights.directory is not None and weights.key not in self._whole:
+            await check_whole(weights.path, weights.directory)
+            self._whole.add(weights.key)
 
     async def _took_published(self, worker: Worker, weights: SamplerWeights) -> bool:
         manifest = self._published(weights.number, self._node_id)

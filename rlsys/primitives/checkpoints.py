@@ -115,15 +115,6 @@ class Checkpoints:
             return False
         return True
 
-    async def check(self, path: str, directory: Path) -> None:
-        """Reads all files, beside whatever else is asked. Raises Refused for damaged ones."""
-        faults = await asyncio.to_thread(faults_of, directory)
-        if faults:
-            raise Refused(
-                f"{path} is not as it was saved: {'; '.join(faults)}. Restore {directory} from a "
-                "copy, or load something else."
-            )
-
     @asynccontextmanager
     async def writing(self, path: str, said: SavedModel, *, overwrite: bool) -> AsyncIterator[Path]:
         """A directory to write to, which takes its place at the end of the block. Raises Refused
@@ -143,6 +134,7 @@ class Checkpoints:
             (aside / SAVED).write_text(json.dumps(asdict(said)))
             await asyncio.to_thread(write_manifest, aside)
             if place.exists():
+                shutil.rmtree(_before(place), ignore_errors=True)
                 place.rename(_before(place))
             aside.rename(place)
             shutil.rmtree(_before(place), ignore_errors=True)
@@ -150,7 +142,8 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
 
     def remove(self, directory: Path) -> None:
-        shutil.rmtree(directory, ignore_errors=True)
+        for one in (_before(directory), directory):
+            shutil.rmtree(one, ignore_errors=True)
 
     def of_model(self, model: str) -> list[dict[str, Any]]:
         """What there is of a model, as the client lists it, oldest first."""
@@ -179,6 +172,15 @@ class Checkpoints:
         if name and not place.exists() and _before(place).exists():
             _before(place).rename(place)  # whoever overwrote it was killed between two renames
         return place
+
+
+async def check_whole(path: str, directory: Path) -> None:
+    """Reads all files of what was saved, in a thread. Raises Refused for damaged ones."""
+    if faults := await asyncio.to_thread(faults_of, directory):
+        raise Refused(
+            f"{path} is not as it was saved: {'; '.join(faults)}. Restore {directory} from a copy, "
+            "or use something else that was saved."
+        )
 
 
 def _before(place: Path) -> Path:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlsys.primitives import requests
 from rlsys.primitives.backend import Backend, BaseModel, Trainer
-from rlsys.primitives.checkpoints import Checkpoints, SamplerWeights, SavedModel
+from rlsys.primitives.checkpoints import Checkpoints, SamplerWeights, SavedModel, check_whole
 from rlsys.primitives.completions import Completion, Completions
 from rlsys.primitives.errors import PartDied, Refused
 from rlsys.primitives.futures import Answer, Failure, Futures
@@ -179,7 +179,7 @@ class Service:
         optimizer = requests.yes(body, "optimizer")
 
         async def create() -> Answer:
-            await self._checkpoints.check(path, directory)
+            await check_whole(path, directory)
             seed = secrets.randbelow(2**31)
             model.trainer = await self._backend.start_trainer(
                 model.name, base.name, said.lora, seed
@@ -303,7 +303,7 @@ class Service:
                     f"model of {model.base.name} with {model.lora or 'none'}; make a training "
                     "client from the state instead."
                 )
-            await self._checkpoints.check(path, directory)
+            await check_whole(path, directory)
             assert model.trainer is not None
             await model.trainer.load(directory, optimizer=requests.yes(body, "optimizer"))
             model.lacks = ""

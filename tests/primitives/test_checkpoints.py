@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
 
-from rlsys.primitives.checkpoints import Checkpoints, SavedModel
+from rlsys.primitives.checkpoints import Checkpoints, SavedModel, check_whole
 from rlsys.primitives.errors import Refused
 
 SAID = SavedModel(base_model="tiny", lora="r8a32", version=3)
@@ -91,10 +92,10 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     path = checkpoints.path("m", "weights", "a")
     save(checkpoints, path, "1234")
     _, directory = checkpoints.parse(path, "weights")
-    asyncio.run(checkpoints.check(path, directory))
+    asyncio.run(check_whole(path, directory))
     (directory / "state").write_text("1235")
     with pytest.raises(Refused, match=r"m/weights/a is not as it was saved: state has another"):
-        asyncio.run(checkpoints.check(path, directory))
+        asyncio.run(check_whole(path, directory))
 
 
 def test_a_kill_between_two_renames_leaves_the_state_before(tmp_path: Path) -> None:
@@ -107,3 +108,18 @@ def test_a_kill_between_two_renames_leaves_the_state_before(tmp_path: Path) -> N
     save(checkpoints, path, "2", overwrite=True)
     assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "2"
     assert [one.name for one in directory.parent.iterdir()] == ["a"]
+
+
+def test_a_kill_before_the_state_before_is_removed_leaves_the_new_one(tmp_path: Path) -> None:
+    """It can be overwritten, and what is removed does not come back."""
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "2")
+    _, directory = checkpoints.parse(path, "weights")
+    before = directory.with_name(".a.before")
+    shutil.copytree(directory, before)
+    save(checkpoints, path, "3", overwrite=True)
+    assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "3"
+    shutil.copytree(directory, before)
+    checkpoints.remove(directory)
+    assert not checkpoints.exists(path, "weights")
