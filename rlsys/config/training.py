@@ -104,7 +104,8 @@ class TrainerConfig:
     num_cpus: float = 1
     """CPU cores that Ray reserves for one rank; also its compute threads."""
     num_gpus: float = 0
-    """GPUs that Ray reserves for one rank: 0 (gloo on the CPU) or 1 (NCCL)."""
+    """GPUs that Ray reserves for one rank: 0 (gloo on the CPU), 1 (NCCL), or, for a single rank, a
+    share such as 0.5 of a GPU that replicas use too."""
 
     def __post_init__(self) -> None:
         conform(self, "trainer")
@@ -167,9 +168,15 @@ class TrainerConfig:
             "layout.",
         )
         require(
-            self.num_gpus in (0, 1),
-            f"trainer.num_gpus={self.num_gpus}: a rank drives exactly one device; use 0 or 1, and "
-            "trainer.layout for more devices.",
+            self.num_gpus == 0 or MIN_CPUS <= self.num_gpus <= 1,
+            f"trainer.num_gpus={self.num_gpus}: a rank drives exactly one device. Use 0, a share "
+            "of one GPU such as 0.5, or 1; trainer.layout sets the number of devices.",
+        )
+        require(
+            self.num_gpus in (0, 1)
+            or all(one.parallel.num_ranks == 1 for one in self.in_each_layout),
+            f"trainer.num_gpus={self.num_gpus} with trainer.layout={self.layout!r}: NCCL accepts "
+            "only one rank per GPU. Use num_gpus=1, or layout=dp1.",
         )
 
     @property

@@ -99,9 +99,17 @@ def cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
 def _exchange_apart(module: FSDPModule) -> None:
     """What is gathered for a layer and reduced of it comes and goes between activations; memory of
     its own keeps these together."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in _parameter_groups(module):
         for name in ("unshard", "wait_for_unshard", "post_backward"):
             setattr(group, name, apart()(getattr(group, name)))
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    """Return FSDP2's groups of parameters of a module. torch 2.11 keeps one, 2.13 a list."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def let_go(network: nn.Module) -> None:
@@ -112,7 +120,7 @@ def let_go(network: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             state._training_state = TrainingState.IDLE
-            for group in state._fsdp_param_groups:
+            for group in _parameter_groups(module):
                 group._training_state = TrainingState.IDLE
             module.reshard()
 
@@ -151,6 +159,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def named_layers(model: nn.Module) -> list[nn.Module]:
-    """The same, where there are any."""
+    """Return the decoder layers of a model, sharded or not; none where the model names none."""
     names = set(model._no_split_modules or ())  # type: ignore[arg-type]
-    return [module for module in model.modules() if type(module).__name__ in names]
+    # FSDP2 gives a module that it shards a subclass of this name.
+    return [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in names]

@@ -1,0 +1,176 @@
+"""Run everything that needs a GPU, in order of value, and keep what was measured.
+
+    python scripts/gpu/check.py --out DIR                       # all parts
+    python scripts/gpu/check.py --out DIR --only training weights
+    python scripts/gpu/check.py --out DIR --device cpu --small  # tests the script itself
+
+    kernels     rates of the device: GEMM, copies, attention, head, optimizer, host overhead
+    tests       pytest -m gpu: engines against the CPU, sampler against trainer
+    runs        the quickstart on shares of the device, separate and colocated (needs ray)
+    training    tokens/s, utilisation, memory; against a plain transformers loop
+    generation  the torch engine's prefill and decode; against transformers' generate
+    weights     weight updates through host memory; released and restored device memory
+
+Each part is a process of its own with a time limit. DIR gets results.jsonl (a JSON object per
+measurement, written as it arrives, so that a stop loses nothing), results.md (the same as tables)
+and a log of each part. Prints the tables at the end. Exits with 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from scripts.gpu.records import read_line  # noqa: E402 - the path comes first
+
+# Seconds that a part may take, in the order in which the parts run.
+LIMITS_S = {
+    "kernels": 60,
+    "tests": 150,
+    "runs": 240,
+    "training": 420,
+    "generation": 120,
+    "weights": 120,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory of the results")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to test the script")
+    parser.add_argument("--only", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="for all parts")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + args.limit_s
+    failed = False
+    for part in args.only:
+        limit_s = min(LIMITS_S[part], deadline - time.monotonic())
+        if limit_s <= 0:
+            record(args.out, {"part": part, "status": "not run: the time was used up"})
+            continue
+        failed |= not run_part(part, args, limit_s)
+        (args.out / "results.md").write_text(tables(read_results(args.out)))
+    print((args.out / "results.md").read_text())
+    return int(failed)
+
+
+def command(part: str, args: argparse.Namespace) -> list[str]:
+    """Return the command line of a part."""
+    if part == "tests":
+        tests = [
+            *("-m", "gpu", "tests/engines", "-q", "-rA", "--timeout=120", "-p", "no:cacheprovider"),
+            *(("-n", "6") if args.device == "cuda" else ("--collect-only",)),
+        ]
+        return [sys.executable, "-m", "pytest", *tests]
+    options = ["--device", args.device, *(["--small"] if args.small else [])]
+    return [sys.executable, "-m", f"scripts.gpu.{part}", *options]
+
+
+def run_part(part: str, args: argparse.Namespace, limit_s: float) -> bool:
+    """Run a part within its limit and record its lines; return whether it succeeded."""
+    environment = os.environ | {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    start = time.monotonic()
+    errors = 0
+    with (args.out / f"{part}.log").open("w") as log:
+        process = subprocess.Popen(
+            command(part, args),
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        timed_out = threading.Event()
+        timer = threading.Timer(limit_s, lambda: (timed_out.set(), end(process)))
+        timer.start()
+        last = ""
+        try:
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                last = line.strip() or last
+                values = read_line(line)
+                if values is not None:
+                    errors += "error" in values
+                    record(args.out, {"part": part, **values})
+        finally:
+            timer.cancel()
+        code = process.wait()
+    end(process)  # what it started and left behind
+    seconds = round(time.monotonic() - start, 1)
+    status = "ok" if code == 0 and not errors else f"exit code {code}, {errors} errors"
+    if timed_out.is_set():
+        status = f"ended at its limit of {limit_s:.0f} s"
+    note = {"last_line": last[:200]} if part == "tests" else {}
+    record(args.out, {"part": part, "status": status, "seconds": seconds, **note})
+    return status == "ok"
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a part with all that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def record(out: Path, values: dict[str, Any]) -> None:
+    """Append a result and show it."""
+    line = json.dumps(values)
+    with (out / "results.jsonl").open("a") as file:
+        file.write(line + "\n")
+    print(line, flush=True)
+
+
+def read_results(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def tables(results: list[dict[str, Any]]) -> str:
+    """Return Markdown: one table per part and kind, with a column for each value."""
+    device = next((one for one in results if one.get("kind") == "device"), {})
+    lines = [
+        f"Device: {device.get('name', 'unknown')}, torch {device.get('torch', 'unknown')}, "
+        f"Python {platform.python_version()}.",
+        "",
+    ]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in results:
+        groups.setdefault((one["part"], one.get("kind", "status")), []).append(one)
+    for (part, kind), rows in groups.items():
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        names = [name for name in names if name not in ("part", "kind")]
+        lines += [f"### {part}: {kind}", "", "| " + " | ".join(names) + " |"]
+        lines += ["|" + "---|" * len(names)]
+        lines += ["| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
