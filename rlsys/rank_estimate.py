@@ -123,6 +123,7 @@ def estimate_rank(
             checkpointing=model.checkpointing(on_gpu=trainer.num_gpus > 0),
             layout=trainer.parallel,
             passes=_passes(config, trainer, shape),
+            on_gpu=trainer.num_gpus > 0,
         )
     except ValueError as error:
         even = shape.num_parameters // num_shards(trainer)

@@ -172,9 +172,9 @@ class TrainerConfig:
             f"trainer.num_gpus={self.num_gpus}: a rank drives exactly one device. Use 0, a share "
             "of one GPU such as 0.5, or 1; trainer.layout sets the number of devices.",
         )
+        most_ranks = max(Layout.parse(one).num_ranks for one in split_layouts(self.layout))
         require(
-            self.num_gpus in (0, 1)
-            or all(one.parallel.num_ranks == 1 for one in self.in_each_layout),
+            self.num_gpus in (0, 1) or most_ranks == 1,
             f"trainer.num_gpus={self.num_gpus} with trainer.layout={self.layout!r}: NCCL accepts "
             "only one rank per GPU. Use num_gpus=1, or layout=dp1.",
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,13 +25,19 @@ import torch
 
 from rlsys.engines.token_tree import IntArray, TokenTree
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
 BLOCK = 128  # the kernel's own choice
 MIN_WIDTH = 16  # of a head, for the kernel
 
 BoolArray = npt.NDArray[np.bool_]
+
+# The tensors of torch's BlockMask: for blocks of queries those of keys that they see in part, and
+# wholly; then the same for blocks of keys, which the gradient needs.
+BLOCK_LISTS = tuple(
+    f"{whole}{side}_{what}"
+    for side in ("kv", "q")
+    for whole in ("", "full_")
+    for what in ("num_blocks", "indices")
+)
 
 
 def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -89,70 +95,109 @@ class Sight:
         )
         return some & ~every, every
 
-    def mask(self, device: torch.device | str) -> BlockMask:
+    def mask(self, device: torch.device | str) -> TreeMask:
+        """Return what tokens see, as tensors on a device."""
         from torch.nn.attention.flex_attention import BlockMask
 
         some, every = self.blocks
-        ends, positions, firsts = (
+        of_queries = BlockMask.from_kv_blocks(
+            *_listed(some, device), *_listed(every, device), BLOCK_SIZE=BLOCK
+        )
+        limits = (
             torch.from_numpy(each.astype(np.int32)).to(device)
             for each in (self.ends, self.positions, self.firsts)
         )
+        return TreeMask(tuple(getattr(of_queries, name) for name in BLOCK_LISTS), tuple(limits))
 
-        def sees(_batch: Any, _head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            return (k <= q) & (q < ends[k]) & (positions[k] >= firsts[q])
 
-        num_tokens = len(self.ends)
-        return BlockMask.from_kv_blocks(
-            *_listed(some, device),
-            *_listed(every, device),
-            BLOCK_SIZE=BLOCK,
-            mask_mod=sees,
-            seq_lengths=(num_tokens, num_tokens),
-        )
+class TreeMask(NamedTuple):
+    """A tree's mask for flex attention: tensors only, so that one compiled kernel serves passes of
+    any length. Sizes of blocks stay constants of the kernel; torch refuses kernels in which they
+    are inputs."""
+
+    blocks: tuple[torch.Tensor, ...]  # by BLOCK_LISTS: counts [1, 1, N] and numbers [1, 1, N, N]
+    limits: tuple[torch.Tensor, ...]  # ends, positions, firsts of Sight, [M] each
 
 
 def block_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: BlockMask,
+    mask: TreeMask,
     *,
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [1, H·G, M, D], key and value [1, H, M, D] to [1, M, H·G, D]; differentiable. `softcap`
-    and `sinks` as in attention.AttentionRule."""
-    from torch.nn.attention.flex_attention import AuxRequest
+    """Attend along the tree: query [1, H·G, M, D], key and value [1, H, M, D] to [1, M, H·G, D].
 
+    Differentiable. `softcap` and `sinks` as in attention.AttentionRule.
+    """
     attended = _kernel(query.device.type)(
         query,
         key,
         value,
-        score_mod=None if softcap is None else _capped(softcap, query.device),
-        block_mask=mask,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=None if sinks is None else AuxRequest(lse=True),
+        mask.blocks,
+        mask.limits,
+        scaling,
+        None if softcap is None else _capped(softcap, query.device),
+        sinks is not None,
     )
     if sinks is not None:
-        attended, of_all = attended
-        share = torch.sigmoid(of_all.lse - sinks.float()[None, :, None])  # [1, H·G, M]
+        attended, logsumexp = attended
+        share = torch.sigmoid(logsumexp - sinks.float()[None, :, None])  # [1, H·G, M]
         attended = (attended * share[..., None]).to(query.dtype)
     rows: torch.Tensor = attended.transpose(1, 2)
     return rows
 
 
+def flex_along_tree(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: tuple[torch.Tensor, ...],
+    limits: tuple[torch.Tensor, ...],
+    scaling: float,
+    score: Callable[..., torch.Tensor] | None,
+    with_logsumexp: bool,
+) -> Any:
+    """Attended values [1, H·G, M, D], with `with_logsumexp` also the logsumexp [1, H·G, M]."""
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+    ends, positions, firsts = limits
+
+    def sees(_batch: Any, _head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k <= q) & (q < ends[k]) & (positions[k] >= firsts[q])
+
+    attended: Any = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=score,
+        block_mask=BlockMask(
+            (query.shape[2], key.shape[2]), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees
+        ),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True) if with_logsumexp else None,
+    )
+    if with_logsumexp:
+        return attended[0], attended[1].lse
+    return attended
+
+
 @cache
 def _kernel(device: str) -> Callable[..., Any]:
-    """Compiled once for packed rows of any length. Off the GPU, where the tests are, as torch
-    computes it without a kernel."""
-    from torch.nn.attention.flex_attention import flex_attention
+    """Return `flex_along_tree`, on a GPU compiled for passes of any length. Off the GPU, where the
+    tests are, torch computes it without a kernel."""
+    if device != "cuda":
+        return flex_along_tree
+    import torch._dynamo
 
-    kernel: Callable[..., Any] = flex_attention
-    if device == "cuda":
-        kernel = torch.compile(flex_attention, dynamic=True)
-    return kernel
+    # Precisions, head widths, windows and inference each take one. Past its limit torch would
+    # compute all scores in memory, without a word.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(flex_along_tree, dynamic=True, fullgraph=True)
 
 
 @cache

@@ -16,19 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.autograd.function import once_differentiable
 
-from rlsys.engines.block_attention import Sight
+from rlsys.engines.block_attention import Sight, TreeMask
 from rlsys.engines.token_tree import IntArray, TokenTree
 from rlsys.engines.tree_attention import TreeCalls
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 # Rows of at most so many tokens are padded for attention, which costs next to nothing for them;
 # every fork of a tree costs calls in every layer, so those of longer rows have to be worth it.
@@ -55,7 +52,7 @@ class Packing:
     def __init__(self, tree: TokenTree, device: torch.device | str = "cpu") -> None:
         self.tree = tree
         self._device = device
-        self._masks: dict[tuple[int | None, int | None], BlockMask] = {}
+        self._masks: dict[tuple[int | None, int | None], TreeMask] = {}
         self.longest = int(tree.lengths.max())
         owners = tree.owners  # [O]
         self._num_rows = len(owners)
@@ -80,7 +77,7 @@ class Packing:
         """Of attention along the tree, whose blocks are padded to others of their own length."""
         return TreeCalls(self.tree.blocks) if self.longest > SHORT_ROW else None
 
-    def mask(self, window: int | None, chunk: int | None) -> BlockMask:
+    def mask(self, window: int | None, chunk: int | None) -> TreeMask:
         """What tokens see of the tree, for block_attention; the same in every layer of a kind."""
         bounds = window, chunk
         if bounds not in self._masks:

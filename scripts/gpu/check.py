@@ -1,7 +1,7 @@
 """Run everything that needs a GPU, in order of value, and keep what was measured.
 
     python scripts/gpu/check.py --out DIR                       # all parts
-    python scripts/gpu/check.py --out DIR --only training weights
+    python scripts/gpu/check.py --out DIR --only training:8b,0.6b runs:separate-1
     python scripts/gpu/check.py --out DIR --device cpu --small  # tests the script itself
 
     kernels     rates of the device: GEMM, copies, attention, head, optimizer, host overhead
@@ -53,24 +53,39 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory of the results")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="tiny sizes, to test the script")
-    parser.add_argument("--only", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        type=chosen,
+        default=[(part, []) for part in LIMITS_S],
+        metavar="PART",
+        help="parts, each with its cases where not all are wanted: training:8b,0.6b",
+    )
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="for all parts")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.limit_s
     failed = False
-    for part in args.only:
+    for part, cases in args.only:
         limit_s = min(LIMITS_S[part], deadline - time.monotonic())
         if limit_s <= 0:
             record(args.out, {"part": part, "status": "not run: the time was used up"})
             continue
-        failed |= not run_part(part, args, limit_s)
+        failed |= not run_part(part, cases, args, limit_s)
         (args.out / "results.md").write_text(tables(read_results(args.out)))
     print((args.out / "results.md").read_text())
     return int(failed)
 
 
-def command(part: str, args: argparse.Namespace) -> list[str]:
+def chosen(text: str) -> tuple[str, list[str]]:
+    """Read PART or PART:CASE,CASE. Raises ArgumentTypeError for an unknown part."""
+    part, _, cases = text.partition(":")
+    if part not in LIMITS_S:
+        raise argparse.ArgumentTypeError(f"{part!r} is no part. Use {', '.join(LIMITS_S)}.")
+    return part, [case for case in cases.split(",") if case]
+
+
+def command(part: str, cases: list[str], args: argparse.Namespace) -> list[str]:
     """Return the command line of a part."""
     if part == "tests":
         tests = [
@@ -79,10 +94,11 @@ def command(part: str, args: argparse.Namespace) -> list[str]:
         ]
         return [sys.executable, "-m", "pytest", *tests]
     options = ["--device", args.device, *(["--small"] if args.small else [])]
+    options += ["--cases", *cases] if cases else []
     return [sys.executable, "-m", f"scripts.gpu.{part}", *options]
 
 
-def run_part(part: str, args: argparse.Namespace, limit_s: float) -> bool:
+def run_part(part: str, cases: list[str], args: argparse.Namespace, limit_s: float) -> bool:
     """Run a part within its limit and record its lines; return whether it succeeded."""
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
@@ -92,7 +108,7 @@ def run_part(part: str, args: argparse.Namespace, limit_s: float) -> bool:
     errors = 0
     with (args.out / f"{part}.log").open("w") as log:
         process = subprocess.Popen(
-            command(part, args),
+            command(part, cases, args),
             cwd=ROOT,
             env=environment,
             text=True,

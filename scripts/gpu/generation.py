@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
 import time
@@ -36,8 +35,7 @@ TIMEOUT_S = 300.0
 
 def main() -> None:
     settings = parse_settings(__doc__)
-    shapes = os.environ.get("RLSYS_GPU_SHAPES", "").split() or ["0.6b", "4b"]
-    for shape in ["tiny"] if settings.small else shapes:
+    for shape in ["tiny"] if settings.small else settings.cases or ["0.6b", "4b"]:
         directory = scratch_directory()
         try:
             path = build_shape(directory / shape, shape, settings.device)

@@ -25,6 +25,8 @@ class Settings:
 
     device: str
     small: bool
+    cases: tuple[str, ...] = ()
+    """Shapes or runs to measure; empty: all of the part."""
 
     @property
     def on_gpu(self) -> bool:
@@ -38,8 +40,9 @@ def parse_settings(description: str | None, argv: list[str] | None = None) -> Se
     )
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to test the script")
+    parser.add_argument("--cases", nargs="+", default=[], help="shapes or runs; default: all")
     args = parser.parse_args(argv)
-    return Settings(device=args.device, small=args.small)
+    return Settings(device=args.device, small=args.small, cases=tuple(args.cases))
 
 
 def emit(**values: Any) -> None:

@@ -28,6 +28,8 @@ TIMEOUT_S = 150.0
 def main() -> None:
     settings = parse_settings(__doc__)
     for placement, staleness in CASES[:1] if settings.small else CASES:
+        if settings.cases and f"{placement}-{staleness}" not in settings.cases:
+            continue
         with (
             tempfile.TemporaryDirectory() as runs_dir,
             measured(kind="run", placement=placement, max_staleness=staleness) as values,

@@ -15,10 +15,9 @@ fused AdamW on rows of equal length.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +64,7 @@ class Case:
     tokens: int
     recompute: Checkpointing
     rows: str = "separate"  # or "shared", "unshared": groups of 8 with one prompt
+    profiled: bool = False
 
     @property
     def trainer(self) -> TrainerConfig:
@@ -81,13 +81,13 @@ class Case:
 
 
 CASES = (
-    Case(shape="8b", tokens=8192, recompute="selective"),
+    Case(shape="8b", tokens=8192, recompute="selective", profiled=True),
     Case(shape="8b", tokens=8192, recompute="full"),
     Case(shape="8b", tokens=16384, recompute="full"),
     Case(shape="8b", tokens=8192, recompute="selective", rows="shared"),
     Case(shape="8b", tokens=8192, recompute="selective", rows="unshared"),
     Case(shape="0.6b", tokens=16384, recompute="none"),
-    Case(shape="0.6b", tokens=16384, recompute="selective"),
+    Case(shape="0.6b", tokens=16384, recompute="selective", profiled=True),
     Case(shape="0.6b", tokens=16384, recompute="full"),
     Case(shape="0.6b", tokens=16384, recompute="selective", rows="shared"),
     Case(shape="0.6b", tokens=16384, recompute="selective", rows="unshared"),
@@ -111,9 +111,8 @@ SMALL_CASES = tuple(
 
 def main() -> None:
     settings = parse_settings(__doc__)
-    chosen = os.environ.get("RLSYS_GPU_SHAPES", "").split()
     cases = SMALL_CASES if settings.small else CASES
-    cases = tuple(case for case in cases if not chosen or case.shape in chosen)
+    cases = tuple(case for case in cases if not settings.cases or case.shape in settings.cases)
     for shape in dict.fromkeys(case.shape for case in cases):
         measure_shape(shape, [case for case in cases if case.shape == shape], settings)
 
@@ -258,6 +257,40 @@ def measure_case(
     synchronize()
     values["accumulate_s"] = round(time.perf_counter() - start, 3)
     engine.optimizer_step()
+    if case.profiled:
+        profile(step, case, settings)
+
+
+def profile(step: Callable[[], None], case: Case, settings: Settings) -> None:
+    """Emit the device's busy time and the kernels that take most of a step."""
+    from torch.profiler import ProfilerActivity
+
+    activities = [ProfilerActivity.CPU]
+    if settings.on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        start = time.perf_counter()
+        step()
+        synchronize()
+        seconds = time.perf_counter() - start
+    totals: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if settings.on_gpu and event.device_type.name != "CUDA":
+            continue
+        total = totals.setdefault(event.name[:90], [0.0, 0])
+        total[0] += event.time_range.elapsed_us() / 1e3
+        total[1] += 1
+    emit(
+        kind="profile",
+        shape=case.shape,
+        tokens=case.tokens,
+        recompute=case.recompute,
+        step_ms=round(1e3 * seconds, 1),
+        busy_ms=round(sum(ms for ms, _ in totals.values()), 1),
+        num_kernels=sum(count for _, count in totals.values()),
+    )
+    for name, (ms, count) in sorted(totals.items(), key=lambda one: -one[1][0])[:28]:
+        emit(kind="profile_kernel", shape=case.shape, name=name, ms=round(ms, 2), calls=count)
 
 
 def with_estimate(values: dict[str, Any], estimate: Future[int]) -> None:

@@ -11,7 +11,6 @@ back; the line states the bytes that became free and the seconds.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import time
 from pathlib import Path
@@ -28,8 +27,7 @@ NUM_UPDATES = 3
 
 def main() -> None:
     settings = parse_settings(__doc__)
-    shapes = os.environ.get("RLSYS_GPU_SHAPES", "").split() or ["1.7b", "4b"]
-    for shape in ["tiny"] if settings.small else shapes:
+    for shape in ["tiny"] if settings.small else settings.cases or ["1.7b", "4b"]:
         directory = scratch_directory()
         try:
             path = build_shape(directory / shape, shape, settings.device)

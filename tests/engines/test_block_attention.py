@@ -15,7 +15,13 @@ from torch.nn.attention import flex_attention
 
 from rlsys.engines import block_attention as block_attention_module
 from rlsys.engines.attention import AttentionRule, packed_attention
-from rlsys.engines.block_attention import BLOCK, Sight, block_attention, takes
+from rlsys.engines.block_attention import (
+    BLOCK,
+    Sight,
+    block_attention,
+    flex_along_tree,
+    takes,
+)
 from rlsys.engines.packing import Packing
 from rlsys.engines.token_tree import IntArray, TokenTree
 from tests.engines.test_token_tree import forked
@@ -138,7 +144,7 @@ def test_rows_of_several_blocks() -> None:
 @pytest.mark.slow
 def test_one_compilation_serves_passes_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but for its kernel, and without the gradient that torch has there alone."""
-    compiled = torch.compile(flex_attention.flex_attention, dynamic=True)
+    compiled = torch.compile(flex_along_tree, dynamic=True, fullgraph=True)
     monkeypatch.setattr(block_attention_module, "_kernel", lambda device: compiled)
     counts: list[int] = []
     for length in (200, 350, 500, 650):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.rms_norm import rms_norm, use_fast_norms
+from rlsys.engines.rms_norm import fused_rms_norm, rms_norm, use_fast_norms
 from tests.engines.torch_engine_harness import FAMILIES, build_model
 
 
@@ -14,6 +14,36 @@ def test_one_row_by_hand() -> None:
     x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0])
     # mean(x²) = 12.5, and 12.5 + 3.5 = 4².
     assert rms_norm(x, weight, 3.5).tolist() == [[0.75, 2.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_norm_rounds_once(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(7, 33), torch.randn(33), torch.randn(7, 33)
+    x, weight, grad = (one.to(dtype) for one in (x, weight, grad))
+    exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    expected = rms_norm(*exact, 1e-6)
+    expected.backward(grad.double())
+    found = [x.requires_grad_(), weight.requires_grad_()]
+    normed = fused_rms_norm(*found, 1e-6)
+    normed.backward(grad)
+    precision = 2**-8 if dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(normed.double(), expected, rtol=precision, atol=1e-6)
+    for one, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.grad.double(), wanted.grad, rtol=precision, atol=precision)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_computes_the_same_with_fused_norms(family: Any, tmp_path: Path) -> None:
+    path = build_model(tmp_path, family)
+    token_ids = torch.arange(12).view(2, 6)
+    logits = []
+    for fused in (False, True):
+        model = load_causal_lm(path, dtype="float32")
+        use_fast_norms(model, fused=fused)
+        with torch.no_grad():
+            logits.append(model(input_ids=token_ids, use_cache=False).logits)
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_are_those_of_the_definition() -> None:

@@ -29,6 +29,7 @@ from rlsys.engines.generation.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.protocol import EngineError, EngineStats
 from rlsys.engines.generation.rows import Exchange
 from rlsys.engines.generation.stopping import end_of_sequence_ids, text_decoder
+from rlsys.engines.rms_norm import use_fast_norms
 from rlsys.layout.transport.staging import Mappings
 from rlsys.layout.transport.weights import Weights, open_verified
 from rlsys.types import Generation, GenerationRequest, WeightManifest
@@ -289,6 +290,8 @@ class TorchEngine:
     def _load_model(self) -> None:
         torch.set_num_threads(self._num_threads)  # OpenMP keeps this per thread
         model = load_causal_lm(self._model_path, dtype=self._dtype, device=self._device)
+        if self._device.startswith("cuda"):
+            use_fast_norms(model, fused=True)  # as in the trainer
         self._batch = ContinuousBatch(
             model,
             max_running=self._config.max_running,

@@ -24,7 +24,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 # Numbers of a parameter that are updated at a time, where moments are kept otherwise than computed.
+# On a GPU smaller pieces would be bound by the launches of kernels.
 PIECE = 1 << 22
+GPU_PIECE = 1 << 24
 
 
 class AdamW(torch.optim.AdamW):
@@ -64,6 +66,8 @@ class AdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(group, parameter, parameter.grad)
+        if self._offload:
+            torch.cuda.synchronize()  # moments in host memory may be read from now on
 
     def _update(
         self, group: dict[str, Any], parameter: nn.Parameter, gradient: torch.Tensor
@@ -79,8 +83,11 @@ class AdamW(torch.optim.AdamW):
         chance = torch.Generator(parameter.device)
         chance.manual_seed(zlib.crc32(drawn_for.encode()))  # on the CPU a seed has 32 bits
         beta1, beta2 = group["betas"]
-        for weights, its_gradient, *kept in zip(*map(_pieces, own), strict=True):
-            computed = [one.to(weights.device, torch.float32) for one in kept]
+        size = GPU_PIECE if own[0].is_cuda else PIECE
+        pieces = [_pieces(one, size) for one in own]
+        for weights, its_gradient, *kept in zip(*pieces, strict=True):
+            # Copies from and to pinned memory do not wait for one another.
+            computed = [one.to(weights.device, non_blocking=True).float() for one in kept]
             first, second = ([one] for one in computed)
             torch._fused_adamw_(
                 [weights],
@@ -99,15 +106,16 @@ class AdamW(torch.optim.AdamW):
             )
             for one, result in zip(kept, computed, strict=True):
                 if one is not result:
-                    one.copy_(result if one.dtype is torch.float32 else _rounded(result, chance))
+                    exact = result if one.dtype is torch.float32 else _rounded(result, chance)
+                    one.copy_(exact, non_blocking=True)
 
 
-def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views of at most PIECE numbers each, or of one row."""
+def _pieces(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    """Return views of at most `size` numbers each, or of one row."""
     if not tensor.ndim:
         return (tensor,)
     per_row = max(1, tensor.numel() // len(tensor))
-    pieces: tuple[torch.Tensor, ...] = tensor.split(max(1, PIECE // per_row))
+    pieces: tuple[torch.Tensor, ...] = tensor.split(max(1, size // per_row))
     return pieces
 
 

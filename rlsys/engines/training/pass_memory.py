@@ -144,9 +144,10 @@ def fullest_rank(
     checkpointing: Checkpointing,
     layout: Layout,
     passes: Passes,
+    on_gpu: bool = False,
 ) -> RankBytes:
-    """Of a model with this Hugging Face configuration and head, the rank that takes the most. All
-    tokens of its rows are trained on but the first; rows have nothing in common.
+    """Return the rank that takes the most memory of a model with this Hugging Face configuration
+    and head. All tokens of its rows are trained on but the first; rows have nothing in common.
 
     What follows from the numbers themselves, as how many tokens a rank sends to experts of others
     does, is `untold`. Raises
@@ -157,7 +158,7 @@ def fullest_rank(
     for stage in sorted({0, layout.pp - 1}):  # those between have neither embedding nor head
         rank = stage * (layout.num_ranks // layout.pp)
         with _alone(rank, layout.num_ranks):
-            role = _in_role(copy.deepcopy(config), head, mode)
+            role = _in_role(copy.deepcopy(config), head, mode, on_gpu=on_gpu)
             role.hidden_dtype = getattr(torch, dtype)
             checkpoint_layers(role.network, checkpointing)
             mesh = build_mesh(layout, rank=rank, dtype=dtype, device="cpu")
@@ -202,8 +203,9 @@ def _alone(rank: int, num_ranks: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def _in_role(config: Any, head: HeadKind, mode: FakeTensorMode) -> Role:
-    """With parameters on the meta device, as an engine has them when it lays a model out."""
+def _in_role(config: Any, head: HeadKind, mode: FakeTensorMode, *, on_gpu: bool = False) -> Role:
+    """Return a role with parameters on the meta device, as an engine lays a model out. `on_gpu`:
+    one that computes as it does on a GPU."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -222,8 +224,8 @@ def _in_role(config: Any, head: HeadKind, mode: FakeTensorMode) -> Role:
             setattr(module, name, made[parameter])
     if head == "logits":
         use_engine_layers(model)  # which those of other heads do themselves
-    use_fast_norms(model)
-    return role_of(model, head, torch.device("cpu"), temperature=1.0)
+    use_fast_norms(model, fused=on_gpu)
+    return role_of(model, head, torch.device("cpu"), temperature=1.0, on_gpu=on_gpu)
 
 
 class _GroupedProducts(torch.autograd.Function):

@@ -42,7 +42,7 @@ from rlsys.engines.training.hidden_states import hidden_shape
 from rlsys.engines.training.loss_calls import call_loss
 from rlsys.engines.training.parallel.stages import Stage
 from rlsys.engines.training.scalar_network import ScalarNetwork, scoring_network
-from rlsys.engines.training.token_policy import TokenPolicy
+from rlsys.engines.training.token_policy import GPU_MAX_LOGITS, MAX_LOGITS, TokenPolicy
 from rlsys.engines.weight_files import take_promises
 from rlsys.types import TrainRow
 from rlsys.user_functions import name_of
@@ -329,17 +329,31 @@ def load_role(
     else:
         model = load_scalar_lm(path, dtype=dtype, fresh_head=trained, promised=trained)
     unread = take_promises(model)
-    if trained:
-        use_fast_norms(model)
+    on_gpu = device.type == "cuda"
+    if trained or on_gpu:
+        use_fast_norms(model, fused=on_gpu)
     role = role_of(model, head, device, temperature)
     role.unread = unread
     return role
 
 
-def role_of(model: Any, head: HeadKind, device: torch.device, temperature: float) -> Role:
-    """A loaded model in its role. Raises ValueError for one that rlsys gets wrong."""
+def role_of(
+    model: Any,
+    head: HeadKind,
+    device: torch.device,
+    temperature: float,
+    *,
+    on_gpu: bool | None = None,
+) -> Role:
+    """Return a loaded model in its role. Raises ValueError for one that rlsys gets wrong.
+
+    on_gpu: compute in the pieces that a GPU takes; by default if the device is one. An estimate of
+    a GPU's memory does so on the CPU.
+    """
+    on_gpu = device.type == "cuda" if on_gpu is None else on_gpu
     if head == "logits":
-        return Policy(TokenPolicy(model), device, temperature)
+        max_logits = GPU_MAX_LOGITS if on_gpu else MAX_LOGITS
+        return Policy(TokenPolicy(model, max_logits=max_logits), device, temperature)
     if head == "value":
         return Critic(ScalarNetwork(model), device)
     return RewardModel(scoring_network(model), device)

@@ -33,6 +33,9 @@ from rlsys.engines.training.parallel.tensor import cuts_vocabulary
 from rlsys.engines.training.parallel.vocabulary import cut_logprobs
 
 MAX_LOGITS = 1 << 26  # of one chunk: 256 MiB in float32
+# A GPU adds the gradient of the head's weight to memory once per chunk, which costs more than the
+# product does in small chunks: 1 GiB in float32.
+GPU_MAX_LOGITS = 1 << 28
 # exp of this is 0 in any precision, and so are its products with 0, where those of −inf are NaN: a
 # token of this log-probability adds nothing to an entropy or a gradient, as one of −inf does.
 IMPOSSIBLE = -1e4
