@@ -180,6 +180,9 @@ def flex_along_tree(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True) if with_logsumexp else None,
+        # For passes of fewer tokens than a block torch would choose its kernel for decoding, which
+        # has no block size for several query heads per key head.
+        kernel_options={"BACKEND": "TRITON"},
     )
     if with_logsumexp:
         return attended[0], attended[1].lse

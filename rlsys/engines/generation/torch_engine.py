@@ -25,6 +25,7 @@ import torch
 from rlsys.config import RolloutConfig
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.cpu_memory import keep_freed_memory
+from rlsys.engines.fused_elementwise import use_fused_elementwise
 from rlsys.engines.generation.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.protocol import EngineError, EngineStats
 from rlsys.engines.generation.rows import Exchange
@@ -292,6 +293,7 @@ class TorchEngine:
         model = load_causal_lm(self._model_path, dtype=self._dtype, device=self._device)
         if self._device.startswith("cuda"):
             use_fast_norms(model, fused=True)  # as in the trainer
+            use_fused_elementwise(model)
         self._batch = ContinuousBatch(
             model,
             max_running=self._config.max_running,

@@ -37,6 +37,7 @@ from transformers.integrations import moe
 from rlsys.config import Checkpointing, Precision
 from rlsys.data.hub import in_short
 from rlsys.engines.causal_lm import use_engine_layers
+from rlsys.engines.fused_elementwise import use_fused_elementwise
 from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.rms_norm import use_fast_norms
 from rlsys.engines.scalar_lm import scalar_class
@@ -225,6 +226,8 @@ def _in_role(config: Any, head: HeadKind, mode: FakeTensorMode, *, on_gpu: bool 
     if head == "logits":
         use_engine_layers(model)  # which those of other heads do themselves
     use_fast_norms(model, fused=on_gpu)
+    if on_gpu:
+        use_fused_elementwise(model)
     return role_of(model, head, torch.device("cpu"), temperature=1.0, on_gpu=on_gpu)
 
 

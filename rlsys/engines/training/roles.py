@@ -34,6 +34,7 @@ from rlsys.algorithms.inputs import (
     whole_groups,
 )
 from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.fused_elementwise import use_fused_elementwise
 from rlsys.engines.promises import Promise
 from rlsys.engines.rms_norm import use_fast_norms
 from rlsys.engines.scalar_lm import load_scalar_lm
@@ -332,6 +333,8 @@ def load_role(
     on_gpu = device.type == "cuda"
     if trained or on_gpu:
         use_fast_norms(model, fused=on_gpu)
+    if on_gpu:
+        use_fused_elementwise(model)
     role = role_of(model, head, device, temperature)
     role.unread = unread
     return role
