@@ -351,10 +351,11 @@ class FSDPEngine:
             self._offloaded = None
 
     def _on_device(self) -> list[torch.Tensor]:
-        """All that this rank has there from step to step."""
+        """Return the tensors that this rank keeps on its device from step to step."""
         moments = [one for state in self._optimizer.state.values() for one in state.values()]
         own = [*self._model.parameters(), *self._model.buffers(), *self._tensors.values(), *moments]
-        return [one for one in map(local_part, own) if one.device == self._device]
+        # "cuda" names the current device, whose tensors say "cuda:0".
+        return [one for one in map(local_part, own) if one.device.type == self._device.type]
 
     def export(self, directory: Path) -> None:
         self._verify()
