@@ -58,6 +58,7 @@ from rlsys.rewards import (
     pack_rewards,
 )
 from rlsys.seats import SeatModel
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import FinishReason, Generation, GenerationRequest, Prompt, Rollout, SamplingParams
 
 START_TIMEOUT_S = 300.0  # for reward functions to be loaded
@@ -363,14 +364,14 @@ async def _samples(
     on_sample: Callable[[Sample], None],
 ) -> list[Sample]:
     requests = _requests(config, prompts)
+    read, stop = TokenizerBoundary(tokenizer).completion_text, config.sampling.stop
     places = {f"{p.index}-{i}": (p, i) for p in prompts for i in range(config.num_samples)}
     samples: list[Sample] = []
 
     async def score(generations: Sequence[Generation]) -> None:
-        texts = tokenizer.batch_decode([g.token_ids for g in generations], skip_special_tokens=True)
         rollouts = [
-            _rollout(*places[g.request_id], g, text)
-            for g, text in zip(generations, texts, strict=True)
+            _rollout(*places[g.request_id], g, read(g.token_ids.tolist(), g.finish_reason, stop))
+            for g in generations
         ]
         for rollout, outcome in zip(rollouts, await runner.score(rollouts), strict=True):
             samples.append(Sample(rollout=rollout, outcome=outcome))

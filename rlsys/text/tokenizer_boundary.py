@@ -1,0 +1,298 @@
+"""Encoding and decoding with one tokenizer, exact where text is trained or scored.
+
+    prompt text   ── encode_prompts ──►   tokens as the tokenizer itself makes them
+    written text  ── encode_written ──►   tokens that decode to this text behind any others
+    sampled tokens ── completion_text ──► the text that a reward reads
+
+A prompt is encoded in the way that the model's family does, with its blanks and <bos>. A written
+text (a demonstration, a reply of a chat, a forced phrase) follows other tokens: it gets no blank,
+and no normalizer changes it. decode(prompt + written) is decode(prompt) + the text, or encoding
+raises.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Sequence
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from rlsys.config import require
+from rlsys.text import tokenizer_copies
+from rlsys.text.alphabet import Alphabet
+from rlsys.types import FinishReason
+
+# Texts to encode a text behind, for a tokenizer that cannot be copied.
+MARKERS = ("\n", "=", "a")
+
+
+class Position(Enum):
+    """What a piece of text stands behind."""
+
+    START = "start"
+    SPECIAL = "special token"
+    TEXT = "text"
+
+
+class TokenizerBoundary:
+    """Encodes and decodes with one Hugging Face tokenizer.
+
+    Copies of the tokenizer are made when they are first needed. Do not add tokens to the tokenizer
+    afterwards.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        added = tokenizer.added_tokens_decoder
+        self.special_token_ids = {
+            str(token.content): int(i) for i, token in added.items() if token.special
+        }
+        self._special_ids = frozenset(self.special_token_ids.values())
+        self._is_special = pattern_of(list(self.special_token_ids))
+        named = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+        self._end_ids = frozenset(int(one) for one in named if one is not None)
+        self._copies: dict[str, Any] = {}
+
+    @cached_property
+    def alphabet(self) -> Alphabet:
+        return Alphabet(self.tokenizer)
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """The tokens, such as <bos>, that the tokenizer puts before a text."""
+        plain: list[int] = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        full: list[int] = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        at = next(
+            (i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain), 0
+        )
+        return full[:at]
+
+    @cached_property
+    def encodes_all(self) -> bool:
+        """Whether every text has tokens that decode to exactly it: the tokenizer has a token for
+        each byte, and its parts drop nothing."""
+        if self._backend is None:
+            return False
+        return tokenizer_copies.encodes_all_bytes(self._written)
+
+    # Encoding.
+
+    def encode_prompts(self, texts: Sequence[str], *, with_opening: bool) -> list[list[int]]:
+        """Return the tokens of whole texts, special tokens among them, as the tokenizer makes them.
+
+        Args:
+            texts: Prompts. A chat template writes <bos> itself.
+            with_opening: Put <bos> and the like before each. What the tokenizer appends to a text,
+                such as <eos>, is always left out: a completion follows.
+        """
+        if not texts:
+            return []
+        encoded: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)[
+            "input_ids"
+        ]
+        return [[*self.opening, *ids] if with_opening else list(ids) for ids in encoded]
+
+    def encode_written(self, texts: Sequence[str], where: str) -> list[list[int]]:
+        """Return the tokens of texts that follow other tokens, special tokens among them.
+
+        Raises:
+            ValueError: No tokens decode to exactly one of the texts. The message begins with
+                `where`.
+        """
+        return [self._encode_written(text, where) for text in texts]
+
+    def _encode_written(self, text: str, where: str) -> list[int]:
+        check_encodable(text, where)
+        self.alphabet.check(text, where)
+        token_ids: list[int] = []
+        end = 0
+        for found in self._is_special.finditer(text) if self._is_special is not None else ():
+            token_ids += self._exact(text[end : found.start()])
+            token_ids.append(self.special_token_ids[found.group()])
+            end = found.end()
+        token_ids += self._exact(text[end:])
+        again = self.decode_written(token_ids)
+        require(
+            again == text,
+            f"{where}: {reprlib.repr(text)} reads {reprlib.repr(again)} in the tokens of the "
+            f"model, first at character {_first_difference(text, again)}. No tokens stand for "
+            "exactly this text. Change it, leave the row out, or use another model.",
+        )
+        return token_ids
+
+    def needs_look(self, text: str, max_tokens: int, where: str) -> bool:
+        """Whether a written text has to be encoded to know that it has tokens, and no more than
+        `max_tokens` of them. Raises ValueError, beginning with `where`, for half a character."""
+        check_encodable(text, where)
+        return not self.encodes_all or len(text.encode()) > max_tokens
+
+    def ended(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens with the tokenizer's end of sequence as the last one."""
+        end = int(self.tokenizer.eos_token_id)
+        return token_ids if token_ids[-1:] == [end] else [*token_ids, end]
+
+    def encode_plain(self, text: str, position: Position) -> list[int]:
+        """Return the tokens of a text in which special tokens count as plain text."""
+        if not text:
+            return []
+        if self._backend is None:
+            is_within = position is Position.TEXT
+            return self._encode_behind_marker(text) if is_within else self._slow(text)
+        copy = self._copy(
+            {
+                Position.START: "own",
+                Position.SPECIAL: "behind_special_token",
+                Position.TEXT: "within_text",
+            }[position]
+        )
+        ids: list[int] = copy.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def position(self, last: int | None) -> Position:
+        """Return the position behind a token; None: there is none before."""
+        if last is None:
+            return Position.START
+        return Position.SPECIAL if last in self._special_ids else Position.TEXT
+
+    @cached_property
+    def has_positions(self) -> bool:
+        """Whether a text has other tokens at one position than at another."""
+        if self._backend is None:
+            return True
+        return tokenizer_copies.within_text(self._written) != self._written
+
+    # Decoding. Special tokens read as they are written; halves of characters as U+FFFD.
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens from the first of a prompt on."""
+        if self._backend is not None:
+            text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
+            return text
+        return str(
+            self.tokenizer.decode(
+                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def decode_written(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens that follow others, a blank at its beginning included."""
+        if self._backend is None:
+            before = self._slow(MARKERS[0])
+            return text_behind(self.decode, before, token_ids)
+        backend = self._backend if not self._decodes_otherwise else self._copy("within_text")
+        text: str = backend.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def completion_text(
+        self,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason,
+        stop: Sequence[str] = (),
+    ) -> str:
+        """Return what a reward reads of a completion: the sampled text without its end.
+
+        Special tokens within it stay, such as <think>. Left out are, at the end: the tokenizer's
+        end of sequence and padding; and another special token that ended the completion, unless it
+        belongs to one of the `stop` strings, which stay part of a completion.
+        """
+        ids = list(token_ids)
+        num = len(ids)
+        while num and ids[num - 1] in self._end_ids:
+            num -= 1
+        if num == len(ids) and num and finish_reason is FinishReason.STOP:
+            num -= ids[-1] in self._special_ids and not self._ends_with(ids, stop)
+        return self.decode_written(ids[:num])
+
+    def _ends_with(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
+        return bool(stop) and self.decode_written(token_ids).endswith(tuple(stop))
+
+    # Copies of the tokenizer.
+
+    @cached_property
+    def _written(self) -> str:
+        written: str = self._backend.to_str()
+        return written
+
+    @cached_property
+    def _decodes_otherwise(self) -> bool:
+        """Whether the decoder changes the beginning of a text."""
+        from json import loads
+
+        return bool(
+            loads(tokenizer_copies.within_text(self._written))["decoder"]
+            != loads(self._written)["decoder"]
+        )
+
+    def _copy(self, kind: str) -> Any:
+        """Return a copy that takes special tokens for text; equal ones are made once."""
+        if kind not in self._copies:
+            written = self._written
+            if kind != "own":
+                written = getattr(tokenizer_copies, kind)(written)
+            if kind != "own" and written == self._written:
+                self._copies[kind] = self._copy("own")
+            else:
+                self._copies[kind] = _loaded(written)
+        return self._copies[kind]
+
+    def _exact(self, text: str) -> list[int]:
+        if not text:
+            return []
+        if self._backend is None:
+            return self._encode_behind_marker(text)
+        ids: list[int] = self._copy("exact").encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _encode_behind_marker(self, text: str) -> list[int]:
+        """Return the tokens that follow a marker's, by the first marker that has its own."""
+        for marker in MARKERS:
+            before, both = self._slow(marker), self._slow(marker + text)
+            if both[: len(before)] == before:
+                return both[len(before) :]
+        return self._slow(text)
+
+    def _slow(self, text: str) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return list(ids)
+
+
+def _loaded(written: str) -> Any:
+    from tokenizers import Tokenizer
+
+    copy = Tokenizer.from_str(written)
+    copy.no_truncation()
+    copy.no_padding()
+    copy.encode_special_tokens = True
+    return copy
+
+
+def text_behind(decode: Any, before: Sequence[int], token_ids: Sequence[int]) -> str:
+    """Return the text of tokens as it reads behind those before them."""
+    lead, whole = decode(list(before)), decode([*before, *token_ids])
+    return str(whole.removeprefix(lead) if whole.startswith(lead) else decode(list(token_ids)))
+
+
+def check_encodable(text: str, where: str) -> str:
+    """Return the text. Raises ValueError, beginning with `where`, for half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: {reprlib.repr(text)} holds half a character ({error.reason}); mend the row "
+            "or leave it out."
+        ) from error
+    return text
+
+
+def pattern_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
+    """Return a pattern that finds any of the tokens, the longest first; None: there are none."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if tokens else None
+
+
+def _first_difference(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
