@@ -35,7 +35,7 @@ from rlsys.config import (
     require,
 )
 from rlsys.data.hub import offline_where_unreachable
-from rlsys.data.prompts import PromptSource, TaskSource, load_tokenizer
+from rlsys.data.prompts import PromptSource, TaskSource, load_policy_tokenizer
 from rlsys.data.row_source import RowSource
 from rlsys.data.rows import LOADERS
 from rlsys.engines.generation.choice import build_engine
@@ -214,7 +214,7 @@ async def evaluate_packed(
     """As `evaluate_model`. The data is searched for what the rewards in `checked` read."""
     with offline_where_unreachable(*_hub_names(config, rows)):
         max_context = model_shape(config.model.path).max_context
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
         prompts = held_out_prompts(config, tokenizer, max_context, checked, rows)
         engine = build_engine(
             config.model,
@@ -260,6 +260,7 @@ async def evaluate_played(
             num_episodes=config.num_samples,
             greedy=config.greedy,
             max_prompt_tokens=config.data.max_prompt_tokens,
+            template_options=config.data.template_options,
             seed=config.seed,
             rollout=config.rollout,
             reward=config.reward,

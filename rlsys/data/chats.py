@@ -115,9 +115,14 @@ class ChatColumn:
     ) -> tuple[int, int]:
         """Return where a reply stands in the whole text, its end of turn included."""
         before = self.renderer.chat_text(messages[:reply], where, tools=tools)
-        after = self._text(messages[: reply + 1], where, tools).rstrip()
+        closed = self._text(messages[: reply + 1], where, tools).rstrip()
+        after = self.renderer.boundary.shared_beginning(closed, whole).rstrip()
+        # Beyond it: what ends a conversation, but no turn.
+        is_same = closed == after or _visible(messages[reply]["content"]) in _visible(
+            after[len(before) :]
+        )
         require(
-            after.startswith(before) and whole.startswith(after),
+            after.startswith(before) and is_same,
             f"{where}: the model's chat template writes message {reply} (from 0) otherwise as soon "
             "as others follow it, so that its tokens are not those of a reply; give chats that end "
             "with their first reply.",
@@ -134,8 +139,16 @@ class ChatColumn:
         return self.renderer.chat_text(messages, where, ending=Ending.CLOSED, tools=tools)
 
     def _tokens(self, pieces: Sequence[Piece], where: str) -> list[list[int]]:
-        """Encode piece by piece: a reply's tokens are those that follow its prompt."""
-        return self.renderer.boundary.encode_written([text for text, _ in pieces], where)
+        """Encode piece by piece. A reply has exactly its text behind what comes before it; the text
+        between replies has the tokens that it has in a prompt."""
+        boundary, encoder = self.renderer.boundary, self.renderer.encoder
+        found: list[list[int]] = []
+        for text, is_reply in pieces:
+            if is_reply:
+                found += boundary.encode_written([text], where)
+            else:
+                found.append(encoder.encode(text, after=found[-1][-1], cache={}, where=where))
+        return found
 
 
 def _check_written(reply: Message, written: str, where: str) -> None:

@@ -24,6 +24,7 @@ from rlsys.data.completions import CompletionColumn
 from rlsys.data.hub import check_no_run, in_short, unreadable
 from rlsys.data.render import TOOLS_COLUMN, PromptRenderer
 from rlsys.data.row_source import RowSource
+from rlsys.text.chat_template import set_template_options
 from rlsys.types import Completion, Int32Array, Prompt
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,14 @@ def load_tokenizer(path: str, *, setting: str = "model.path") -> Any:
         or len(tokenizer) > len(tokenizer.all_special_ids),
         f"{setting}={path!r} holds no tokenizer, or an empty one; {fix}",
     )
+    return tokenizer
+
+
+def load_policy_tokenizer(path: str, options: Sequence[str]) -> Any:
+    """Return the tokenizer of the policy at `path`, with the `options` of data.template_options.
+    Raises ValueError where there is none, and for an option that its template does not use."""
+    tokenizer = load_tokenizer(path)
+    set_template_options(tokenizer, options, "data.template_options")
     return tokenizer
 
 

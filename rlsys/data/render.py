@@ -22,6 +22,7 @@ from rlsys.text.chat_template import (
     render_chat,
     template_text,
 )
+from rlsys.text.guarded import TextEncoder
 from rlsys.text.messages import Message, plain_messages, plain_tools
 from rlsys.text.tokenizer_boundary import TokenizerBoundary, check_encodable
 
@@ -44,10 +45,19 @@ class PromptRenderer:
             "data.chat_template is on, but the tokenizer has no chat template; turn it off, or use "
             "a model that has one.",
         )
+        require(
+            self.config.chat_template or not self.config.template_options,
+            f"data.template_options={list(self.config.template_options)} is set, but "
+            "data.chat_template is off, so it would be ignored; set data.chat_template=true.",
+        )
 
     @cached_property
     def boundary(self) -> TokenizerBoundary:
         return TokenizerBoundary(self.tokenizer)
+
+    @cached_property
+    def encoder(self) -> TextEncoder:
+        return TextEncoder(self.boundary)
 
     @property
     def num_added_tokens(self) -> int:

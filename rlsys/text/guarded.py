@@ -42,10 +42,13 @@ class TextEncoder:
 
     def __init__(self, boundary: TokenizerBoundary) -> None:
         self._boundary = boundary
-        added = boundary.tokenizer.added_tokens_decoder.values()
+        added = list(boundary.tokenizer.added_tokens_decoder.values())
         self._special = boundary.special_token_ids
         self._is_special = pattern_of(list(self._special))
         self._splits = _pattern_with_blanks([one for one in added if one.special])
+        self._strips_right = {
+            self._special[one.content] for one in added if one.special and one.rstrip
+        }
         self.num_encoded = 0  # characters given to the tokenizer since the start
 
     @property
@@ -96,6 +99,8 @@ class TextEncoder:
         token_ids: list[int] = []
         end = 0
         position = self._boundary.position(after)
+        if after in self._strips_right:
+            text = text.lstrip()
         if self._splits is not None:
             for found in self._splits.finditer(text):
                 if found.start() > end:

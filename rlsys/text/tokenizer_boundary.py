@@ -164,6 +164,17 @@ class TokenizerBoundary:
             return True
         return tokenizer_copies.within_text(self._written) != self._written
 
+    def shared_beginning(self, one: str, other: str) -> str:
+        """Return what both texts begin with, without a part of a special token."""
+        num = next(
+            (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+            min(len(one), len(other)),
+        )
+        for found in self._is_special.finditer(one) if self._is_special is not None else ():
+            if found.start() < num < found.end():
+                return one[: found.start()]
+        return one[:num]
+
     # Decoding. Special tokens read as they are written; halves of characters as U+FFFD.
 
     def decode(self, token_ids: Sequence[int]) -> str:
