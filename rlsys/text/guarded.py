@@ -42,12 +42,11 @@ class TextEncoder:
 
     def __init__(self, boundary: TokenizerBoundary) -> None:
         self._boundary = boundary
-        added = list(boundary.tokenizer.added_tokens_decoder.values())
         self._special = boundary.special_token_ids
         self._is_special = pattern_of(list(self._special))
-        self._splits = _pattern_with_blanks([one for one in added if one.special])
+        self._splits = _pattern_with_blanks(boundary.special_tokens)
         self._strips_right = {
-            self._special[one.content] for one in added if one.special and one.rstrip
+            self._special[one.content] for one in boundary.special_tokens if one.rstrip
         }
         self.num_encoded = 0  # characters given to the tokenizer since the start
 

@@ -46,14 +46,18 @@ class TokenizerBoundary:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        added = tokenizer.added_tokens_decoder
-        self.special_token_ids = {
-            str(token.content): int(i) for i, token in added.items() if token.special
+        named = set(tokenizer.all_special_tokens)  # which need not be marked as special
+        found = {
+            int(i): token
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if token.special or token.content in named
         }
+        self.special_tokens = list(found.values())
+        self.special_token_ids = {str(token.content): i for i, token in found.items()}
         self._special_ids = frozenset(self.special_token_ids.values())
         self._is_special = pattern_of(list(self.special_token_ids))
-        named = (tokenizer.eos_token_id, tokenizer.pad_token_id)
-        self._end_ids = frozenset(int(one) for one in named if one is not None)
+        ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+        self._end_ids = frozenset(int(one) for one in ends if one is not None)
         self._copies: dict[str, Any] = {}
 
     @cached_property
