@@ -23,7 +23,6 @@ from rlsys.environments.codec import Codec
 from rlsys.environments.message_tree import Node, Reply, find
 from rlsys.environments.template import (
     Kept,
-    Message,
     Piece,
     Said,
     canonical_calls,
@@ -31,6 +30,7 @@ from rlsys.environments.template import (
 )
 from rlsys.environments.token_tree import Place, TokenTree, Trajectory
 from rlsys.text.guarded import Cache
+from rlsys.text.messages import Message
 from rlsys.types import Generation
 
 Line = tuple[str, str, bool]  # role, text, whether it was sampled

@@ -82,11 +82,9 @@ def plain_tools(value: object, where: str) -> list[dict[str, Any]]:
         ValueError: The value is neither a list of tool schemas nor such a list as JSON text. The
             message begins with `where`.
     """
-    given = value
-    if isinstance(given, str) and given.strip():
-        given = _parsed(given)
-    if given is None or given == "":
+    if value is None or (isinstance(value, str) and not value.strip()):
         return []
+    given = _parsed(value)
     tools = [_parsed(one) for one in given] if isinstance(given, list | tuple) else None
     if tools is None or not all(isinstance(one, Mapping) for one in tools):
         raise ValueError(
