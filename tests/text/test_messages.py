@@ -46,7 +46,7 @@ def test_a_content_is_one_text_or_none(content: Any, text: str | None) -> None:
 
 
 def test_a_call_without_a_content_keeps_its_calls_and_loses_what_arrow_filled() -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": "Hi", "tool_calls": None}]},
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]},
         {
@@ -107,7 +107,7 @@ def source(rows: Any, of: Any = None, **options: Any) -> PromptSource:
 def test_a_rows_tools_are_rendered_with_its_prompt_and_its_replies() -> None:
     rows = [{"prompt": "Hi", "tools": [TOOL]}]
     assert '"name": "look"' in source(rows).at(0).text
-    chat = [
+    chat: list[dict[str, Any]] = [
         USER,
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "content": "dark"},

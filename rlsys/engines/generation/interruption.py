@@ -9,7 +9,7 @@ The phrase's tokens carry the version INJECTED, so that nothing is trained on th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,10 +30,10 @@ class Interruption:
     after: int
     phrase: tuple[int, ...]
     closed_by: str
-    boundary: TokenizerBoundary
+    decode: Callable[[Sequence[int]], str]  # of a completion's tokens
 
     def is_due(self, completion: Sequence[int]) -> bool:
-        return self.closed_by not in self.boundary.decode_written(completion)
+        return self.closed_by not in self.decode(completion)
 
 
 def interruption_of(sampling: SamplingConfig, tokenizer: Any) -> Interruption | None:
@@ -53,7 +53,7 @@ def interruption_of(sampling: SamplingConfig, tokenizer: Any) -> Interruption | 
         after=sampling.interrupt_after,
         phrase=tuple(phrase),
         closed_by=sampling.interruption.split()[-1],
-        boundary=boundary,
+        decode=boundary.decode_written,
     )
 
 
