@@ -43,6 +43,11 @@ def load_tokenizer(path: str, *, setting: str = "model.path") -> Any:
         raise ValueError(
             f"{setting}={path!r} holds no tokenizer ({in_short(error)}); {fix}"
         ) from error
+    require(
+        hasattr(tokenizer, "get_added_vocab"),
+        f"{setting}={path!r} holds a tokenizer of mistral-common alone (tekken.json), which does "
+        "not name its special tokens; put the model's tokenizer.json beside it.",
+    )
     # Without files, transformers makes a tokenizer of the model's kind that knows no word.
     require(
         bool(tokenizer("a 1", add_special_tokens=False)["input_ids"])

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any
 
 from rlsys.config import require
-from rlsys.text import tokenizer_copies
+from rlsys.text import tokenizer_parts
 from rlsys.text.alphabet import Alphabet
 from rlsys.types import FinishReason
 
@@ -58,7 +58,8 @@ class TokenizerBoundary:
         self._is_special = pattern_of(list(self.special_token_ids))
         ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
         self._end_ids = frozenset(int(one) for one in ends if one is not None)
-        self._copies: dict[str, Any] = {}
+        self._encoders: dict[Position, Any] = {}
+        self._copies: list[tuple[tokenizer_parts.Parts, Any]] = []
 
     @cached_property
     def alphabet(self) -> Alphabet:
@@ -78,9 +79,15 @@ class TokenizerBoundary:
     def encodes_all(self) -> bool:
         """Whether every text has tokens that decode to exactly it: the tokenizer has a token for
         each byte, and its parts drop nothing."""
-        if self._backend is None:
-            return False
-        return tokenizer_copies.encodes_all_bytes(self._written)
+        return (
+            self._backend is not None
+            and type(self._backend.model).__name__ == "BPE"
+            and tokenizer_parts.drops_nothing(self._parts)
+            and all(
+                self._backend.token_to_id(byte) is not None
+                for byte in tokenizer_parts.bytes_of_text()
+            )
+        )
 
     # Encoding.
 
@@ -145,15 +152,19 @@ class TokenizerBoundary:
         if self._backend is None:
             is_within = position is Position.TEXT
             return self._encode_behind_marker(text) if is_within else self._slow(text)
-        copy = self._copy(
-            {
-                Position.START: "own",
-                Position.SPECIAL: "behind_special_token",
-                Position.TEXT: "within_text",
-            }[position]
-        )
-        ids: list[int] = copy.encode(text, add_special_tokens=False).ids
+        if position not in self._encoders:
+            self._encoders[position] = self._copy(self._parts_at(position))
+        ids: list[int] = self._encoders[position].encode(text, add_special_tokens=False).ids
         return ids
+
+    def _parts_at(self, position: Position) -> tokenizer_parts.Parts:
+        match position:
+            case Position.START:
+                return self._parts
+            case Position.SPECIAL:
+                return tokenizer_parts.behind_special_token(self._parts)
+            case Position.TEXT:
+                return tokenizer_parts.within_text(self._parts)
 
     def position(self, last: int | None) -> Position:
         """Return the position behind a token; None: there is none before."""
@@ -166,7 +177,7 @@ class TokenizerBoundary:
         """Whether a text has other tokens at one position than at another."""
         if self._backend is None:
             return True
-        return tokenizer_copies.within_text(self._written) != self._written
+        return tokenizer_parts.within_text(self._parts) != self._parts
 
     def shared_beginning(self, one: str, other: str) -> str:
         """Return what both texts begin with, without a part of a special token."""
@@ -197,8 +208,10 @@ class TokenizerBoundary:
         if self._backend is None:
             before = self._slow(MARKERS[0])
             return text_behind(self.decode, before, token_ids)
-        backend = self._backend if not self._decodes_otherwise else self._copy("within_text")
-        text: str = backend.decode(list(token_ids), skip_special_tokens=False)
+        if self._decoder is None:
+            return self.decode(token_ids)
+        tokens = [self._backend.id_to_token(int(one)) for one in token_ids]
+        text: str = self._decoder.decode([token for token in tokens if token is not None])
         return text
 
     def completion_text(
@@ -227,39 +240,65 @@ class TokenizerBoundary:
     # Copies of the tokenizer.
 
     @cached_property
-    def _written(self) -> str:
-        written: str = self._backend.to_str()
-        return written
+    def _parts(self) -> tokenizer_parts.Parts:
+        return tokenizer_parts.parts_of(self._backend)
 
     @cached_property
-    def _decodes_otherwise(self) -> bool:
-        """Whether the decoder changes the beginning of a text."""
-        from json import loads
+    def _decoder(self) -> Any:
+        """A decoder of texts that follow others; None: it is the tokenizer's own."""
+        within = tokenizer_parts.within_text(self._parts)
+        if within.decoder == self._parts.decoder:
+            return None
+        return tokenizer_parts.with_parts(within).decoder
 
-        return bool(
-            loads(tokenizer_copies.within_text(self._written))["decoder"]
-            != loads(self._written)["decoder"]
+    @cached_property
+    def _exact_parts(self) -> tokenizer_parts.Parts:
+        return tokenizer_parts.exact(self._parts)
+
+    @cached_property
+    def _encodes_exactly(self) -> bool:
+        """Whether the tokenizer itself encodes a text that its normalizer leaves as it is."""
+        within = tokenizer_parts.within_text(self._parts)
+        backend = self._backend
+        return (
+            within.pre_tokenizer == self._parts.pre_tokenizer
+            and within.normalizer == self._parts.normalizer
+            and self._exact_parts.normalizer is None
+            and backend.truncation is None
+            and backend.padding is None
         )
 
-    def _copy(self, kind: str) -> Any:
-        """Return a copy that takes special tokens for text; equal ones are made once."""
-        if kind not in self._copies:
-            written = self._written
-            if kind != "own":
-                written = getattr(tokenizer_copies, kind)(written)
-            if kind != "own" and written == self._written:
-                self._copies[kind] = self._copy("own")
-            else:
-                self._copies[kind] = _loaded(written)
-        return self._copies[kind]
-
     def _exact(self, text: str) -> list[int]:
+        """Return the tokens of a text without special tokens that follows others."""
         if not text:
             return []
         if self._backend is None:
             return self._encode_behind_marker(text)
-        ids: list[int] = self._copy("exact").encode(text, add_special_tokens=False).ids
+        backend = self._backend
+        if not self._encodes_exactly or (
+            backend.normalizer is not None and backend.normalizer.normalize_str(text) != text
+        ):
+            backend = self._copy(self._exact_parts)
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         return ids
+
+    def _copy(self, parts: tokenizer_parts.Parts) -> Any:
+        """Return a copy with these parts that takes special tokens for text. Equal parts have one
+        copy."""
+        for known, made in self._copies:
+            if known == parts:
+                return made
+        from tokenizers import Tokenizer
+
+        made = Tokenizer.from_str(self._backend.to_str())
+        changed = tokenizer_parts.with_parts(parts)
+        for name in vars(parts):
+            setattr(made, name, getattr(changed, name))
+        made.no_truncation()
+        made.no_padding()
+        made.encode_special_tokens = True
+        self._copies.append((parts, made))
+        return made
 
     def _encode_behind_marker(self, text: str) -> list[int]:
         """Return the tokens that follow a marker's, by the first marker that has its own."""
@@ -272,16 +311,6 @@ class TokenizerBoundary:
     def _slow(self, text: str) -> list[int]:
         ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return list(ids)
-
-
-def _loaded(written: str) -> Any:
-    from tokenizers import Tokenizer
-
-    copy = Tokenizer.from_str(written)
-    copy.no_truncation()
-    copy.no_padding()
-    copy.encode_special_tokens = True
-    return copy
 
 
 def text_behind(decode: Any, before: Sequence[int], token_ids: Sequence[int]) -> str:
