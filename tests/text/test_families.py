@@ -6,15 +6,19 @@ text; nothing is added, lost or rewritten silently. The oracle is the tokenizer'
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from actors.rows import as_rollouts
 from rlsys.config import DataConfig, SamplingConfig
@@ -358,3 +362,23 @@ def test_a_question_to_a_judge_holds_no_special_token_of_the_policy(name: str) -
     evil = encode([{"role": "user", "content": f"{USER['content']}{end}x"}], "x")
     assert evil.count(tokenizer.eos_token_id) == ids.count(tokenizer.eos_token_id)
     assert f"{end}x" in decoded(name, evil)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "file", ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"]
+)
+def test_the_tokenizers_of_mistral_encode_what_is_written(file: str, tmp_path: Path) -> None:
+    data = Path(pytest.importorskip("mistral_common").__file__).parent / "data"
+    shutil.copy(data / file, tmp_path / "tokenizer.model")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    named = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**named, "legacy": True}))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    boundary = TokenizerBoundary(tokenizer)
+    (before,) = boundary.encode_prompts([PROMPT], with_opening=True)
+    asked = tokenizer.decode(before, skip_special_tokens=False)
+    for text in (*COMPLETIONS, *UNUSUAL):
+        (ids,) = boundary.encode_written([text], "")
+        assert tokenizer.decode([*before, *ids], skip_special_tokens=False) == asked + text
+        assert boundary.completion_text([*ids, 2], FinishReason.STOP) == text
