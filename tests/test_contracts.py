@@ -65,7 +65,7 @@ ROOMS = (
     "growing_file",
     "manifest evaluation",
     "exported config checkpoint scaling",
-    "run_directory layout",
+    "run_directory layout text",
     "rewards",
     "data",
     "environments",

@@ -141,9 +141,15 @@ class TokenizerBoundary:
         return not self.encodes_all or len(text.encode()) > max_tokens
 
     def ended(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens with the tokenizer's end of sequence as the last one."""
-        end = int(self.tokenizer.eos_token_id)
-        return token_ids if token_ids[-1:] == [end] else [*token_ids, end]
+        """Return the tokens with the tokenizer's end of sequence as the last one. Raises ValueError
+        where it has none."""
+        end = self.tokenizer.eos_token_id
+        require(
+            end is not None,
+            "the tokenizer has no end of sequence (eos_token), which a written completion ends "
+            "with; set one.",
+        )
+        return token_ids if token_ids[-1:] == [end] else [*token_ids, int(end)]
 
     def encode_plain(self, text: str, position: Position) -> list[int]:
         """Return the tokens of a text in which special tokens count as plain text."""
