@@ -28,6 +28,7 @@ from rlsys.estimate import (
 from rlsys.fields import to_toml
 from rlsys.observe.diagnosis import foresee
 from rlsys.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
 from .factories import needs, partners_of, role_needs
 
@@ -89,7 +90,7 @@ def _data(flow: Dataflow, prompts: RowSource, tokenizer: Any) -> Iterator[str]:
         yield f"turns: {_turns(environment, tokenizer)}"
         return
     # Of the tokens, not of the row: this is what the model sees, special tokens included.
-    seen = tokenizer.decode(list(first.token_ids), clean_up_tokenization_spaces=False)
+    seen = TokenizerBoundary(tokenizer).decode(first.token_ids)
     yield (
         f"data: {len(prompts):,} prompts, each with {columns or 'no'} beside it; the first one "
         f"has {len(first.token_ids)} tokens:"

@@ -20,6 +20,7 @@ from rlsys.dataflow.stages import (
     TURN_REWARDS_COLUMN,
     TURNS_COLUMN,
 )
+from rlsys.environments.episode import Played
 from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest
 from rlsys.environments.turns import num_by_seat, seats_of, turns_of
 from rlsys.environments.witness import BLOCKED_S, Blocked, Witness
@@ -197,15 +198,15 @@ class EnvironmentActor(Heartbeat):
             num_injected=sampled.num_injected,
             num_by_seat=num_by_seat(trajectory.policy_versions, seats_of(trajectory)),
             outcome=RewardResult(total=played.total, components=played.components),
-            text=_text(self._require_host(), played) if is_recorded else None,
+            text=_text(self._require_host(), request, played) if is_recorded else None,
         )
 
 
-def _text(host: EpisodeHost, played: Any) -> RolloutText:
+def _text(host: EpisodeHost, request: EpisodeRequest, played: Played) -> RolloutText:
     trajectory = played.trajectory
     return RolloutText(
-        prompt=host.decode(trajectory.prompt_token_ids),
-        completion=host.decode(trajectory.token_ids),
+        prompt=host.prompt_text(trajectory),
+        completion=host.completion_text(request, played),
         token_ids=trajectory.token_ids.tolist(),
         policy_versions=trajectory.policy_versions.tolist(),
         turns=played.transcript,

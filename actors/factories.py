@@ -236,6 +236,7 @@ class JudgeFactory:
         from rlsys.data.prompts import load_tokenizer
         from rlsys.engines.judge import JudgeEngine
         from rlsys.estimate import model_shape
+        from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
         role = self.stage.model.config
         assert isinstance(role, RoleConfig)
@@ -249,7 +250,12 @@ class JudgeFactory:
             seed=self.config.seed,
         )
         (column,) = self.stage.writes
-        return Verdicts(engine=engine, writes=column.name, tokenizer=self.tokenizer)
+        return Verdicts(
+            engine=engine,
+            writes=column.name,
+            boundary=TokenizerBoundary(self.tokenizer),
+            stop=self.config.sampling.stop,
+        )
 
 
 def writing_engine(role: RoleConfig, path: str, *, max_context: int) -> GenerationEngine:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import ray
 
@@ -17,6 +17,7 @@ from rlsys.dataflow.stages import VERSIONS_COLUMN
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.workers import PoolDied, Rows, Written
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, begun, while_loading
@@ -59,15 +60,16 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts:
-    """What a judge says of rollouts; `tokenizer` is the policy's."""
+    """What a judge says of rollouts; `boundary` and `stop` are the policy's."""
 
     engine: JudgeEngine
     writes: str
-    tokenizer: Any
+    boundary: TokenizerBoundary
+    stop: Sequence[str]
 
     def answer(self, rows: Rows, store: StoreClient) -> Written:
         arrays = store.get_batch({name: rows.cells[name] for name in TEXT_COLUMNS})
-        rollouts = as_rollouts(rows.origins, arrays, self.tokenizer)
+        rollouts = as_rollouts(rows.origins, arrays, self.boundary, self.stop)
         failures: dict[int, RewardFailure] = {}
         scores: list[float] = []
         for place, verdict in enumerate(self.engine.judge(rollouts)):

@@ -17,7 +17,7 @@ from rlsys.config import RunConfig
 from rlsys.controller import Controller, OpenWork
 from rlsys.controller.generation import Prompts
 from rlsys.controller.learners import Learners
-from rlsys.data.alphabet import Alphabet
+from rlsys.data.completions import encode_examples
 from rlsys.data.external import ExternalPrompts, external_prompts
 from rlsys.data.prompts import PromptSource
 from rlsys.data.row_source import RowSource
@@ -37,6 +37,7 @@ from rlsys.resuming import History
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.run_directory import RunDirectory
 from rlsys.signal import Signal
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import WeightManifest
 from rlsys.workers import Fleet, LearnerDied, Replica, ReplicaDied
 
@@ -90,7 +91,7 @@ class Job:
         self._beginning = history.state.beginning if history else None
         self._samples = bool(flow.all(GenerateStage))
         self._alternates = config.placement == "colocated"
-        self._alphabet = Alphabet(tokenizer)
+        self._boundary = TokenizerBoundary(tokenizer)
 
     @property
     def _begins_alike(self) -> bool:
@@ -243,27 +244,12 @@ class Job:
                 async def lessons() -> None:
                     for done in range(1, warm_start.num_steps + 1):
                         loss = await team.learner.sft_step(
-                            *self._encode(warm_start.batch(done), done), warm_start.rate(done)
+                            *encode_examples(self._boundary, warm_start.batch(done), step=done),
+                            warm_start.rate(done),
                         )
                         phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
 
                 await team.learner.warm_start(lessons)
-
-    def _encode(
-        self, examples: list[tuple[str, str]], step: int
-    ) -> tuple[list[list[int]], list[int]]:
-        """Token ids of prompt, completion and end of sequence; and the prompts' lengths."""
-        for example in examples:
-            for text in example:
-                self._alphabet.check(text, f"a text of WarmStart.batches for step {step}")
-        encode = self._tokenizer
-        prompts = encode([prompt for prompt, _ in examples])["input_ids"]
-        completions = encode([text for _, text in examples], add_special_tokens=False)["input_ids"]
-        end = [self._tokenizer.eos_token_id]
-        return (
-            [[*prompt, *text, *end] for prompt, text in zip(prompts, completions, strict=True)],
-            [len(prompt) for prompt in prompts],
-        )
 
     async def _train(
         self,

@@ -23,7 +23,7 @@ from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
 from rlsys.controller import RewardsFailed, StallError
 from rlsys.data.external_log import check_issued
-from rlsys.data.prompts import load_tokenizer
+from rlsys.data.prompts import load_policy_tokenizer
 from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage
@@ -133,7 +133,7 @@ async def _dry_run(
             config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
         )
         shape = model_shape(ready.model.path, flow.main.head)
-        tokenizer = load_tokenizer(ready.model.path)
+        tokenizer = load_policy_tokenizer(ready.model.path, ready.data.template_options)
         lacking: list[str] = []
         prompts = load_prompts(config, flow, tokenizer, shape, lacking)
         check_held_out(ready, flow, held_out, tokenizer, shape)
@@ -254,7 +254,7 @@ def _prepare(
             config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
         )
         shape = model_shape(ready.model.path, flow.main.head)
-        tokenizer = load_tokenizer(ready.model.path)
+        tokenizer = load_policy_tokenizer(ready.model.path, ready.data.template_options)
         prompts = load_prompts(config, flow, tokenizer, shape)
         check_held_out(ready, flow, held_out, tokenizer, shape)
         check_warm_start(warm_start, tokenizer)

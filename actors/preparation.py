@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from rlsys.config import (
     check_quantized,
     require,
 )
-from rlsys.data.alphabet import Alphabet
+from rlsys.data.completions import encode_examples
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, TaskSource, load_tokenizer
 from rlsys.data.row_source import RowSource
@@ -44,6 +43,7 @@ from rlsys.engines.generation.interruption import interruption_of
 from rlsys.engines.routing import replayable_routing
 from rlsys.engines.scalar_lm import check_scalar_head
 from rlsys.environments.environment import Environment
+from rlsys.environments.host import environment_template
 from rlsys.environments.tool_use import ToolUse
 from rlsys.errors import Mistakes
 from rlsys.estimate import ModelShape, model_shape
@@ -55,6 +55,7 @@ from rlsys.lora import check_lora
 from rlsys.model_evaluation import held_out_prompts, held_out_tasks
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.rewards.packing import check_travels
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.tiny_models import OwnModel
 from rlsys.user_functions import name_of
 
@@ -193,8 +194,6 @@ def load_prompts(
             _check_judge(judged, shape)
     with mistakes.noted():
         interruption_of(config.sampling, tokenizer)
-        if config.sampling.interrupt_after is not None:
-            Alphabet(tokenizer).check(config.sampling.interruption, "sampling.interruption")
     prompts = None
     with mistakes.noted():
         prompts = _read_prompts(config, flow.source, tokenizer, shape)
@@ -258,8 +257,7 @@ def _check_environment(
         "rollout.replay_routing=True with flow.play: episodes do not keep which experts their "
         "tokens went to; use flow.generate, or replay_routing=False.",
     )
-    template = None if environment.plain_text else tokenizer.chat_template or None
-    ToolUse(environment, template, asyncio.to_thread)
+    ToolUse(environment, environment_template(environment, tokenizer), asyncio.to_thread)
 
 
 def _check_settings_of_tasks(data: DataConfig) -> None:
@@ -442,6 +440,4 @@ def check_warm_start(warm_start: WarmStart | None, tokenizer: Any) -> None:
     """Raise ValueError for a first lesson that cannot be taught."""
     if warm_start is None or not warm_start.num_steps:
         return
-    alphabet = Alphabet(tokenizer)
-    for text in itertools.chain.from_iterable(warm_start.batch(1)):
-        alphabet.check(text, "a text of WarmStart.batches for step 1")
+    encode_examples(TokenizerBoundary(tokenizer), warm_start.batch(1), step=1)

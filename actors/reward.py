@@ -21,6 +21,7 @@ from rlsys.dataflow.stages import VERSIONS_COLUMN
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure, RewardResult, RewardRunner
 from rlsys.rewards.parts import Parts
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.workers import RowsLost, Score, Scored, ScoreTask, TellScores, Unreadable
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, begun
@@ -65,13 +66,15 @@ class RewardActor(Heartbeat):
         self,
         make_runner: Callable[[], RewardRunner],
         tokenizer: Any,
+        stop: Sequence[str],
         store: StoreAddress,
         tracer: Tracer,
     ) -> None:
         self._tracer = tracer
         self._make_runner = make_runner
         self._runner: RewardRunner | None = None
-        self._tokenizer = tokenizer
+        self._boundary = TokenizerBoundary(tokenizer)
+        self._stop = stop
         self._store = StoreClient(store)
         self._pieces: dict[int, Parts[Score]] = {}
         self._work: set[asyncio.Task[None]] = set()
@@ -133,7 +136,7 @@ class RewardActor(Heartbeat):
             for place in places:
                 piece.tell(place, Unreadable())
             return
-        rollouts = as_rollouts(own, columns, self._tokenizer)
+        rollouts = as_rollouts(own, columns, self._boundary, self._stop)
 
         def tell(i: int, outcome: RewardResult | RewardFailure) -> None:
             text = None

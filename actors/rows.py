@@ -13,6 +13,7 @@ from rlsys.dataflow.stages import (
     SEATS_COLUMN,
     VERSIONS_COLUMN,
 )
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import BRANCH_FIELDS, INJECTED, Float32Array, Int32Array, Rollout, TrainRow
 from rlsys.workers import Origin, RolloutText, Rows, Written
 
@@ -64,24 +65,34 @@ def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
 
 
 def as_rollouts(
-    origins: Sequence[Origin], arrays: Mapping[str, Sequence[Any]], tokenizer: Any
+    origins: Sequence[Origin],
+    arrays: Mapping[str, Sequence[Any]],
+    boundary: TokenizerBoundary,
+    stop: Sequence[str],
 ) -> list[Rollout]:
-    """As functions over texts see them. `arrays` has the TEXT_COLUMNS of each; `tokenizer` is the
-    policy's."""
-    completions = tokenizer.batch_decode(arrays["token_ids"], skip_special_tokens=True)
+    """Return rollouts as functions over texts see them.
+
+    Args:
+        origins: What is known of each rollout.
+        arrays: The TEXT_COLUMNS of each.
+        boundary: Of the policy's tokenizer.
+        stop: The strings that end a completion and stay part of it.
+    """
     return [
         Rollout(
             group_id=origin.group_id,
             index=origin.index,
             prompt_text=origin.prompt_text,
-            completion_text=completion,
+            completion_text=boundary.completion_text(
+                token_ids.tolist(), origin.finish_reason, stop
+            ),
             prompt_token_ids=prompt_ids,
             token_ids=token_ids,
             finish_reason=origin.finish_reason,
             metadata=origin.metadata,
         )
-        for origin, completion, prompt_ids, token_ids in zip(
-            origins, completions, arrays["prompt_token_ids"], arrays["token_ids"], strict=True
+        for origin, prompt_ids, token_ids in zip(
+            origins, arrays["prompt_token_ids"], arrays["token_ids"], strict=True
         )
     ]
 

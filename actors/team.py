@@ -431,7 +431,8 @@ class _Actors:
         rewards = pack_rewards(self._flow.stage(ScoreStage).rewards)
         runner = RewardFactory(config=self._config, rewards=rewards)
         name = f"reward-{number}"
-        return self._start(name, RewardActor, {"num_cpus": 0}, runner, self._tokenizer)
+        stop = self._config.sampling.stop
+        return self._start(name, RewardActor, {"num_cpus": 0}, runner, self._tokenizer, stop)
 
     def evaluator(self, evaluate: EvaluationFactory, node_id: str) -> Worker:
         """On this node, where it reserves nothing."""

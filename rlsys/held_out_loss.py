@@ -18,7 +18,7 @@ import numpy as np
 from rlsys import metrics
 from rlsys.algorithms.aggregation import Aggregation
 from rlsys.config import RunConfig
-from rlsys.data.prompts import load_tokenizer
+from rlsys.data.prompts import load_policy_tokenizer
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import FACTS, NUM_TOKENS, PREFERENCE, TRUNCATED, DatasetStage, Head
 from rlsys.engines.inference import InferenceEngine
@@ -45,7 +45,8 @@ class HeldOutLoss:
         """Of the model of `config`: the loss and its metrics, as evaluations.jsonl names them.
         `rows` replace the dataset; `on_pass` is called after every pass. Raises ValueError for rows
         without such completions."""
-        prompts = self.prompts(config, load_tokenizer(config.model.path), rows)
+        tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
+        prompts = self.prompts(config, tokenizer, rows)
         engine = InferenceEngine(
             config.model.path,
             head=self.head,

@@ -35,7 +35,7 @@ from rlsys.config import (
     require,
 )
 from rlsys.data.hub import offline_where_unreachable
-from rlsys.data.prompts import PromptSource, TaskSource, load_tokenizer
+from rlsys.data.prompts import PromptSource, TaskSource, load_policy_tokenizer
 from rlsys.data.row_source import RowSource
 from rlsys.data.rows import LOADERS
 from rlsys.engines.generation.choice import build_engine
@@ -58,6 +58,7 @@ from rlsys.rewards import (
     pack_rewards,
 )
 from rlsys.seats import SeatModel
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import FinishReason, Generation, GenerationRequest, Prompt, Rollout, SamplingParams
 
 START_TIMEOUT_S = 300.0  # for reward functions to be loaded
@@ -213,7 +214,7 @@ async def evaluate_packed(
     """As `evaluate_model`. The data is searched for what the rewards in `checked` read."""
     with offline_where_unreachable(*_hub_names(config, rows)):
         max_context = model_shape(config.model.path).max_context
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
         prompts = held_out_prompts(config, tokenizer, max_context, checked, rows)
         engine = build_engine(
             config.model,
@@ -259,6 +260,7 @@ async def evaluate_played(
             num_episodes=config.num_samples,
             greedy=config.greedy,
             max_prompt_tokens=config.data.max_prompt_tokens,
+            template_options=config.data.template_options,
             seed=config.seed,
             rollout=config.rollout,
             reward=config.reward,
@@ -363,14 +365,14 @@ async def _samples(
     on_sample: Callable[[Sample], None],
 ) -> list[Sample]:
     requests = _requests(config, prompts)
+    read, stop = TokenizerBoundary(tokenizer).completion_text, config.sampling.stop
     places = {f"{p.index}-{i}": (p, i) for p in prompts for i in range(config.num_samples)}
     samples: list[Sample] = []
 
     async def score(generations: Sequence[Generation]) -> None:
-        texts = tokenizer.batch_decode([g.token_ids for g in generations], skip_special_tokens=True)
         rollouts = [
-            _rollout(*places[g.request_id], g, text)
-            for g, text in zip(generations, texts, strict=True)
+            _rollout(*places[g.request_id], g, read(g.token_ids.tolist(), g.finish_reason, stop))
+            for g in generations
         ]
         for rollout, outcome in zip(rollouts, await runner.score(rollouts), strict=True):
             samples.append(Sample(rollout=rollout, outcome=outcome))

@@ -31,7 +31,7 @@ from rlsys.config import (
     require,
 )
 from rlsys.data.hub import offline_where_unreachable
-from rlsys.data.prompts import load_tokenizer
+from rlsys.data.prompts import load_policy_tokenizer, load_tokenizer
 from rlsys.data.vocabulary import check_vocabularies
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.protocol import EngineError, GenerationEngine
@@ -77,6 +77,7 @@ class Player:
     num_episodes: int = 1
     greedy: bool = False  # the likeliest token each time
     max_prompt_tokens: int = 1024  # of an episode's first prompt
+    template_options: Sequence[str] = ()  # of the model's chat template, as NAME=VALUE
     seed: int = 0
     rollout: RolloutConfig
     reward: RewardConfig
@@ -102,7 +103,7 @@ class Player:
             stack.enter_context(offline_where_unreachable(*paths))
             for path in paths:
                 self._check_context(path, longest)
-            tokenizer = load_tokenizer(self.model.path)
+            tokenizer = load_policy_tokenizer(self.model.path, self.template_options)
             others = {
                 f"seats[{name!r}]": seat.model.path
                 for name, seat in self.seats.items()

@@ -31,6 +31,9 @@ class DataConfig:
     """System message put before each prompt; needs chat_template."""
     chat_template: bool = False
     """Render prompts with the tokenizer's chat template instead of taking them as plain text."""
+    template_options: tuple[str, ...] = ()
+    """Options of the model's chat template as NAME=VALUE, such as enable_thinking=false; VALUE is
+    JSON, or else text. Environments render with them too."""
     max_prompt_tokens: int = 1024
     """Longest prompt admitted, in tokens; a longer one is an error unless skip_long_prompts."""
     skip_long_prompts: bool = False

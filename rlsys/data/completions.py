@@ -1,17 +1,17 @@
 """Completions that a dataset holds: demonstrations, pairs.
 
 In: a row's text, or list of texts. Out: `Completion`s, each with the tokenizer's end of sequence
-behind it. Completions that stand in the messages of a chat: chats.py.
+behind it. Their tokens decode to exactly their texts. Completions in the messages of a chat:
+chats.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rlsys.config import require
-from rlsys.data.alphabet import Alphabet
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import Completion
 
 
@@ -24,11 +24,11 @@ class CompletionColumn:
     name: str
     group_size: int
     max_tokens: int
-    tokenizer: Any
+    boundary: TokenizerBoundary
 
     def __post_init__(self) -> None:
         require(
-            self.tokenizer.eos_token_id is not None,
+            self.boundary.tokenizer.eos_token_id is not None,
             "the tokenizer has no end of sequence (eos_token), which every completion of a dataset "
             "ends with; set one.",
         )
@@ -37,7 +37,7 @@ class CompletionColumn:
         """Of one row. Raises ValueError, beginning with `where`, for anything else than so many
         texts that are short enough."""
         texts = self._texts(value, where)
-        token_ids = self._tokens(texts)
+        token_ids = self._tokens(texts, where)
         check_length(max(map(len, token_ids)), self.max_tokens, where)
         return tuple(
             Completion(text=text, token_ids=tuple(ids))
@@ -45,17 +45,15 @@ class CompletionColumn:
         )
 
     def too_long(self, values: Iterable[object], name: Callable[[int], str]) -> dict[int, int]:
-        """After a look at all rows: tokens of the longest completion, by the numbers of rows where
-        it has too many. Tokenizes those alone that may. Raises as `read` does for any other
-        fault."""
-        alphabet, found = Alphabet(self.tokenizer), {}
+        """Look at all rows, and return the tokens of the longest completion by the numbers of rows
+        where it has too many. Raises as `read` does for any other fault."""
+        found = {}
         for number, value in enumerate(values):
-            texts = self._texts(value, name(number))
-            for text in texts:
-                alphabet.check(text, name(number))
-            # A token covers at least a byte, but for the end of sequence.
-            if any(len(text.encode()) + 1 > self.max_tokens for text in texts):
-                found[number] = max(map(len, self._tokens(texts)))
+            where = name(number)
+            texts = self._texts(value, where)
+            # A token covers at least a byte, except for the end of sequence.
+            if any(self.boundary.needs_look(text, self.max_tokens - 1, where) for text in texts):
+                found[number] = max(map(len, self._tokens(texts, where)))
         return {number: length for number, length in found.items() if length > self.max_tokens}
 
     def _texts(self, value: object, where: str) -> Sequence[str]:
@@ -72,9 +70,28 @@ class CompletionColumn:
         assert isinstance(value, Sequence)
         return value
 
-    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        return [[*token_ids, self.tokenizer.eos_token_id] for token_ids in encoded]
+    def _tokens(self, texts: Sequence[str], where: str) -> list[list[int]]:
+        return [
+            self.boundary.ended(token_ids)
+            for token_ids in self.boundary.encode_written(texts, where)
+        ]
+
+
+def encode_examples(
+    boundary: TokenizerBoundary, examples: Sequence[tuple[str, str]], *, step: int
+) -> tuple[list[list[int]], list[int]]:
+    """Return the tokens of a warm start's examples, each a prompt, its completion and the end of
+    sequence, and the lengths of the prompts. Raises ValueError for a text without exact tokens."""
+    where = f"a text of WarmStart.batches for step {step}"
+    prompts = [prompt for prompt, _ in examples]
+    for prompt in prompts:
+        boundary.alphabet.check(prompt, where)
+    starts = boundary.encode_prompts(prompts, with_opening=True)
+    written = boundary.encode_written([text for _, text in examples], where)
+    return (
+        [[*start, *boundary.ended(text)] for start, text in zip(starts, written, strict=True)],
+        [len(start) for start in starts],
+    )
 
 
 def check_length(num_tokens: int, max_tokens: int, where: str) -> None:

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import RunConfig, require
-from rlsys.data.alphabet import Alphabet
 from rlsys.data.external_log import ExternalLog
 from rlsys.data.peers import Peers, Reading
 from rlsys.data.prompts import PromptSource
+from rlsys.data.render import TOOLS_COLUMN
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, SharedPool, is_place
 from rlsys.growing_file import Tally
 from rlsys.rewards.reward import Reward, is_missing, is_of, not_of
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import Completion, FinishReason, Prompt
 
 logger = logging.getLogger(__name__)
@@ -54,11 +55,10 @@ class Encoder:
             "with; set one.",
         )
         self._prompts = prompts
-        self._tokenizer = tokenizer
+        self._boundary = TokenizerBoundary(tokenizer)
         self._max_tokens = max_tokens
         self._stop = tuple(stop)
         self._rewards = rewards
-        self._alphabet = Alphabet(tokenizer)
 
     def __call__(self, index: int, group: SharedGroup) -> Prompt:
         """Raises ValueError for what this run cannot read, or has no room for."""
@@ -71,8 +71,9 @@ class Encoder:
                     not one.column_types or is_of(value, one.column_types),
                     f"{name!r} of {where}: {reprlib.repr(value)} {not_of(value, one.column_types)}",
                 )
-        text, token_ids = self._prompts.rendered(group.asked, where)
-        self._alphabet.check(text, where)
+        tools = group.row.get(TOOLS_COLUMN)
+        text, token_ids = self._prompts.rendered(group.asked, where, tools=tools)
+        self._boundary.alphabet.check(text, where)
         return Prompt(
             index=index,
             token_ids=token_ids,
@@ -85,19 +86,10 @@ class Encoder:
 
     def _completion(self, shared: SharedCompletion, where: str) -> Completion:
         text = shared.text
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where} has half a character ({error.reason}).") from error
-        token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         # Another text would be another completion, which nobody gave.
-        again = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        require(
-            again == text,
-            f"{where}: {reprlib.repr(text)} is {reprlib.repr(again)} in this model's tokens.",
-        )
+        (token_ids,) = self._boundary.encode_written([text], where)
         if not shared.truncated and not text.endswith(self._stop):
-            token_ids = [*token_ids, self._tokenizer.eos_token_id]
+            token_ids = self._boundary.ended(token_ids)
         require(
             0 < len(token_ids) <= self._max_tokens,
             f"{where} has a completion of {len(token_ids)} tokens; sampling.max_tokens="

@@ -10,21 +10,22 @@ prompt tokenized, when it is asked for. The n-th prompt never depends on the one
 
 from __future__ import annotations
 
+import itertools
 import logging
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlsys.config import DataConfig, require
-from rlsys.data.alphabet import Alphabet
 from rlsys.data.chats import ChatColumn
 from rlsys.data.completions import CompletionColumn
 from rlsys.data.hub import check_no_run, in_short, unreadable
-from rlsys.data.render import PromptRenderer
+from rlsys.data.render import TOOLS_COLUMN, PromptRenderer
 from rlsys.data.row_source import RowSource
-from rlsys.types import Int32Array, Prompt
+from rlsys.text.chat_template import set_template_options
+from rlsys.types import Completion, Int32Array, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,25 @@ def load_tokenizer(path: str, *, setting: str = "model.path") -> Any:
         raise ValueError(
             f"{setting}={path!r} holds no tokenizer ({in_short(error)}); {fix}"
         ) from error
+    require(
+        hasattr(tokenizer, "get_added_vocab"),
+        f"{setting}={path!r} holds a tokenizer of mistral-common alone (tekken.json), which does "
+        "not name its special tokens; put the model's tokenizer.json beside it.",
+    )
     # Without files, transformers makes a tokenizer of the model's kind that knows no word.
     require(
         bool(tokenizer("a 1", add_special_tokens=False)["input_ids"])
         or len(tokenizer) > len(tokenizer.all_special_ids),
         f"{setting}={path!r} holds no tokenizer, or an empty one; {fix}",
     )
+    return tokenizer
+
+
+def load_policy_tokenizer(path: str, options: Sequence[str]) -> Any:
+    """Return the tokenizer of the policy at `path`, with the `options` of data.template_options.
+    Raises ValueError where there is none, and for an option that its template does not use."""
+    tokenizer = load_tokenizer(path)
+    set_template_options(tokenizer, options, "data.template_options")
     return tokenizer
 
 
@@ -101,7 +115,8 @@ class PromptSource(RowSource):
         column = self._completions
         held = row[column.name] if column is not None else None
         asked = self._asked(row.pop(self._config.prompt_column), number)
-        text, token_ids = self.rendered(asked, self._name(number))
+        tools = row.get(TOOLS_COLUMN)
+        text, token_ids = self.rendered(asked, self._name(number), tools=tools)
         return Prompt(
             index=index,
             row=number,
@@ -109,15 +124,23 @@ class PromptSource(RowSource):
             text=text,
             asked=None if asked == text else asked,
             metadata=row,
-            completions=column.read(held, self._name(number, column.name))
-            if column is not None
-            else (),
+            completions=self._read(column, number, held, tools) if column is not None else (),
         )
 
-    def rendered(self, asked: object, where: str) -> tuple[str, tuple[int, ...]]:
-        """Text and tokens of a prompt column's value. Raises ValueError, beginning with `where`,
-        for what is no prompt, or is too long."""
-        text = self._renderer.text(asked, where)
+    def _read(
+        self, column: CompletionColumn | ChatColumn, number: int, value: object, tools: object
+    ) -> tuple[Completion, ...]:
+        where = self._name(number, column.name)
+        if isinstance(column, ChatColumn):
+            return column.read(value, where, tools=tools)
+        return column.read(value, where)
+
+    def rendered(
+        self, asked: object, where: str, *, tools: object = None
+    ) -> tuple[str, tuple[int, ...]]:
+        """Return text and tokens of a prompt column's value. Raises ValueError, beginning with
+        `where`, for a value that is no prompt, or is too long."""
+        text = self._text(asked, where, tools)
         (token_ids,) = self._renderer.tokenize([text])
         require(
             0 < len(token_ids) <= self._limit,
@@ -125,6 +148,15 @@ class PromptSource(RowSource):
             f"{self._limit} ({self._rule}). Change the row or leave it out.",
         )
         return text, tuple(token_ids)
+
+    def _text(self, asked: object, where: str, tools: object) -> str:
+        renderer = self._renderer
+        if not isinstance(self._completions, ChatColumn):
+            return renderer.text(asked, where, tools=tools)
+        # A reply that the dataset has follows, in a message of its own.
+        return renderer.chat_text(
+            renderer.messages(asked, where), where, tools=renderer.tools(tools, where)
+        )
 
     def _asked(self, value: object, number: int) -> object:
         """What is the prompt of a row's value in the prompt column: of a chat with replies, what
@@ -154,7 +186,7 @@ class PromptSource(RowSource):
                 name=name,
                 group_size=size,
                 max_tokens=max_tokens,
-                tokenizer=self._renderer.tokenizer,
+                boundary=self._renderer.boundary,
             )
         return column
 
@@ -170,9 +202,15 @@ class PromptSource(RowSource):
         column = self._completions
         if column is None:
             return set()
-        found = column.too_long(
-            self._values(column.name), lambda number: self._name(number, column.name)
-        )
+        values = self._values(column.name)
+
+        def name(number: int) -> str:
+            return self._name(number, column.name)
+
+        if isinstance(column, ChatColumn):
+            found = column.too_long(zip(values, self._tools(), strict=True), name)
+        else:
+            found = column.too_long(values, name)
         return self._left_out(
             "completions",
             found,
@@ -182,9 +220,10 @@ class PromptSource(RowSource):
     def _long_prompts(self) -> set[int]:
         num_added = self._renderer.num_added_tokens
         suspects: dict[int, str] = {}
-        alphabet = Alphabet(self._renderer.tokenizer)
-        for number, value in enumerate(self._values(self._config.prompt_column)):
-            text = self._renderer.text(self._asked(value, number), self._name(number))
+        alphabet = self._renderer.boundary.alphabet
+        values = zip(self._values(self._config.prompt_column), self._tools(), strict=True)
+        for number, (value, tools) in enumerate(values):
+            text = self._text(self._asked(value, number), self._name(number), tools)
             alphabet.check(text, self._name(number))
             # A token covers at least a byte, but for those that the tokenizer adds. So only a text
             # with more bytes than the limit has to be tokenized to know.
@@ -193,6 +232,12 @@ class PromptSource(RowSource):
         lengths = map(len, self._renderer.tokenize(list(suspects.values())))
         found = {n: one for n, one in zip(suspects, lengths, strict=True) if one > self._limit}
         return self._left_out("prompts", found, f"{self._limit} tokens ({self._rule})")
+
+    def _tools(self) -> Iterable[object]:
+        """Yield the tools of each row, in the rows' order."""
+        if TOOLS_COLUMN in self._columns:
+            return self._values(TOOLS_COLUMN)
+        return itertools.repeat(None, len(self._rows))
 
     def _left_out(self, what: str, lengths: Mapping[int, int], limit: str) -> set[int]:
         """Rows that are too long, as their lengths by number say. Raises ValueError for them unless

@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 
 from rlsys.config import DataConfig, require
-from rlsys.data.alphabet import Alphabet
 from rlsys.data.render import PromptRenderer
 from rlsys.dataflow.stages import JudgeStage
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.sampling import request_seed
 from rlsys.rewards.outcome import FailureKind, RewardFailure, failure_from, is_usable
+from rlsys.text.chat_template import ending_of, template_text
+from rlsys.text.guarded import TextEncoder
+from rlsys.text.tokenizer_boundary import TokenizerBoundary, check_encodable
 from rlsys.types import GenerationRequest, Rollout, SamplingParams
 from rlsys.user_functions import name_of, printable
 
@@ -55,7 +57,7 @@ class JudgeEngine:
     ) -> None:
         self._stage = stage
         self._engine = engine
-        self._tokenizer = tokenizer
+        self._encode = QuestionEncoder(tokenizer)
         self._context = context
         self._seed = seed
         self._sampling = sampling_of(stage)
@@ -67,7 +69,7 @@ class JudgeEngine:
         verdicts: dict[int, Verdict] = {}
         requests: list[GenerationRequest] = []
         for place, rollout in enumerate(rollouts):
-            tokens = question(self._stage, rollout, self._tokenizer, context=self._context)
+            tokens = question(self._stage, rollout, self._encode, context=self._context)
             if isinstance(tokens, RewardFailure):
                 verdicts[place] = tokens
                 continue
@@ -95,9 +97,10 @@ class JudgeEngine:
         self._engine.submit(requests)
         while len(replies) < len(requests):
             ended = await self._engine.collect()
-            token_ids = [generation.token_ids for generation in ended]
-            texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-            replies.update(zip((int(one.request_id) for one in ended), texts, strict=True))
+            for one in ended:
+                replies[int(one.request_id)] = self._encode.boundary.completion_text(
+                    one.token_ids.tolist(), one.finish_reason
+                )
         return replies
 
 
@@ -108,7 +111,7 @@ def sampling_of(stage: JudgeStage) -> SamplingParams:
 
 
 def question(
-    stage: JudgeStage, rollout: Rollout, tokenizer: Any, *, context: int
+    stage: JudgeStage, rollout: Rollout, encode: QuestionEncoder, *, context: int
 ) -> list[int] | RewardFailure:
     """What the judge is asked about a rollout, in its tokens [P], with room for a reply."""
     told = _told(stage, "ask", stage.ask)
@@ -118,7 +121,7 @@ def question(
     except BaseException as error:  # noqa: BLE001
         return failure_from(stage.writes[0].name, error, told)
     try:
-        token_ids = rendered(asked, tokenizer, f"{told}, its question")
+        token_ids = encode(asked, f"{told}, its question")
         room = context - stage.max_tokens
         require(
             0 < len(token_ids) <= room,
@@ -132,25 +135,44 @@ def question(
     return token_ids
 
 
-def rendered(asked: str | Sequence[Mapping[str, Any]], tokenizer: Any, where: str) -> list[int]:
-    """Tokens of a text as it stands, or of a chat by the tokenizer's template. Raises ValueError,
-    beginning with `where`."""
-    is_chat = not isinstance(asked, str)
-    require(
-        isinstance(asked, str | list | tuple),
-        f"{where}: {reprlib.repr(asked)} is neither a text nor a list of messages; let ask return "
-        "one of them.",
-    )
-    require(
-        not is_chat or bool(tokenizer.chat_template),
-        f"{where} is a chat, and the judge's tokenizer has no chat template; let ask return a "
-        "text, or take a judge that has one.",
-    )
-    renderer = PromptRenderer(DataConfig(chat_template=is_chat), tokenizer)
-    text = renderer.text(asked, where)
-    Alphabet(tokenizer).check(text, where)
-    (token_ids,) = renderer.tokenize([text])
-    return token_ids
+class QuestionEncoder:
+    """Encodes questions in a judge's own tokens.
+
+    A chat's texts are guarded: a special token that the policy wrote is plain text to the judge.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.boundary = TokenizerBoundary(tokenizer)
+        self._text = TextEncoder(self.boundary)
+        self._renderer: PromptRenderer | None = None
+        if template_text(tokenizer):
+            self._renderer = PromptRenderer(DataConfig(chat_template=True), tokenizer)
+
+    def __call__(self, asked: str | Sequence[Mapping[str, Any]], where: str) -> list[int]:
+        """Return the tokens of a text as it is, or of a chat by the tokenizer's template. Raises
+        ValueError, beginning with `where`."""
+        require(
+            isinstance(asked, str | list | tuple),
+            f"{where}: {reprlib.repr(asked)} is neither a text nor a list of messages; let ask "
+            "return one of them.",
+        )
+        if not isinstance(asked, str):
+            return self._chat(asked, where)
+        require(asked != "", f"{where} is empty; let ask return a text.")
+        self.boundary.alphabet.check(check_encodable(asked, where), where)
+        (token_ids,) = self.boundary.encode_prompts([asked], with_opening=True)
+        return token_ids
+
+    def _chat(self, asked: Sequence[Mapping[str, Any]], where: str) -> list[int]:
+        renderer = self._renderer
+        if renderer is None:
+            raise ValueError(
+                f"{where} is a chat, and the judge's tokenizer has no chat template; let ask "
+                "return a text, or take a judge that has one."
+            )
+        messages = self._text.guarded(renderer.messages(asked, where))
+        text = renderer.chat_text(messages, where, ending=ending_of(messages))
+        return self._text.encode(text, after=None, cache={}, where=where)
 
 
 def score(stage: JudgeStage, reply: str) -> Verdict:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 from rlsys.environments.episode import Episode, EpisodeOver, Turn
-from rlsys.environments.template import Message
 from rlsys.environments.tool_use import ToolUse
+from rlsys.text.messages import Message
 
 T = TypeVar("T")
 

@@ -13,7 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 from rlsys.environments.template import ChatTemplate, Thinking
-from rlsys.environments.text_encoding import TextEncoder
+from rlsys.text.chat_template import template_text
+from rlsys.text.guarded import TextEncoder
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import FinishReason, Generation
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -44,8 +46,9 @@ class Codec:
         stop_token_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self.text = TextEncoder(tokenizer)
-        own = tokenizer.chat_template if chat_template is None else chat_template
+        self.boundary = TokenizerBoundary(tokenizer)
+        self.text = TextEncoder(self.boundary)
+        own = template_text(tokenizer) if chat_template is None else chat_template
         self.template: ChatTemplate | None = None
         self.opening: list[int] = []
         self._end_of_turn = ""
@@ -56,7 +59,7 @@ class Codec:
             specials = self.text.leading_specials(self._end_of_turn)
             self._end_token_ids = [token_id for token_id, _ in specials]
         else:
-            self.opening = self.text.opening()
+            self.opening = self.boundary.opening
         named = [tokenizer.eos_token_id, *self._end_token_ids[:1], *stop_token_ids]
         self._stops = {int(one) for one in named if one is not None}
         self._specials = set(self.text.special_token_ids.values())
@@ -86,7 +89,7 @@ class Codec:
         token_ids: list[int] = generation.token_ids.tolist()
         if generation.finish_reason == FinishReason.STOP:
             token_ids = token_ids[: len(token_ids) - self._num_end_tokens(token_ids)]
-        text = self.text.decode(token_ids)
+        text = self.boundary.decode_written(token_ids)
         if self.ends_turn(text, generation):
             text = text[: -len(self._end_of_turn)]
         thinking = self.thinking
@@ -131,7 +134,7 @@ class Codec:
         if num_sampled := _num_shared_ends(token_ids, [token_id for token_id, _ in specials]):
             return tail[specials[num_sampled - 1][1] :]
         if not specials and tail.startswith(self._end_of_turn):
-            last = self.text.decode(token_ids[-64:])
+            last = self.boundary.decode_written(token_ids[-64:])
             if self.ends_turn(last, generation):
                 return tail[len(self._end_of_turn) :]
         return tail
@@ -152,17 +155,19 @@ class Codec:
         token_ids: list[int] = generation.token_ids.tolist()
         end = self.thinking.end
         low, high = 0, len(token_ids)
-        if end not in self.text.decode(token_ids):
+        if end not in self.boundary.decode_written(token_ids):
             return high
         while low < high:  # the fewest tokens whose text has all of the reasoning's end
             middle = (low + high) // 2
-            if end in self.text.decode(token_ids[:middle]):
+            if end in self.boundary.decode_written(token_ids[:middle]):
                 high = middle
             else:
                 low = middle + 1
-        if not self.text.decode(token_ids[:low]).rstrip("\n").endswith(end):
+        if not self.boundary.decode_written(token_ids[:low]).rstrip("\n").endswith(end):
             return None
-        while low < len(token_ids) and not self.text.decode(token_ids[low : low + 1]).strip("\n"):
+        while low < len(token_ids) and not self.boundary.decode_written(
+            token_ids[low : low + 1]
+        ).strip("\n"):
             low += 1
         return low
 

@@ -23,14 +23,14 @@ from rlsys.environments.codec import Codec
 from rlsys.environments.message_tree import Node, Reply, find
 from rlsys.environments.template import (
     Kept,
-    Message,
     Piece,
     Said,
     canonical_calls,
     for_template,
 )
-from rlsys.environments.text_encoding import Cache
 from rlsys.environments.token_tree import Place, TokenTree, Trajectory
+from rlsys.text.guarded import Cache
+from rlsys.text.messages import Message
 from rlsys.types import Generation
 
 Line = tuple[str, str, bool]  # role, text, whether it was sampled
@@ -171,7 +171,11 @@ class Conversation:
     def _line(self, node: Node, branch: int) -> Line:
         message, reply = node.message, node.reply
         if reply is not None and self._tree.holds(reply.place, branch):
-            return "assistant", self._codec.text.decode(reply.generation.token_ids.tolist()), True
+            return (
+                "assistant",
+                self._codec.boundary.decode_written(reply.generation.token_ids.tolist()),
+                True,
+            )
         text = message.get("content") or ""
         if message.get("tool_calls"):
             text += canonical_calls(message["tool_calls"])
@@ -194,7 +198,8 @@ class Conversation:
         where = f"messages[{anchor.depth + 1}:]"
         if codec.template is None:
             text = "".join(one["content"] for one in messages)
-            return self._tree.tokens(reply.place) + self._encode(text, False, where), reply.place
+            before = self._tree.tokens(reply.place)
+            return before + self._encode(text, before[-1], where), reply.place
         kind = (
             anchor.shapes,
             bool(reply.said.call_ids),
@@ -210,7 +215,8 @@ class Conversation:
             codec.is_append_only[kind] = False
             return None
         tail = codec.without_end(tail, reply.generation)
-        token_ids = self._tree.tokens(reply.place) + self._encode(tail, False, where)
+        before = self._tree.tokens(reply.place)
+        token_ids = before + self._encode(tail, before[-1], where)
         if kind not in codec.is_append_only:
             codec.is_append_only[kind] = token_ids == self._whole(node, tools)
         return (token_ids, reply.place) if codec.is_append_only[kind] else None
@@ -232,7 +238,9 @@ class Conversation:
             if last is not None:
                 text = self._codec.without_end(piece, last)
                 token_ids = token_ids[: len(token_ids) - self._codec.num_rewritten(piece, last)]
-            token_ids += self._encode(text, not token_ids, "messages")
+            is_first = len(token_ids) == len(self._codec.opening)
+            after = None if is_first else token_ids[-1]
+            token_ids += self._encode(text, after, "messages")
             last = None
         return token_ids
 
@@ -256,8 +264,8 @@ class Conversation:
         token_ids: list[int] = reply.generation.token_ids.tolist()
         start = 0 if is_whole else self._codec.content_start(reply.generation)
         if start is None:  # within a token: what is left of it is another text
-            text = self._codec.text.guarded(self._codec.read(reply.generation).content)
-            return self._encode(text, False, "a reply"), False
+            content = self._codec.read(reply.generation).content
+            return self._codec.text.encode_plain(content), False
         return token_ids[start:], start < len(token_ids)
 
     def _prepared(self, node: Node) -> dict[str, Any]:
@@ -284,5 +292,5 @@ class Conversation:
         if num_tokens is not None:
             raise TextTooLong(len(text), num_tokens)
 
-    def _encode(self, text: str, at_start: bool, where: str) -> list[int]:
-        return self._codec.text.encode(text, at_start=at_start, cache=self._encoded, where=where)
+    def _encode(self, text: str, after: int | None, where: str) -> list[int]:
+        return self._codec.text.encode(text, after=after, cache=self._encoded, where=where)

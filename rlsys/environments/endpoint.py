@@ -229,7 +229,7 @@ class EndpointServer:
             without_stop(turn, asked.stop)
             if tool_format is not None:
                 _split_calls(episode, turn, tool_format, tools)
-        return chat_answer(turns, asked, episode.codec.text.decode)
+        return chat_answer(turns, asked, episode.codec.boundary.decode_written)
 
     async def _completion(self, episode: Episode, body: Mapping[str, Any], asked: Asked) -> Answer:
         prompt = prompt_of(body)
@@ -239,7 +239,7 @@ class EndpointServer:
         )
         for turn in turns:
             without_stop(turn, asked.stop)
-        return text_answer(turns, asked, episode.codec.text.decode)
+        return text_answer(turns, asked, episode.codec.boundary.decode_written)
 
     @cached_property
     def _format(self) -> ToolFormat:

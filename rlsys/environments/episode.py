@@ -26,8 +26,8 @@ from rlsys.environments.codec import Codec
 from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.environment import Environment
 from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms
-from rlsys.environments.template import Message
 from rlsys.environments.token_tree import Trajectory, joined
+from rlsys.text.messages import Message
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from rlsys.user_functions import printable
 

@@ -39,10 +39,12 @@ from rlsys.environments.episode import (
 )
 from rlsys.environments.plain import PlainFailed, PlainFunctions, ProcessEnded
 from rlsys.environments.room import EpisodeLimits
+from rlsys.environments.token_tree import Trajectory
 from rlsys.environments.tool_use import ToolUse
 from rlsys.rewards import RewardFailure
 from rlsys.rewards.outcome import failure_from
 from rlsys.signal import Signal
+from rlsys.text.chat_template import template_text
 from rlsys.types import MAX_BRANCHES, Rollout, SamplingParams
 from rlsys.user_functions import contained
 
@@ -152,19 +154,28 @@ class EpisodeHost:
         if self._endpoints is not None:
             await self._endpoints.start()
 
-    def decode(self, token_ids: Any) -> str:
-        return self._codec.text.decode(list(token_ids))
+    def prompt_text(self, trajectory: Trajectory) -> str:
+        """Return the text of an episode's prompt, special tokens included."""
+        return self._codec.boundary.decode(trajectory.prompt_token_ids.tolist())
+
+    def completion_text(self, request: EpisodeRequest, played: Played) -> str:
+        """Return the text of all that follows the prompt, without the end of the last reply."""
+        return self._codec.boundary.completion_text(
+            played.trajectory.token_ids.tolist(),
+            played.finish_reason,
+            (*request.sampling.stop, *self._environment.stop),
+        )
 
     def rollout(self, ended: Ended) -> Rollout:
-        """As a function over texts sees an episode that was played."""
+        """Return a played episode as a function over texts sees it."""
         played, request = ended.played, ended.request
         assert played is not None
         trajectory = played.trajectory
         return Rollout(
             group_id=request.group_id,
             index=request.index,
-            prompt_text=self.decode(trajectory.prompt_token_ids),
-            completion_text=self.decode(trajectory.token_ids),
+            prompt_text=self.prompt_text(trajectory),
+            completion_text=self.completion_text(request, played),
             prompt_token_ids=trajectory.prompt_token_ids,
             token_ids=trajectory.token_ids,
             finish_reason=played.finish_reason,
@@ -400,18 +411,23 @@ def make_host(
         sampler,
         limits=limits,
         plain=PlainFunctions(environment, memory_gib=memory_gib, start_timeout_s=start_timeout_s),
-        template=_template(environment, tokenizer),
+        template=environment_template(environment, tokenizer),
         partners=partners,
     )
 
 
 def codec_of(environment: Environment, tokenizer: Any) -> Codec:
     """Of a model with this tokenizer that plays in it."""
-    return Codec(tokenizer, chat_template=_template(environment, tokenizer) or "")
+    return Codec(tokenizer, chat_template="" if environment.plain_text else None)
 
 
-def _template(environment: Environment, tokenizer: Any) -> str | None:
-    return None if environment.plain_text else tokenizer.chat_template or None
+def environment_template(environment: Environment, tokenizer: Any) -> str | None:
+    """Return the text of the chat template that renders the environment's messages, of several the
+    one for its tools; None: there is none, or the environment wants none."""
+    if environment.plain_text:
+        return None
+    with_tools = environment.is_agent or bool(environment.tools)
+    return template_text(tokenizer, with_tools=with_tools)
 
 
 def _heard(task: asyncio.Task[Any]) -> None:

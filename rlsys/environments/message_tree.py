@@ -12,8 +12,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlsys.environments.template import Message, Said, canonical_calls
+from rlsys.environments.template import Said, canonical_calls
 from rlsys.environments.token_tree import Place
+from rlsys.text.messages import Message, text_of_content
 from rlsys.types import Generation
 
 Shape = tuple[Hashable, ...]  # what a template may look at of a message, beside its texts
@@ -104,7 +105,7 @@ def _known_child(node: Node, message: Message) -> Node | None:
             return child
     as_text = message
     if isinstance(message, Mapping) and not isinstance(message.get("content"), str):
-        as_text = {**message, "content": _text(message.get("content"))}
+        as_text = {**message, "content": text_of_content(message.get("content"))}
     for child in reversed(node.children):
         if child.reply is None:
             if child.message == message or child.message == as_text:
@@ -116,22 +117,13 @@ def _known_child(node: Node, message: Message) -> Node | None:
 
 def _says(sampled: Message, message: Message) -> bool:
     """Whether a message is one that was sampled, sent back by a client."""
-    content = _text(message.get("content"))
-    if message.get("role") != "assistant" or not isinstance(content, str):
+    content = text_of_content(message.get("content"))
+    if message.get("role") != "assistant" or content is None:
         return False
     if (sampled.get("content") or "").strip() != content.strip():
         return False
     calls, others = sampled.get("tool_calls"), message.get("tool_calls")
     return calls == others or canonical_calls(calls) == canonical_calls(others)
-
-
-def _text(content: Any) -> Any:
-    """Of a content in parts, their texts joined; another content as it is."""
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    return "" if content is None else content
 
 
 def _checked(message: Message, number: int) -> dict[str, Any]:
@@ -140,11 +132,11 @@ def _checked(message: Message, number: int) -> dict[str, Any]:
         raise ValueError(
             f"messages[{number}]={message!r} is no message; give a dict with role and content."
         )
-    content = _text(message.get("content"))
-    if not isinstance(content, str):
+    content = text_of_content(message.get("content"))
+    if content is None:
         raise ValueError(
-            f"messages[{number}]: content={reprlib.repr(content)} is no text; give a string, or "
-            "parts of type text."
+            f"messages[{number}]: content={reprlib.repr(message['content'])} is no text; give a "
+            "string, or parts of type text."
         )
     copied = {**message, "content": content}
     is_flat = all(isinstance(value, str) for value in copied.values())

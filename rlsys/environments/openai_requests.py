@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.environments.template import Message
 from rlsys.json_text import is_flat, parse_json
+from rlsys.text.messages import Message, text_of_content, without_none
 
 # Of one request, in answers (`n`).
 MAX_ANSWERS = 64
@@ -128,12 +128,11 @@ def prompt_of(body: Mapping[str, Any]) -> str:
 def _message(number: int, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused(f"messages[{number}]={_short(message)} has no role; give one.")
-    made = {key: value for key, value in message.items() if value is not None}
-    if isinstance(content := made.get("content"), list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+    made: dict[str, Any] = without_none(message)
+    if isinstance(made.get("content"), list):
+        made["content"] = text_of_content(made["content"])
+        if made["content"] is None:
             raise Refused(f"messages[{number}] has parts that are no text; give text alone.")
-        made["content"] = "".join(map(str, texts))
     calls = made.get("tool_calls", [])
     if not isinstance(calls, list) or not all(_is_call(one) for one in calls):
         raise Refused(

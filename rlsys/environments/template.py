@@ -1,9 +1,9 @@
 """A chat template, seen from a conversation of which parts were sampled.
 
 In: messages, where what was sampled is a `Said`. Out: pieces, in the order in which they stand in
-the prompt: texts of the template and of others (guarded, see text_encoding), and `Kept`, the place
-of what was sampled. A sampled message is rendered with sentinels in place of its text, so that it
-need not be as the template would have written it:
+the prompt: texts of the template and of others (guarded, see rlsys.text.guarded), and `Kept`, the
+place of what was sampled. A sampled message is rendered with sentinels in place of its text, so
+that it need not be as the template would have written it:
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n  ⟦r1⟧ … ⟦c1⟧  <|im_end|>\\n …
     text                                                         Kept(1)      text
@@ -17,21 +17,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
-
 from rlsys.data.hub import in_short
-from rlsys.environments.text_encoding import SENTINEL
 from rlsys.environments.token_tree import num_shared
-from rlsys.json_text import canonical, parse_json
-
-Message = Mapping[str, Any]
+from rlsys.json_text import canonical
+from rlsys.text.chat_template import REFUSALS, Ending, render_chat
+from rlsys.text.guarded import SENTINEL
+from rlsys.text.messages import Message, with_object
 
 MARK = re.compile(f"{SENTINEL}([rcn])([0-9]+){SENTINEL}")  # reasoning, content, name of a call
 STAND_IN = f"{SENTINEL}s{SENTINEL}"
 THINK_END = "</think>"
 CALL_ID = "call00000"  # some templates want nine letters and digits
-# Jinja's own errors, and those of operations on what a template did not expect.
-REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,15 +255,14 @@ class ChatTemplate:
             return None
 
     def _apply(self, messages: Sequence[Any], tools: Sequence[Message], reply: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            chat_template=self._template,
-            tokenize=False,
-            add_generation_prompt=reply,
-            **self._options,
+        return render_chat(
+            self._tokenizer,
+            messages,
+            tools=tools,
+            ending=Ending.REPLY if reply else Ending.CLOSED,
+            template=self._template,
+            options=self._options,
         )
-        return text
 
 
 def _marked(number: int, said: Said, with_calls: bool = False) -> dict[str, Any]:
@@ -308,24 +303,12 @@ def for_template(message: Message, guarded: Callable[[Any], Any]) -> dict[str, A
         return {"role": guarded(message["role"]), "content": guarded(message["content"])}
     made: dict[str, Any] = {**message, "content": message.get("content") or ""}
     if made.get("tool_calls"):
-        made["tool_calls"] = [_with_object(call) for call in made["tool_calls"]]
+        made["tool_calls"] = [with_object(call) for call in made["tool_calls"]]
     guarded_message: dict[str, Any] = guarded(made)
     return guarded_message
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        try:
-            parsed = parse_json(function["arguments"])
-        except ValueError:
-            parsed = None
-        if isinstance(parsed, dict):
-            function["arguments"] = parsed
-    return {**call, "function": function}
-
-
 def canonical_calls(calls: Any) -> str:
     """The same for tool calls that differ in how their arguments are written."""
-    made = [_with_object(call)["function"] for call in calls or ()]
+    made = [with_object(call).get("function") or {} for call in calls or ()]
     return canonical([[one.get("name"), one.get("arguments")] for one in made])

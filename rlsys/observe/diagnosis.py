@@ -6,6 +6,7 @@ the cause and what to do.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ PINNED_FRAC = 0.9  # of the staleness bound
 
 BOTTLENECK = "bottleneck"
 
+# What a shell passes on as two characters.
+ESCAPES = {"\\n": "line break", "\\t": "tab", "\\r": "carriage return"}
+ESCAPE = re.compile(r"\\[ntr]")
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -46,7 +51,19 @@ def foresee(config: RunConfig) -> list[str]:
     warmed = [_long_warmup(name, one, config.num_steps) for name, one in trainers.items()]
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     exceeded = [_long_rows(name, one, longest) for name, one in trainers.items()]
-    return [*_cut_distribution(config.sampling), *filter(None, [*warmed, *exceeded])]
+    noted = [*_cut_distribution(config.sampling), *_escaped_stops(config.sampling)]
+    return [*noted, *filter(None, [*warmed, *exceeded])]
+
+
+def _escaped_stops(sampling: SamplingConfig) -> Iterator[str]:
+    """Yield a warning for each stop string with a backslash that a shell has not interpreted."""
+    for text in sampling.stop:
+        if found := ESCAPE.search(text):
+            meant, letter = ESCAPES[found.group()], found.group()[1]
+            yield (
+                f"sampling.stop={text!r} holds a backslash and the letter {letter!r}, not a "
+                f"{meant}. If a {meant} is meant, write it in the shell as $'{text}'."
+            )
 
 
 def _long_rows(name: str, trainer: TrainerConfig, longest: int) -> str:

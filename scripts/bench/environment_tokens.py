@@ -34,6 +34,7 @@ from rlsys.environments.conversation import Conversation
 from rlsys.environments.host import EpisodeHost, EpisodeRequest
 from rlsys.environments.plain import PlainFunctions
 from rlsys.environments.room import EpisodeLimits
+from rlsys.text.tokenizer_boundary import Position
 from rlsys.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import INJECTED, Generation, GenerationRequest, SamplingParams
 from tests.environments.templates import tokenizer
@@ -51,18 +52,18 @@ def measure_tokens(num_episodes: int = NUM_EPISODES) -> dict[str, int]:
     for kind in KINDS.values():
         codec = Codec(tokenizer(), chat_template=kind.template, template_kwargs=kind.options)
         texts: list[str] = []
-        encode = codec.text._plain
+        encode = codec.boundary.encode_plain
 
         def noted(
             text: str,
-            at_start: bool,
+            position: Position,
             texts: list[str] = texts,
-            encode: Callable[[str, bool], list[int]] = encode,
+            encode: Callable[[str, Position], list[int]] = encode,
         ) -> list[int]:
             texts.append(text)
-            return encode(text, at_start)
+            return encode(text, position)
 
-        codec.text._plain = noted  # type: ignore[method-assign]
+        codec.boundary.encode_plain = noted  # type: ignore[method-assign]
         for seed in range(num_episodes // len(KINDS)):
             texts.clear()
             episode = Episode(codec, kind, seed)

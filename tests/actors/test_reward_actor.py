@@ -16,14 +16,18 @@ from actors.reward import Part, RewardActor
 from rlsys.dataflow.blocks import BlockRef, layout_of
 from rlsys.observe.trace import Tracer
 from rlsys.rewards import RewardResult, RewardRunner, pack_rewards
+from rlsys.tiny_models import build_tokenizer
 from rlsys.types import FinishReason, Rollout
 from rlsys.workers import RowsLost, Score, Scored, ScoreTask, Unreadable
 
 PATIENCE_S = 300.0
 
 
+TOKENIZER = build_tokenizer("0123456789")
+
+
 class Store:
-    """Rollout i has the completion [i]; of shard "dead" nothing can be read."""
+    """Rollout i has the digit i as its completion; of shard "dead" nothing can be read."""
 
     def __init__(self, address: Any) -> None:
         pass
@@ -32,13 +36,8 @@ class Store:
         shards = {block.shard for block, _ in cells}
         if "dead" in shards:
             raise RowsLost("shard dead has died")
-        rows = [np.array([place], np.int32) for _, place in cells]
+        rows = [np.array(TOKENIZER(str(place))["input_ids"], np.int32) for _, place in cells]
         return dict.fromkeys(columns, rows)
-
-
-class Tokenizer:
-    def batch_decode(self, rows: Sequence[Any], *, skip_special_tokens: bool) -> list[str]:
-        return [str(row[0]) for row in rows]
 
 
 def task(place: int, shard: str) -> ScoreTask:
@@ -75,7 +74,7 @@ def test_rows_of_a_lost_shard_are_told_apart_and_slow_ones_come_later(
 ) -> None:
     monkeypatch.setattr(reward_module, "StoreClient", Store)
     actor_class: Any = RewardActor.__ray_actor_class__  # type: ignore[attr-defined]
-    actor = actor_class(make_runner, Tokenizer(), None, Tracer("reward-0"))
+    actor = actor_class(make_runner, TOKENIZER, (), None, Tracer("reward-0"))
     tasks = [task(place, "dead" if place == 2 else "alive") for place in range(5)]
 
     async def scenario() -> list[dict[int, Score]]:

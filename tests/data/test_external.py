@@ -85,7 +85,7 @@ def test_a_prompt_is_rendered_by_this_runs_template() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (group(1, "four"), "in this model's tokens"),
+        (group(1, "four"), "'f'"),
         (group(1, "4444444"), "8 tokens"),
         (group(1, "", truncated=True), "0 tokens"),
         (group(1, "\ud800"), "half a character"),

@@ -124,7 +124,9 @@ def test_a_chat_template_makes_a_string_the_users_message() -> None:
 def test_messages_pass_through_the_chat_template() -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     prompts = source([{"prompt": messages}], chat_template=True)
-    assert prompts.at(0).text == "user: Hi\nassistant: Hello\nassistant: "
+    assert prompts.at(0).text == "user: Hi\nassistant: Hello"  # the reply goes on
+    prompts = source([{"prompt": [*messages, messages[0]]}], chat_template=True)
+    assert prompts.at(0).text == "user: Hi\nassistant: Hello\nuser: Hi\nassistant: "
 
 
 def test_special_tokens_are_added_to_plain_text_and_not_twice_to_a_chat() -> None:

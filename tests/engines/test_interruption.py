@@ -35,11 +35,9 @@ from rlsys.workers import Rows
 PHRASE, END, CLOSED = (7, 8), 0, 9
 
 
-class Letters:
-    """A tokenizer of one character a token; 9 closes the thinking."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join(map(str, token_ids))
+def letters(token_ids: Sequence[int]) -> str:
+    """Return a text of one character a token; 9 closes the thinking."""
+    return "".join(map(str, token_ids))
 
 
 class Script:
@@ -119,9 +117,7 @@ def request(max_tokens: int = 10, prior: Sequence[int] = ()) -> GenerationReques
 
 
 def answered(script: Script, asked: GenerationRequest, *, after: int = 4) -> Generation:
-    interruption = Interruption(
-        after=after, phrase=PHRASE, closed_by=str(CLOSED), tokenizer=Letters()
-    )
+    interruption = Interruption(after=after, phrase=PHRASE, closed_by=str(CLOSED), decode=letters)
     engine = InterruptingEngine(script, interruption)
     engine.submit([asked])
     (generation,) = asyncio.run(engine.collect())
@@ -167,9 +163,7 @@ def test_another_replica_goes_on_wherever_the_first_one_died(
 def test_progress_tells_the_phrase_with_what_follows() -> None:
     async def work() -> list[Generation]:
         script = Script()
-        interruption = Interruption(
-            after=2, phrase=PHRASE, closed_by=str(CLOSED), tokenizer=Letters()
-        )
+        interruption = Interruption(after=2, phrase=PHRASE, closed_by=str(CLOSED), decode=letters)
         engine = InterruptingEngine(script, interruption)
         engine.submit([request(max_tokens=8)])
         thinking = asyncio.create_task(engine.collect())

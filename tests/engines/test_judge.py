@@ -20,7 +20,7 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import JudgeStage, Prompts
 from rlsys.engines.generation.sampling import request_seed
 from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.engines.judge import JudgeEngine, question, sampling_of, score
+from rlsys.engines.judge import JudgeEngine, QuestionEncoder, question, sampling_of, score
 from rlsys.rewards import RewardFailure
 from rlsys.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import FinishReason, GenerationRequest, Rollout
@@ -69,7 +69,7 @@ def tokenizer() -> Any:
 
 
 def test_a_question_is_in_the_judges_tokens(tokenizer: Any) -> None:
-    tokens = question(stage(), rollout(), tokenizer, context=CONTEXT)
+    tokens = question(stage(), rollout(), QuestionEncoder(tokenizer), context=CONTEXT)
     assert tokens == tokenizer("1+1= two of 2?")["input_ids"]
 
 
@@ -79,31 +79,42 @@ def test_a_chat_is_rendered_with_the_judges_template() -> None:
 
     chatty = build_tokenizer()
     chatty.chat_template = None
-    failure = question(stage(asks), rollout(), chatty, context=CONTEXT)
+    failure = question(stage(asks), rollout(), QuestionEncoder(chatty), context=CONTEXT)
     assert isinstance(failure, RewardFailure)
     assert (failure.kind, failure.reward) == ("question", "score")
     assert "has no chat template; let ask return a text" in failure.message
 
     chatty.chat_template = TEMPLATE
     text = "s:be fair\nu:1+1= two of 2?\na:"
-    tokens = question(stage(asks), rollout(), chatty, context=CONTEXT)
+    tokens = question(stage(asks), rollout(), QuestionEncoder(chatty), context=CONTEXT)
     assert tokens == chatty(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("content", [5, None, b"so", [{"type": "text", "text": "so"}]])
+@pytest.mark.parametrize("content", [5, b"so", [{"type": "image", "text": "so"}]])
 def test_a_message_that_is_no_text_fails_its_rollout(content: Any) -> None:
-    """What a template does with it is the template's affair."""
     chatty = build_tokenizer()
     chatty.chat_template = TEMPLATE
     asks = lambda _: [{"role": "user", "content": content}]  # noqa: E731
-    failure = question(stage(asks), rollout(), chatty, context=CONTEXT)
+    failure = question(stage(asks), rollout(), QuestionEncoder(chatty), context=CONTEXT)
     assert isinstance(failure, RewardFailure)
     assert failure.kind == "question"
-    assert "is refused by the model's chat template (can only concatenate" in failure.message
+    assert "content" in failure.message
+
+
+def test_a_question_in_parts_is_their_text_and_holds_no_special_token() -> None:
+    chatty = build_tokenizer()
+    chatty.chat_template = TEMPLATE
+    asks = lambda _: [{"role": "user", "content": [{"type": "text", "text": "<eos>1"}]}]  # noqa: E731
+    tokens = question(stage(asks), rollout(), QuestionEncoder(chatty), context=CONTEXT)
+    assert isinstance(tokens, list)
+    assert chatty.decode(tokens) == "u:<eos>1\na:"
+    assert chatty.eos_token_id not in tokens
 
 
 def test_a_question_loses_no_character() -> None:
-    failure = question(stage(), rollout(), build_tokenizer("0123456789+= "), context=CONTEXT)
+    failure = question(
+        stage(), rollout(), QuestionEncoder(build_tokenizer("0123456789+= ")), context=CONTEXT
+    )
     assert isinstance(failure, RewardFailure)
     assert failure.kind == "question"
     assert "which the model's tokenizer has no token for" in failure.message
@@ -136,7 +147,7 @@ def panic(_: Any) -> Any:
 def test_a_question_that_cannot_be_asked_fails_its_rollout(
     ask: Any, kind: str, message: str, tokenizer: Any
 ) -> None:
-    failure = question(stage(ask), rollout(), tokenizer, context=CONTEXT)
+    failure = question(stage(ask), rollout(), QuestionEncoder(tokenizer), context=CONTEXT)
     assert isinstance(failure, RewardFailure)
     assert (failure.kind, failure.reward) == (kind, "score")
     assert message in failure.message
@@ -148,13 +159,15 @@ def test_what_ask_does_to_a_rollout_no_other_sees(tokenizer: Any) -> None:
         return str(one.metadata.pop("answer"))
 
     one = rollout()
-    assert [question(stage(asks), one, tokenizer, context=CONTEXT) for _ in range(2)] == [
-        tokenizer("2")["input_ids"]
-    ] * 2
+    assert [
+        question(stage(asks), one, QuestionEncoder(tokenizer), context=CONTEXT) for _ in range(2)
+    ] == [tokenizer("2")["input_ids"]] * 2
 
 
 def test_the_longest_question_leaves_room_for_the_reply(tokenizer: Any) -> None:
-    tokens = question(stage(lambda _: "x" * 116), rollout(), tokenizer, context=CONTEXT)
+    tokens = question(
+        stage(lambda _: "x" * 116), rollout(), QuestionEncoder(tokenizer), context=CONTEXT
+    )
     assert isinstance(tokens, list)
     assert len(tokens) == 116
 

@@ -11,6 +11,7 @@ from rlsys.engines.generation.slots import Slots
 from rlsys.engines.generation.stopping import end_of_sequence_ids, text_after, text_decoder
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import FinishReason, GenerationRequest, SamplingParams
+from tests.text.families import tokenizer_of
 
 
 def decode(token_ids: list[int]) -> str:
@@ -68,3 +69,11 @@ def test_every_end_of_sequence_counts(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
     assert end_of_sequence_ids(path) == (2, 5)
+
+
+def test_a_text_keeps_its_leading_space_where_the_tokenizer_takes_one_away(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("llama2")
+    tokenizer.save_pretrained(tmp_path)
+    token_ids = tokenizer("2", add_special_tokens=False)["input_ids"]  # with a blank
+    assert tokenizer.decode(token_ids) == "2"
+    assert text_decoder(tmp_path)(token_ids) == " 2"

@@ -38,8 +38,8 @@ class Scripted:
     async def sample(self, request: GenerationRequest) -> Generation:
         self.asked.append(request)
         await asyncio.sleep(self._delay_s)
-        text = self._says(self._codec.text.decode(list(request.prompt_token_ids)))
-        token_ids = [*self._codec.text.encode(text, at_start=False, cache={}, where=""), self._end]
+        text = self._says(self._codec.boundary.decode(list(request.prompt_token_ids)))
+        token_ids = [*self._codec.text.encode_plain(text), self._end]
         is_cut = len(token_ids) > request.sampling.max_tokens
         token_ids = token_ids[: request.sampling.max_tokens]
         generation = Generation(

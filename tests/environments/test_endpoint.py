@@ -70,7 +70,7 @@ def test_a_chat_of_several_turns_is_one_branch() -> None:
     assert path.tolist() == [*last.prompt_token_ids, *said.token_ids.tolist()]
     # The client's texts and the template's between special tokens, each once at most.
     injected = trajectory.token_ids[trajectory.policy_versions < 0]
-    text = made.codec.text.decode([*trajectory.prompt_token_ids.tolist(), *injected.tolist()])
+    text = made.codec.boundary.decode([*trajectory.prompt_token_ids.tolist(), *injected.tolist()])
     assert made.codec.num_encoded <= len(text.replace("<|im_start|>", ""))
     first = answers[0]
     assert (first.object, first.model, first.policy_version) == ("chat.completion", "policy", 7)
@@ -156,7 +156,7 @@ def test_calls_of_tools_are_read_and_recognised_when_they_come_back() -> None:
     assert (third.finish_reason, third.message.content) == ("stop", "3")
     assert trajectory_of(ended).num_branches == 1
     assert_sampled_once(ended, made)
-    last = made.codec.text.decode(list(made.sampler.asked[-1].prompt_token_ids))
+    last = made.codec.boundary.decode(list(made.sampler.asked[-1].prompt_token_ids))
     assert last.count('"name": "add"') == 4  # its schema, and three calls
     assert last.count("<tool_response>") == 3
 
@@ -193,7 +193,7 @@ def test_without_choice_of_tools_none_is_rendered() -> None:
 
     ended, made = play(mine, lambda text: CALL, template=THINKING)
     assert ended.played is not None, ended.failure
-    assert "add" not in made.codec.text.decode(list(made.sampler.asked[0].prompt_token_ids))
+    assert "add" not in made.codec.boundary.decode(list(made.sampler.asked[0].prompt_token_ids))
 
 
 def test_reasoning_is_told_apart_and_kept() -> None:
@@ -324,7 +324,7 @@ def test_completions_go_on_from_a_text_and_its_completion() -> None:
     assert trajectory.num_branches == 1
     assert_sampled_once(ended, made)
     (path,) = trajectory.paths()
-    text = made.codec.text.decode(path.tolist()).replace("<|im_end|>", "")
+    text = made.codec.boundary.decode(path.tolist()).replace("<|im_end|>", "")
     assert text == ("Q: 1+1\nThink.\nObservation: 2\nThink.\nObservation: 3\nThink.\nObservation:")
     assert made.codec.without_template.num_encoded == len("Q: 1+1\n 2\n 3\n")
 

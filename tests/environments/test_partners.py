@@ -94,7 +94,7 @@ def test_the_rollout_has_of_a_partner_what_the_policy_is_told() -> None:
     assert trajectory.policy_versions.tolist() == [7, 7, -1, 7, 7]
     assert trajectory.turn_rewards.tolist() == [0, 0, 0, 0, 2]
     assert trajectory.branches.tolist() == [5, -1, 1, 0]
-    theirs = codec_of_partner().text
+    theirs = codec_of_partner().boundary
     (asked,) = partner.asked
     assert theirs.decode(list(asked.prompt_token_ids)) == "5"
     assert len(sampler.asked) == 2

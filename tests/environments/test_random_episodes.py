@@ -18,6 +18,7 @@ import pytest
 from rlsys.environments.codec import Codec
 from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.token_tree import Trajectory, num_shared
+from rlsys.text.tokenizer_boundary import Position
 from rlsys.types import INJECTED, FinishReason, Generation
 from tests.environments.templates import (
     ADDED,
@@ -320,13 +321,13 @@ def play(name: str, num_episodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = KINDS[name]
     codec = Codec(tokenizer(), chat_template=kind.template, template_kwargs=kind.options)
     texts: list[str] = []
-    plain = codec.text._plain
+    plain = codec.boundary.encode_plain
 
-    def noted(text: str, at_start: bool) -> list[int]:
+    def noted(text: str, position: Position) -> list[int]:
         texts.append(text)
-        return plain(text, at_start)
+        return plain(text, position)
 
-    monkeypatch.setattr(codec.text, "_plain", noted)
+    monkeypatch.setattr(codec.boundary, "encode_plain", noted)
     num_branches = 0
     for seed in range(num_episodes):
         texts.clear()

@@ -9,7 +9,7 @@ The phrase's tokens carry the version INJECTED, so that nothing is trained on th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from rlsys.config import SamplingConfig, require
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.protocol import EngineStats, GenerationEngine
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import INJECTED, FinishReason, Generation, GenerationRequest, WeightManifest
 
 
@@ -29,18 +30,19 @@ class Interruption:
     after: int
     phrase: tuple[int, ...]
     closed_by: str
-    tokenizer: Any
+    decode: Callable[[Sequence[int]], str]  # of a completion's tokens
 
     def is_due(self, completion: Sequence[int]) -> bool:
-        text: str = self.tokenizer.decode(completion, skip_special_tokens=False)
-        return self.closed_by not in text
+        return self.closed_by not in self.decode(completion)
 
 
 def interruption_of(sampling: SamplingConfig, tokenizer: Any) -> Interruption | None:
-    """What the configuration asks for. Raises ValueError where it leaves no token for an answer."""
+    """Return what the configuration asks for. Raises ValueError where it leaves no token for an
+    answer, and where no tokens stand for exactly the phrase."""
     if sampling.interrupt_after is None:
         return None
-    phrase = tuple(tokenizer(sampling.interruption, add_special_tokens=False)["input_ids"])
+    boundary = TokenizerBoundary(tokenizer)
+    (phrase,) = boundary.encode_written([sampling.interruption], "sampling.interruption")
     require(
         sampling.interrupt_after + len(phrase) < sampling.max_tokens,
         f"sampling.interrupt_after={sampling.interrupt_after} and the {len(phrase)} tokens of "
@@ -49,9 +51,9 @@ def interruption_of(sampling: SamplingConfig, tokenizer: Any) -> Interruption | 
     )
     return Interruption(
         after=sampling.interrupt_after,
-        phrase=phrase,
+        phrase=tuple(phrase),
         closed_by=sampling.interruption.split()[-1],
-        tokenizer=tokenizer,
+        decode=boundary.decode_written,
     )
 
 

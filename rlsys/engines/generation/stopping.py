@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+
+from rlsys.text.tokenizer_boundary import TokenizerBoundary, text_behind
 
 DecodeText = Callable[[list[int]], str]
 
@@ -36,22 +37,12 @@ def end_of_sequence_ids(model_path: str | Path) -> tuple[int, ...]:
 
 
 def text_decoder(model_path: str | Path) -> DecodeText:
-    """Text of tokens by the model's tokenizer, nothing left out and nothing tidied up."""
+    """Return a function that decodes tokens which follow others, special tokens included."""
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-
-    def decode(token_ids: list[int]) -> str:
-        text: str = tokenizer.decode(
-            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    return decode
+    return TokenizerBoundary(AutoTokenizer.from_pretrained(model_path)).decode_written
 
 
 def text_after(decode: DecodeText, before: Sequence[int], token_ids: Sequence[int]) -> str:
     """Text of tokens as it reads after those before them."""
-    context = list(before)[-CONTEXT_TOKENS:]
-    whole, lead = decode([*context, *token_ids]), decode(context)
-    return whole.removeprefix(lead) if whole.startswith(lead) else decode(list(token_ids))
+    return text_behind(decode, list(before)[-CONTEXT_TOKENS:], token_ids)

@@ -258,4 +258,4 @@ def test_what_its_programs_ask_is_the_rollout(kind: str) -> None:
     assert wrong is not None, ended[1].failure
     assert right.components == {"right": 2.0, "short": 1.0}
     assert wrong.components == {"right": 0.0, "short": 1.0}
-    assert codec.text.decode(list(right.trajectory.prompt_token_ids)) == "Say 3."
+    assert codec.boundary.decode(list(right.trajectory.prompt_token_ids)) == "Say 3."

@@ -11,11 +11,15 @@ between two of them is encoded alone and its tokens can be kept by its text.
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from rlsys.data.alphabet import Alphabet
+from rlsys.text.tokenizer_boundary import (
+    Position,
+    TokenizerBoundary,
+    check_encodable,
+    pattern_of,
+)
 
 # Noncharacters of Unicode, which no text should hold. One that does is guarded as well.
 SENTINEL = "\ufdd0"
@@ -29,21 +33,21 @@ CHARS_PER_TOKEN = 4
 # midst is encoded otherwise.
 CUT_TOKENS = 256
 
-Segment = tuple[str, bool]  # a text without special tokens, whether a path begins with it
+Segment = tuple[str, Position]  # a text without special tokens, and what it follows
 Cache = MutableMapping[Segment, list[int]]
 
 
 class TextEncoder:
-    """Of one tokenizer, for all episodes of a process."""
+    """Encodes guarded texts with one tokenizer, for all episodes of a process."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._alphabet = Alphabet(tokenizer)
-        added = tokenizer.added_tokens_decoder
-        self._special = {str(token.content): int(i) for i, token in added.items() if token.special}
-        self._is_special = _pattern(list(self._special))
-        self._splits = _pattern_with_blanks([one for one in added.values() if one.special])
-        self._first, self._later = _plain_backends(tokenizer)
+    def __init__(self, boundary: TokenizerBoundary) -> None:
+        self._boundary = boundary
+        self._special = boundary.special_token_ids
+        self._is_special = pattern_of(list(self._special))
+        self._splits = _pattern_with_blanks(boundary.special_tokens)
+        self._strips_right = {
+            self._special[one.content] for one in boundary.special_tokens if one.rstrip
+        }
         self.num_encoded = 0  # characters given to the tokenizer since the start
 
     @property
@@ -79,21 +83,31 @@ class TextEncoder:
             end = start + 1
         return "".join([*parts, text[end:]])
 
-    def encode(self, text: str, *, at_start: bool, cache: Cache, where: str) -> list[int]:
-        """A new list. `cache`: of the episode; what it has is not encoded again.
+    def encode(self, text: str, *, after: int | None, cache: Cache, where: str) -> list[int]:
+        """Return a new list of the tokens of a text.
 
-        Raises ValueError, beginning with `where`, for a text that has no tokens.
+        Args:
+            text: What a template rendered of guarded messages.
+            after: The token that the text follows; None: it is the first text of a path.
+            cache: The tokens of segments that the episode has encoded before.
+            where: What a message of an error begins with.
+
+        Raises:
+            ValueError: The text has a character without a token.
         """
         token_ids: list[int] = []
         end = 0
+        position = self._boundary.position(after)
+        if after in self._strips_right:
+            text = text.lstrip()
         if self._splits is not None:
             for found in self._splits.finditer(text):
                 if found.start() > end:
-                    token_ids += self._segment(text[end : found.start()], at_start, cache, where)
+                    token_ids += self._segment(text[end : found.start()], position, cache, where)
                 token_ids.append(self._special[found.group().strip()])
-                end, at_start = found.end(), False
+                end, position = found.end(), Position.SPECIAL
         if end < len(text):
-            token_ids += self._segment(text[end:], at_start, cache, where)
+            token_ids += self._segment(text[end:], position, cache, where)
         return token_ids
 
     def num_tokens_beyond(self, text: str, max_tokens: int) -> int | None:
@@ -102,7 +116,7 @@ class TextEncoder:
         num_chars = CHARS_PER_TOKEN * (max_tokens + CUT_TOKENS)
         while num_chars < len(text):
             beginning = text[:num_chars].encode("utf-8", "replace").decode()
-            num_tokens = len(self._plain(beginning, False)) - CUT_TOKENS
+            num_tokens = len(self.encode_plain(beginning)) - CUT_TOKENS
             self.num_encoded += num_chars
             if num_tokens > max_tokens:
                 return num_tokens
@@ -119,65 +133,27 @@ class TextEncoder:
             specials.append((self._special[found.group().strip()], end))
         return specials
 
-    def _segment(self, text: str, at_start: bool, cache: Cache, where: str) -> list[int]:
-        at_start = at_start and self._first is not self._later
-        token_ids = cache.get((text, at_start))
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the tokens of a text that follows another and holds no special token."""
+        return self._boundary.encode_plain(text, Position.TEXT)
+
+    def _segment(self, text: str, position: Position, cache: Cache, where: str) -> list[int]:
+        if not self._boundary.has_positions:
+            position = Position.TEXT
+        token_ids = cache.get((text, position))
         if token_ids is None:
-            plain = unguarded(text)
-            try:
-                plain.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(
-                    f"{where}: {reprlib.repr(plain)} holds half a character ({error.reason}); "
-                    "leave it out."
-                ) from error
-            self._alphabet.check(plain, where)
-            token_ids = self._plain(plain, at_start)
+            plain = check_encodable(unguarded(text), where)
+            self._boundary.alphabet.check(plain, where)
+            token_ids = self._boundary.encode_plain(plain, position)
             self.num_encoded += len(plain)
-            cache[text, at_start] = token_ids
+            cache[text, position] = token_ids
         return token_ids
-
-    def _plain(self, text: str, at_start: bool) -> list[int]:
-        backend = self._first if at_start else self._later
-        if backend is not None:
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
-            return ids
-        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
-            "input_ids"
-        ]
-        return list(ids)
-
-    def opening(self) -> list[int]:
-        """What the tokenizer puts before a plain text, such as <bos>."""
-        plain: list[int] = self._tokenizer("a", add_special_tokens=False)["input_ids"]
-        full: list[int] = self._tokenizer("a", add_special_tokens=True)["input_ids"]
-        at = next(
-            (i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain), 0
-        )
-        return full[:at]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Special tokens as they are written; halves of characters as U+FFFD."""
-        backend = self._later
-        if backend is not None:
-            text: str = backend.decode(list(token_ids), skip_special_tokens=False)
-            return text
-        return str(
-            self._tokenizer.decode(
-                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
 
 
 def unguarded(text: str) -> str:
     if GUARD not in text:
         return text
     return GUARDED.sub(lambda found: chr(int(found.group(1))) if found.group(1) else "", text)
-
-
-def _pattern(tokens: Sequence[str]) -> re.Pattern[str] | None:
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if tokens else None
 
 
 def _pattern_with_blanks(tokens: Sequence[Any]) -> re.Pattern[str] | None:
@@ -188,24 +164,3 @@ def _pattern_with_blanks(tokens: Sequence[Any]) -> re.Pattern[str] | None:
         for one in longest_first
     ]
     return re.compile("|".join(one_by_one)) if tokens else None
-
-
-def _plain_backends(tokenizer: Any) -> tuple[Any, Any]:
-    """Copies that take special tokens for text: for a path's beginning, and for what stands behind
-    a token; the same but for those of SentencePiece, where a path's first word alone is preceded
-    by a blank. (None, None): the tokenizer has no backend of the `tokenizers` library."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None, None
-    from tokenizers import Tokenizer
-
-    written: str = backend.to_str()
-    copies = []
-    behind = written.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
-    for one in [written] if behind == written else [written, behind]:
-        copy = Tokenizer.from_str(one)
-        copy.no_truncation()
-        copy.no_padding()
-        copy.encode_special_tokens = True
-        copies.append(copy)
-    return copies[0], copies[-1]

@@ -1,8 +1,8 @@
 """Characters that a tokenizer has no token for.
 
-In: a tokenizer, texts. Out: the first character of a text that would vanish. Tokenizers of bytes,
-and those with a token for what they do not know, lose nothing; one of a few characters, such as
-`OwnModel(characters=...)` has, leaves out what is not among them, and says nothing.
+In: a tokenizer, texts. Out: the first character of a text that would vanish. Tokenizers of bytes
+lose nothing. One of a few characters, such as `OwnModel(characters=...)` has, leaves out the others
+without an error; one with a token for the unknown writes that token in their place.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ class Alphabet:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._known: set[str] = set()
         self._unknown: set[str] = set()
-        # Other kinds have a token for what they do not know, or raise.
-        may_lose = type(getattr(self._backend, "model", None)).__name__ == "BPE"
-        self._loses_nothing = not may_lose or not any(map(self._is_lost, PROBES))
+        # A tokenizer without a backend raises.
+        self._loses_nothing = self._backend is None or not any(map(self._is_lost, PROBES))
 
     def check(self, text: str, where: str) -> None:
         """Raise ValueError, beginning with `where`, for a text with a character that would be left
@@ -49,8 +48,8 @@ class Alphabet:
     def _is_lost(self, character: str) -> bool:
         """Whether the vocabulary is why there is no token for it; what a tokenizer cleans away on
         purpose, such as a second blank, is not lost."""
-        if self._token_ids(character):
-            return False
+        if token_ids := self._token_ids(character):
+            return self._tokenizer.unk_token_id in token_ids
         text, backend = character, self._backend
         if backend.normalizer is not None:
             text = backend.normalizer.normalize_str(text)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlsys.environments.text_encoding import (
+from rlsys.text.guarded import (
     CHARS_PER_TOKEN,
     CUT_TOKENS,
     TextEncoder,
     unguarded,
 )
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.tiny_models import build_tokenizer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz<>|_; "
@@ -25,7 +26,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz<>|_; "
 def encoder(*special: str) -> TextEncoder:
     tokenizer = build_tokenizer(CHARACTERS)
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
-    return TextEncoder(tokenizer)
+    return TextEncoder(TokenizerBoundary(tokenizer))
 
 
 @pytest.mark.parametrize("special", ["<|im_end|>", "__en__", "_", "<<<", "aa"])
@@ -54,7 +55,7 @@ def trained(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None
         backend.normalizer = normalizer
     corpus = ["the quick brown fox = 1234 + 5678;", "----------------", "aaaaaaaaaaaaaaaa", "éèê"]
     backend.train_from_iterator(corpus * 50, trainer)
-    return TextEncoder(PreTrainedTokenizerFast(tokenizer_object=backend))
+    return TextEncoder(TokenizerBoundary(PreTrainedTokenizerFast(tokenizer_object=backend)))
 
 
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
@@ -99,7 +100,7 @@ def test_what_is_said_of_a_long_text_holds_of_all_of_it(
 ) -> None:
     one, text = ENCODER_OF[name], "".join(words) * num_repeats
     beyond = one.num_tokens_beyond(text, max_tokens)
-    num_tokens = len(one._plain(text, False))
+    num_tokens = len(one.encode_plain(text))
     if beyond is not None:
         assert max_tokens < beyond <= num_tokens
     else:  # three bytes a character, at most
