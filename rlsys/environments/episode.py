@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlsys.call_clock import Stopwatch
 from rlsys.environments.codec import Codec
 from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.environment import Environment
@@ -141,9 +142,10 @@ class Episode:
     num_tool_calls: int = 0
     turns: list[Turn] = field(default_factory=list)
     named: dict[str, float] = field(default_factory=dict)  # rewards of turns, by name
-    _num_sampling: int = 0
-    _own_s: float = 0.0
-    _resumed_s: float = field(default_factory=lambda: _now())
+    # Runs while the environment works, not while it samples or waits for a place.
+    clock: Stopwatch = field(
+        default_factory=lambda: Stopwatch(asyncio.get_running_loop().time), init=False
+    )
 
     def __post_init__(self) -> None:
         environment = self.environment
@@ -294,9 +296,8 @@ class Episode:
     # What its host does
 
     def own_time_left_s(self) -> float:
-        """Until the environment has used up its time; that of sampling does not count."""
-        since = 0.0 if self._num_sampling else _now() - self._resumed_s
-        return self.environment.timeout_s - self._own_s - since
+        """Return the seconds until the environment has used up its own time (see `clock`)."""
+        return self.environment.timeout_s - self.clock.elapsed_s
 
     def played(self, returned: object, *, over: EpisodeOver | None = None) -> Played:
         """Of an episode that has ended with what the function returned, or with `over`, which is
@@ -389,27 +390,19 @@ class Episode:
         )
 
     async def _sampled(self, side: _Side, request: GenerationRequest) -> Generation:
-        if not self._num_sampling:
-            self._own_s += _now() - self._resumed_s
-        self._num_sampling += 1
+        self.clock.pause()
         try:
             return await side.sampler.sample(request)
         except Exception as error:
             self.failure = self.failure or error
             raise
         finally:
-            self._num_sampling -= 1
-            if not self._num_sampling:
-                self._resumed_s = _now()
+            self.clock.resume()
 
 
 def _conversations(turns: Iterable[Turn]) -> list[Conversation]:
     """In the order of their first replies."""
     return list(dict.fromkeys(turn.conversation for turn in turns))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _turn_seed(seed: int, turn: int) -> int:

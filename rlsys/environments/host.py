@@ -24,6 +24,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlsys.background import start_task
+from rlsys.call_clock import clocked
 from rlsys.environments.chat import Chat
 from rlsys.environments.codec import Codec
 from rlsys.environments.endpoint import EndpointServer
@@ -144,6 +146,7 @@ class EpisodeHost:
         self._ended: list[Ended] = []
         self._groups: dict[int, list[Ended]] = {}  # that wait for the rest of their group
         self._something_ended = Signal()
+        self._failure: BaseException | None = None  # an error of the host itself
 
     async def start(self) -> None:
         """What episodes need beside the sampler. Raises ValueError if it cannot be had."""
@@ -177,7 +180,7 @@ class EpisodeHost:
 
     def submit(self, requests: Sequence[EpisodeRequest]) -> None:
         for request in requests:
-            task = asyncio.create_task(self._play(request), name=request.request_id)
+            task = start_task(self._play(request), name=request.request_id, fail=self._failed)
             self._running[request.request_id] = task
 
     def give_up(self, request: EpisodeRequest, failure: RewardFailure | None) -> None:
@@ -185,10 +188,20 @@ class EpisodeHost:
         self._tell(Ended(request=request, failure=None if failure is None else _ours(failure)))
 
     async def collect(self) -> list[Ended]:
-        """Waits until at least one episode has ended; all that have."""
-        await self._something_ended.until(lambda: bool(self._ended))
+        """Wait until at least one episode has ended and return all that have.
+
+        Raises an error of the host itself, after which it is of no more use.
+        """
+        await self._something_ended.until(lambda: bool(self._ended) or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
         ended, self._ended = self._ended, []
         return ended
+
+    def _failed(self, error: BaseException) -> None:
+        """Let `collect` raise the error: an episode ended without an outcome."""
+        self._failure = self._failure or error
+        self._something_ended.notify()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """They come out of `collect` with nothing. Unknown ids are ignored."""
@@ -279,7 +292,8 @@ class EpisodeHost:
             seed=request.seed,
             partners=self._partners,
         )
-        task = asyncio.create_task(self._call(episode, request), name=request.request_id)
+        with clocked(episode.clock):
+            task = asyncio.create_task(self._call(episode, request), name=request.request_id)
         task.add_done_callback(_heard)
         try:
             while (left_s := episode.own_time_left_s()) > 0:

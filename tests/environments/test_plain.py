@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import threading
 import time
@@ -242,3 +243,22 @@ def test_nothing_is_left_of_it() -> None:
     while os.path.exists(f"/proc/{pid}"):  # nothing announces the end of another's child
         assert time.monotonic() < deadline, "it is still there"
         time.sleep(0.05)
+
+
+@rlsys.environment(num_retries=0)
+def replaces_json(chat: Any, task: Any) -> float:
+    def dumps(value: Any) -> bytes:
+        return b"replaced"
+
+    json.dumps = dumps  # type: ignore[assignment]
+    return float(len(chat("1")))
+
+
+def test_a_function_that_replaces_json_is_played() -> None:
+    async def run() -> None:
+        async with hosting(replaces_json, lambda text: "55") as host:
+            (ended,) = await played(host, [request()])
+        assert ended.played is not None, ended.failure
+        assert ended.played.total == 2.0
+
+    asyncio.run(asyncio.wait_for(run(), 300))
