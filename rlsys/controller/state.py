@@ -19,7 +19,7 @@ from rlsys.dataflow.stages import IS_GREEDY, NUM_TOKENS, PREFERENCE, TRUNCATED
 from rlsys.dataflow.store import StreamStore
 from rlsys.rewards import RewardFailure
 from rlsys.signal import Signal
-from rlsys.types import FinishReason, Prompt, StepResult, WeightManifest
+from rlsys.types import NO_VERSION, FinishReason, Prompt, StepResult, WeightManifest
 from rlsys.workers import FinishedRollout, Origin, Part, RolloutText
 
 
@@ -118,8 +118,12 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Of all tokens of rollouts that have ended."""
-        return min(note.min_version for note in self.rollouts)
+        """Return the oldest version among the tokens of its rollouts, which have ended.
+
+        A group in which nothing was sampled is as old as the weights at its issue.
+        """
+        oldest = min(note.min_version for note in self.rollouts)
+        return self.version if oldest == NO_VERSION else oldest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.environment import Environment
 from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms
 from rlsys.environments.template import Message
-from rlsys.environments.token_tree import Trajectory, joined
+from rlsys.environments.token_tree import Trajectory, joined, without_tokens
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from rlsys.user_functions import printable
 
@@ -300,25 +300,26 @@ class Episode:
         return self.environment.timeout_s - self.clock.elapsed_s
 
     def played(self, returned: object, *, over: EpisodeOver | None = None) -> Played:
-        """Of an episode that has ended with what the function returned, or with `over`, which is
-        the model's fault. Raises EpisodeFailed."""
+        """Return the outcome of an episode that has ended with what its function returned, or with
+        `over`, which is the model's fault.
+
+        An episode may end without a reply of the policy, such as a game that the opponent gives up
+        at once: it has a reward, and no token. Raises EpisodeFailed.
+        """
         environment = self.environment
-        if not (own := self._own_turns):
-            fix = (
-                "ask its endpoint at least once, with its key, and await the answer"
-                if environment.is_agent
-                else "`await chat(...)` at least once"
-            )
+        own = self._own_turns
+        if over is not None and not own:
             raise EpisodeFailed(
-                f"{environment.name} ended without a reply of the policy, so that there is nothing "
-                f"to train on; let it {fix}."
+                f"{environment.name} ended before the policy's first reply: {over}. Give a frozen "
+                "model's seat more room, or shorter texts."
             )
         if over is not None:
             final: Mapping[str, float] = {FINAL: environment.format_reward}
         else:
             final = numbers_of(environment.name, returned, or_none=bool(self.named))
         total = sum(final.values())
-        own[-1].reward += total
+        if own:
+            own[-1].reward += total
         components = dict(self.named)
         for name, value in final.items():  # of a name that turns have had too, both count
             components[name] = components.get(name, 0.0) + value
@@ -342,7 +343,7 @@ class Episode:
             )
             for conversation in _conversations(own)
         ]
-        return functools.reduce(joined, made)
+        return functools.reduce(joined, made) if made else without_tokens(self.codec.end_token_id)
 
     def _transcript(self, ended: str) -> list[Mapping[str, Any]]:
         """For people: who said what, branch by branch, those that are trained on first, and at
@@ -368,7 +369,7 @@ class Episode:
                 for role, text, is_sampled in branch
             ]
         if ended:
-            last = len(branches) - 1
+            last = max(len(branches) - 1, 0)
             told.append({"branch": last, "role": ENDED, "text": ended, "sampled": False})
         return told
 

@@ -45,7 +45,7 @@ from rlsys.environments.tool_use import ToolUse
 from rlsys.rewards import RewardFailure
 from rlsys.rewards.outcome import failure_from
 from rlsys.signal import Signal
-from rlsys.types import MAX_BRANCHES, Rollout, SamplingParams
+from rlsys.types import INJECTED, MAX_BRANCHES, Rollout, SamplingParams
 from rlsys.user_functions import contained
 
 # A function that goes on after it was cancelled is left to itself after this.
@@ -447,14 +447,15 @@ def _hinted(failure: RewardFailure) -> RewardFailure:
 
 
 def _raised(ended: Ended, value: float) -> Ended:
-    """With so much more reward, at its last sampled token."""
+    """Return the episode with `value` more reward, at its last sampled token if it has one."""
     played = ended.played
     assert played is not None
     if not np.isfinite(value):
         raise ValueError(f"group_reward returned {value} for a rollout; return finite numbers.")
     trajectory = played.trajectory
     rewards = trajectory.turn_rewards.copy()
-    rewards[int(np.flatnonzero(trajectory.policy_versions >= 0)[-1])] += np.float32(value)
+    if len(sampled := np.flatnonzero(trajectory.policy_versions != INJECTED)):
+        rewards[int(sampled[-1])] += np.float32(value)
     components = {**played.components, GROUP: played.components.get(GROUP, 0.0) + value}
     return replace(
         ended,

@@ -12,6 +12,7 @@ import rlsys
 from rlsys.environments.codec import Codec
 from rlsys.environments.host import Ended, EpisodeHost
 from rlsys.environments.room import EpisodeLimits
+from rlsys.environments.turns import seats_of, turns_of
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.types import MAX_BRANCHES
 from tests.environments.playing import LIMITS, InThreads, Scripted, hosted, played, request
@@ -206,14 +207,46 @@ def test_what_is_no_reward_fails(returned: Any, why: str) -> None:
     assert why in ended.failure.message
 
 
-def test_an_environment_that_never_calls_chat_fails() -> None:
-    @rlsys.environment
-    async def silent(chat: Any, task: Any) -> float:
-        return 1.0
+@rlsys.environment
+async def folds(chat: Any, task: Any) -> float:
+    """The opponent folds in every other game, before the policy's first turn."""
+    if task["n"] % 2:
+        return 2.0
+    await chat("?")
+    return -1.0
 
-    ended = play(silent, lambda text: "5")
-    assert ended.failure is not None
-    assert "nothing to train on" in ended.failure.message
+
+def test_an_episode_without_a_reply_of_the_policy_has_a_reward_and_no_token() -> None:
+    ended = play(folds, lambda text: "5", task={"n": 1})
+    assert ended.failure is None
+    assert ended.played is not None
+    assert ended.played.total == 2.0
+    assert ended.played.components == {"final": 2.0}
+    assert not ended.played.transcript
+    trajectory = ended.played.trajectory
+    assert trajectory.prompt_token_ids.tolist() == [2]  # the end of a text
+    for column in ("token_ids", "sampler_logprobs", "policy_versions", "turn_rewards"):
+        assert getattr(trajectory, column).tolist() == []
+    assert trajectory.num_branches == 1
+    assert turns_of(trajectory).tolist() == seats_of(trajectory).tolist() == []
+
+
+def test_a_group_reward_counts_for_an_episode_without_a_reply() -> None:
+    def double(rollouts: Any) -> list[float]:
+        assert [len(one.token_ids) for one in rollouts] == [2, 0]
+        return [10.0, 20.0]
+
+    environment = rlsys.environment(group_reward=double)(folds.function)
+
+    async def run() -> list[Ended]:
+        host, _ = hosted(environment, lambda text: "5")
+        return await played(host, [request(n, group_size=2, task={"n": n}) for n in range(2)])
+
+    first, second = run_in_virtual_time(run())
+    assert first.played is not None, first.failure
+    assert second.played is not None, second.failure
+    assert (first.played.total, second.played.total) == (9.0, 22.0)
+    assert second.played.trajectory.turn_rewards.tolist() == []
 
 
 def test_a_first_text_that_is_too_long_fails() -> None:
