@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 import rlsys
+from rlsys.call_clock import waiting
 from rlsys.environments.codec import Codec
 from rlsys.environments.host import Ended, EpisodeHost
 from rlsys.environments.room import EpisodeLimits
+from rlsys.environments.tool_call import Call
+from rlsys.environments.tools import ToolSet
 from rlsys.environments.turns import seats_of, turns_of
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.types import MAX_BRANCHES
@@ -467,6 +470,32 @@ def test_its_own_time_is_bounded_and_sampling_does_not_count() -> None:
     assert ended.failure is not None
     assert ended.failure.kind == "timeout"
     assert "longer than 10 s of its own time" in ended.failure.message
+
+
+def test_waiting_for_a_place_counts_neither_for_the_environment_nor_for_its_tool() -> None:
+    @rlsys.tool(timeout_s=1)
+    async def queued(seconds: float) -> str:
+        """Wait for a place, then work."""
+        with waiting() as begin:
+            await asyncio.sleep(100)
+            begin()
+            await asyncio.sleep(seconds)
+        return "done"
+
+    @rlsys.environment(timeout_s=10, num_retries=0)
+    async def busy(chat: Any, task: Any) -> float:
+        with waiting():
+            await asyncio.sleep(100)
+        answers = await ToolSet([queued]).call_all(
+            [Call(name="queued", arguments={"seconds": task["seconds"]}, id="0")]
+        )
+        await chat("1")
+        return float(answers[0]["content"] == "done")
+
+    for seconds, total in ((0.5, 1.0), (1.5, 0.0)):
+        ended = play(busy, lambda text: "5", {"seconds": seconds})
+        assert ended.played is not None, ended.failure
+        assert ended.played.total == total
 
 
 def test_one_that_swallows_its_cancellation_is_left_to_itself() -> None:
