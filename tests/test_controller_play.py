@@ -20,7 +20,7 @@ from rlsys.dataflow.stages import Prompts
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.simulation.workers import SimulatedLearner, SimulatedReplica
-from rlsys.types import GenerationRequest
+from rlsys.types import NO_VERSION, GenerationRequest
 from tests.test_controller import World, center, no_loss, world
 
 
@@ -162,11 +162,14 @@ def test_episodes_without_a_reply_count_in_their_groups() -> None:
             assert list(step.columns[group.group_id]["reward"]) == list(range(size))
             expected = 0 if group.group_id % 2 else 3 * (size - 1)
             assert group.num_trained_tokens() == expected
-            assert 0 <= group.oldest_version <= step.step
+            assert (group.oldest_version == NO_VERSION) == (expected == 0)
     trained = [event for event in events if event["event"] == "trained"]
     assert len(trained) == 4
     for event in trained:
-        assert all(0 <= version <= event["step"] for version in event["oldest_versions"])
+        for group_id, version in zip(event["groups"], event["oldest_versions"], strict=True):
+            assert 0 <= version < event["step"]
+            if group_id % 2:  # without tokens
+                assert version == event["step"] - 1
 
 
 def test_an_environment_that_never_asks_the_policy_ends_the_run() -> None:

@@ -19,7 +19,7 @@ from rlsys.dataflow.stages import IS_GREEDY, NUM_TOKENS, PREFERENCE, TRUNCATED
 from rlsys.dataflow.store import StreamStore
 from rlsys.rewards import RewardFailure
 from rlsys.signal import Signal
-from rlsys.types import NO_VERSION, FinishReason, Prompt, StepResult, WeightManifest
+from rlsys.types import FinishReason, Prompt, StepResult, WeightManifest
 from rlsys.workers import FinishedRollout, Origin, Part, RolloutText
 
 
@@ -120,10 +120,9 @@ class Group:
     def oldest_version(self) -> int:
         """Return the oldest version among the tokens of its rollouts, which have ended.
 
-        A group in which nothing was sampled is as old as the weights at its issue.
+        NO_VERSION, which is newer than every other, where nothing was sampled.
         """
-        oldest = min(note.min_version for note in self.rollouts)
-        return self.version if oldest == NO_VERSION else oldest
+        return min(note.min_version for note in self.rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,7 +188,7 @@ class Adapters:
             save_file(named, beside / "adapter_model.safetensors")
 
 
-def adaptable_layers(model: Any) -> dict[str, nn.Module]:
+def adaptable_layers(model: Any) -> dict[str, Any]:
     """Return the linear layers that adapters may stand beside, by Hugging Face name.
 
     These are all but the head and but those that PEFT takes for experts. PEFT reads adapters of
