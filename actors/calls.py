@@ -26,6 +26,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from rlsys.background import start_task
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, RowsLost
@@ -163,7 +164,10 @@ class Worker:
             raise self._death(method)
         self._num_waiting += 1
         if self._heartbeat_timeout_s is not None and self._beating is None:
-            self._beating = asyncio.create_task(self._beat(self._heartbeat_timeout_s))
+            self._beating = start_task(
+                self._beat(self._heartbeat_timeout_s),
+                fail=lambda error: self.end(f"its heartbeats cannot be asked for: {error!r}"),
+            )
         died = asyncio.ensure_future(self._died.wait())
         try:
             for earlier in before:

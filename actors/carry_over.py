@@ -6,7 +6,6 @@ OpenWork (cells) ──save──► rollouts.npz ──load──► OpenWork (
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from rlsys.dataflow.archive import BESIDE, COLUMNS, SavedRollout, read_rollouts,
 from rlsys.dataflow.blocks import BlockRef, Cell, Columns
 from rlsys.dataflow.stages import SEATS_COLUMN
 from rlsys.environments.turns import num_by_seat
+from rlsys.json_text import dump_json, parse_json
 from rlsys.rewards import RewardResult
 from rlsys.types import FinishReason, Sampled
 from rlsys.workers import FinishedRollout, Part, RolloutText, RowsLost
@@ -121,13 +121,13 @@ def _told(rollout: FinishedRollout) -> str:
     if not isinstance(rollout.outcome, RewardResult):
         return ""
     text = None if rollout.text is None else asdict(rollout.text)
-    return json.dumps({"outcome": asdict(rollout.outcome), "text": text})
+    return dump_json({"outcome": asdict(rollout.outcome), "text": text})
 
 
 def _outcome(told: str) -> tuple[RewardResult | None, RolloutText | None]:
     if not told:
         return None, None
-    read = json.loads(told)
+    read = parse_json(told)
     text = read["text"]
     return RewardResult(**read["outcome"]), None if text is None else RolloutText(**text)
 

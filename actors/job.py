@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from rlsys.exported import seal_export
 from rlsys.held_out import environment_of, rewards_of
 from rlsys.held_out_loss import held_out_loss
 from rlsys.history import State
+from rlsys.json_text import dump_json
 from rlsys.launching import HeldOut, WarmStart
 from rlsys.observe.console import RunConsole
 from rlsys.resuming import History
@@ -400,7 +400,7 @@ class Job:
                         tasks.create_task(rollouts(unfinished.path))
                 except BaseExceptionGroup as group:
                     raise first_error(group) from None
-                unfinished.controller_file.write_text(json.dumps(state.to_dict()))
+                unfinished.controller_file.write_text(dump_json(state.to_dict()))
 
         return write()
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 
+from rlsys.background import start_task
 from rlsys.checkpoint import Checkpoint
 from rlsys.dataflow.stages import PerBatchStage
 from rlsys.disk import writing
@@ -432,14 +433,13 @@ class RayLearner:
         await self._make_rooms()
         crew = self._crew
 
-        def ended(replacing: asyncio.Task[None]) -> None:
-            if not replacing.cancelled() and isinstance(error := replacing.exception(), Exception):
-                crew.end(error)  # its next call raises it
+        def ended_by(error: BaseException) -> None:
+            """Let the next call of the ranks raise the error."""
+            crew.end(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
-        self._replacing = asyncio.create_task(self._replace_keepers())
-        self._replacing.add_done_callback(ended)
+        self._replacing = start_task(self._replace_keepers(), fail=ended_by, returns=False)
         if self._layouts.can_grow:
-            self._growing = begun(self._layouts.until_larger())
+            self._growing = start_task(self._layouts.until_larger(), fail=ended_by)
 
     async def _replace_keepers(self) -> None:
         while True:

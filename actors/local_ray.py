@@ -35,6 +35,7 @@ from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+from rlsys.background import start_thread
 from rlsys.engines.network import loopback_variables
 from rlsys.environ import variables
 from rlsys.interrupts import INTERRUPTED
@@ -149,12 +150,7 @@ async def ends_with_ray(last_words: Callable[[EndedEarly], None]) -> AsyncIterat
         return task.cancelling() > by_ray or _has_signal(loop)
 
     is_over = threading.Event()
-    threading.Thread(
-        target=_end_without_ray,
-        args=(loop, is_signalled, is_over, last_words),
-        name="rlsys-ray-watch",
-        daemon=True,
-    ).start()
+    start_thread(_end_without_ray, loop, is_signalled, is_over, last_words, name="rlsys-ray-watch")
     try:
         yield
     except BaseException as error:

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 
+from rlsys.background import start_task
 from rlsys.dataflow.stages import VERSIONS_COLUMN
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure, RewardResult, RewardRunner
@@ -92,7 +93,7 @@ class RewardActor(Heartbeat):
         """Begin a piece; `number` is new for each. What is not ready soon comes from `more`."""
         piece = Parts[Score](len(tasks))
         self._pieces[number] = piece
-        work = asyncio.create_task(self._score(number, tasks, piece))
+        work = start_task(self._score(number, tasks, piece), fail=piece.fail)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         return await self.more(number)

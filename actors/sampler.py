@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from rlsys.background import report, start_task
 from rlsys.engines.generation.protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.layout.transport.staging import DamagedWeightsError
@@ -204,7 +205,7 @@ class RaySampler:
         self._turns.add(weights.key, asked, len(requests))
         self._wake()
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._serve(), name=f"{self._name} turns")
+            self._task = start_task(self._serve(), name=f"{self._name} turns", fail=self._failed)
         try:
             return await gathered(list(answers.values()))
         finally:
@@ -287,7 +288,7 @@ class RaySampler:
             one.is_submitted = True
         await worker.call("submit", [one for asked in admitted for one in asked.requests])
         if self._collecting is None or self._collecting.done():
-            self._collecting = asyncio.create_task(self._collect(worker), name=self._name)
+            self._collecting = start_task(self._collect(worker), name=self._name, fail=self._failed)
 
     async def _switch(self, worker: Worker, key: str) -> None:
         """Where the weights are gone, those that wait for them fail, and nothing is switched."""
@@ -354,6 +355,11 @@ class RaySampler:
             self._fail_one(asked, error)
         self._turns.ended(self._turns.num_running)
         self._wake()
+
+    def _failed(self, error: BaseException) -> None:
+        """Fail what runs and waits, and end the worker: nobody serves it any more."""
+        report(error)
+        self._fail(self._worker, PartDied(f"{self._name} is not served any more: {error!r}"))
 
     def _fail_one(self, asked: _Asked, error: Exception) -> None:
         for name, answer in asked.answers.items():

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlsys.background import report, start_task
 from rlsys.engines.training.snapshot_marks import steps_in
 from rlsys.layout.transport.shared_memory import SharedMemory
 from rlsys.signal import Signal
@@ -201,7 +202,9 @@ class SnapshotKeepers:
             timeout_s=self._timeout_s,
             heartbeat_timeout_s=self._heartbeat_timeout_s,
         )
-        watching = asyncio.create_task(self._watch(node_id, keeper))
+        watching = start_task(
+            self._watch(node_id, keeper), fail=lambda error: self._failed(node_id, keeper, error)
+        )
         self._watching.add(watching)
         watching.add_done_callback(self._watching.discard)
         return keeper
@@ -209,6 +212,12 @@ class SnapshotKeepers:
     async def _watch(self, node_id: str, keeper: Worker) -> None:
         with contextlib.suppress(WorkerDied):
             await keeper.watch()
+        self._forget(node_id, keeper)
+
+    def _failed(self, node_id: str, keeper: Worker, error: BaseException) -> None:
+        """Replace a keeper that nobody watches any more."""
+        report(error)
+        keeper.end(f"it is not watched any more: {error!r}")
         self._forget(node_id, keeper)
 
     def _forget(self, node_id: str, keeper: Worker) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
-from .calls import begun
+from rlsys.background import report, start_task
+
 from .player import Player
 
 # Spare workers in a row that may die unused; then one is hired only when it is needed.
@@ -18,11 +20,12 @@ class Spare:
         self._create = create
         self._is_wanted = is_wanted
         self.player: Player | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self._num_lost = 0
 
     def hire(self) -> None:
         self.player = self._create()
-        begun(self._keep(self.player))
+        self._keeping = start_task(self._keep(self.player), name="spare", fail=self._failed)
 
     def take(self) -> Player:
         """It, if it lives, else a new one; another is hired in its place."""
@@ -31,6 +34,11 @@ class Spare:
         self._num_lost = 0
         self.hire()
         return taken
+
+    def _failed(self, error: BaseException) -> None:
+        """Do without a spare worker that nobody watches; `take` starts another."""
+        report(error)
+        self.player = None
 
     async def _keep(self, player: Player) -> None:
         await player.gone()

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from rlsys.background import start_task
 from rlsys.environments.turn_desk import Ask
 from rlsys.types import Generation, GenerationRequest
 
@@ -36,7 +37,7 @@ class Turns:
         if self._failure is not None:
             raise self._failure
         if self._listening is None:
-            self._listening = asyncio.create_task(self._listen())
+            self._listening = start_task(self._listen(), fail=self._fail, returns=False)
         answer = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = answer
         episode, _, turn = request.request_id.rpartition(".")
@@ -55,7 +56,7 @@ class Turns:
 
     def _send_soon(self) -> None:
         if self._sending is None:
-            self._sending = asyncio.create_task(self._send())
+            self._sending = start_task(self._send(), fail=self._fail)
             self._sending.add_done_callback(self._sent)
 
     async def _send(self) -> None:
@@ -67,22 +68,16 @@ class Turns:
 
     def _sent(self, task: asyncio.Task[None]) -> None:
         self._sending = None
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-        elif self._asks or self._ended:
+        if self._failure is None and (self._asks or self._ended):
             self._send_soon()
 
     async def _listen(self) -> None:
-        try:
-            while True:
-                for generation in await self._replica.answers.remote(self._worker):
-                    self.num_sampled += len(generation.token_ids)
-                    answer = self._waiting.get(generation.request_id)
-                    if answer is not None and not answer.done():
-                        answer.set_result(generation)
-        # Whatever it is, nobody answers any more: all who wait are told.
-        except Exception as error:  # noqa: BLE001
-            self._fail(error)
+        while True:
+            for generation in await self._replica.answers.remote(self._worker):
+                self.num_sampled += len(generation.token_ids)
+                answer = self._waiting.get(generation.request_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(generation)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

@@ -47,7 +47,7 @@ RECORDS_BYTES = 64 * 2**20
 class ModelShape:
     num_parameters: int
     buffer_bytes: int  # of those that are saved with the model
-    linear_layers: Mapping[str, int]  # all but the head: inputs and outputs together, by name
+    linear_layers: Mapping[str, int]  # adaptable ones: inputs and outputs together, by name
     kv_values_per_token: int  # elements of keys and values over all layers
     max_context: int
     config: Any  # the Hugging Face configuration
@@ -68,9 +68,9 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
     check_model_path(path, setting=setting)
 
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.pytorch_utils import Conv1D
 
-    from rlsys.engines.scalar_lm import SCALAR_HEAD, scalar_class
+    from rlsys.engines.scalar_lm import scalar_class
+    from rlsys.engines.training.adapters import adaptable_layers
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -96,11 +96,7 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
             if not isinstance(tensor, torch.nn.Parameter)
         ),
         linear_layers={
-            name: sum(module.weight.shape)
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear | Conv1D)
-            and module is not model.get_output_embeddings()
-            and name != SCALAR_HEAD
+            name: sum(module.weight.shape) for name, module in adaptable_layers(model).items()
         },
         kv_values_per_token=2 * text.num_hidden_layers * num_kv_heads * head_dim,
         max_context=context_length(config),

@@ -11,14 +11,13 @@ In: the directory, when the export is done. Out: its step, or what is wrong with
 
 from __future__ import annotations
 
-import json
 import zlib
 from pathlib import Path
 from typing import Any
 
 from rlsys.disk import write_whole, writing
 from rlsys.growing_file import ordinary
-from rlsys.json_text import parse_json
+from rlsys.json_text import dump_json, parse_json
 from rlsys.manifest import faults_of, write_manifest
 
 EXPORTED_FILE = "exported.json"
@@ -29,7 +28,7 @@ def seal_export(directory: Path, step: int, *, run_id: str) -> None:
     the fix."""
     with writing(directory):
         seal = _seal(step, run_id, write_manifest(directory))
-        write_whole(directory / EXPORTED_FILE, json.dumps(seal) + "\n")
+        write_whole(directory / EXPORTED_FILE, dump_json(seal) + "\n")
 
 
 def exported_step(directory: Path) -> int | None:
@@ -47,8 +46,8 @@ def export_faults(directory: Path, *, run_id: str) -> list[str]:
         return [f"{EXPORTED_FILE} is missing or damaged"]
     if seal["run_id"] != run_id:
         return [
-            f"{EXPORTED_FILE} has run_id={json.dumps(seal['run_id'])} where this run's is "
-            f"{json.dumps(run_id)}: it is another run's"
+            f"{EXPORTED_FILE} has run_id={dump_json(seal['run_id'])} where this run's is "
+            f"{dump_json(run_id)}: it is another run's"
         ]
     return faults_of(directory, crc32=seal["manifest"])
 
@@ -65,4 +64,4 @@ def _read_seal(directory: Path) -> dict[str, Any] | None:
 
 def _seal(step: int, run_id: str, manifest: str) -> dict[str, Any]:
     told = {"step": step, "run_id": run_id, "manifest": manifest}
-    return {**told, "crc32": zlib.crc32(json.dumps(told).encode())}
+    return {**told, "crc32": zlib.crc32(dump_json(told).encode())}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import json
 import math
 import re
 import types
@@ -21,6 +20,8 @@ from dataclasses import MISSING
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+
+from rlsys.json_text import dump_json, parse_json
 
 C = TypeVar("C")
 
@@ -173,7 +174,7 @@ def leaves(cls: type[Any], *, default: Any = MISSING, prefix: str = "") -> list[
 def leaf_defaults(cls: type[Any]) -> dict[str, Any]:
     """Of leaves that have one, by dotted name, as JSON gives them back."""
     found = {leaf.name: leaf.default for leaf in leaves(cls) if leaf.default is not MISSING}
-    plain: dict[str, Any] = json.loads(json.dumps(found))
+    plain: dict[str, Any] = parse_json(dump_json(found))
     return plain
 
 
@@ -279,7 +280,7 @@ def _with_names(message: str, cls: type[Any], prefix: str) -> str:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested dictionaries of plain values, as JSON gives them back: tuples are lists."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    plain: dict[str, Any] = parse_json(dump_json(dataclasses.asdict(config)))
     return plain
 
 
@@ -310,7 +311,7 @@ def _toml_value(value: Any) -> str:
             return str(value).lower()
         case str():
             # JSON's escapes are TOML's too, but for DEL, which only TOML wants escaped.
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            return dump_json(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list():
             return f"[{', '.join(_toml_value(item) for item in value)}]"
         case _:

@@ -9,7 +9,6 @@ so that a resume and an audit can tell whether it still is. Nothing is changed h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from rlsys.data.shared import SharedGroup
 from rlsys.dataflow.ledger import Event, read_events
 from rlsys.exported import EXPORTED_FILE, export_faults, exported_step
 from rlsys.growing_file import Tally, ordinary
-from rlsys.json_text import parse_json
+from rlsys.json_text import dump_json, parse_json
 from rlsys.observe.step_log import read_lines
 from rlsys.run_directory import (
     RunFiles,
@@ -218,7 +217,7 @@ class _Settings:
         found = self.value(name)
         if type(found) is not int or found < at_least:
             raise ValueError(
-                f"{self.path} has {name}={json.dumps(found)} where an integer of at least "
+                f"{self.path} has {name}={dump_json(found)} where an integer of at least "
                 f"{at_least} belongs: it was edited. Restore it from a copy, or from the newest "
                 "config-*.json beside it."
             )
@@ -258,7 +257,7 @@ def _lines(path: Path, wrong: Callable[[Line], str | None], faults: list[str]) -
 
 def _no_metrics(line: Line) -> str | None:
     wrong = [name for name, value in line.items() if type(value) not in (int, float)]
-    return f"has {json.dumps(line[wrong[0]])} for {wrong[0]}, which is no number" if wrong else None
+    return f"has {dump_json(line[wrong[0]])} for {wrong[0]}, which is no number" if wrong else None
 
 
 # What an audit reads of a rollout.
@@ -281,5 +280,5 @@ def _no_record(line: Line) -> str | None:
             is_one = all(type(item) is int for item in line[name])
         if not is_one:
             what = "a list of integers" if kind is list else f"of type {kind.__name__}"
-            return f"has {name}={json.dumps(value)[:40]}, which is not {what}"
+            return f"has {name}={dump_json(value)[:40]}, which is not {what}"
     return None

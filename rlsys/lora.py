@@ -70,6 +70,6 @@ def check_lora(text: str, linear_layers: Collection[str], *, setting: str = "mod
     if wrong := Lora.parse(text).misnamed(linear_layers):
         known = sorted({name.rpartition(".")[2] for name in linear_layers})
         raise ValueError(
-            f"{setting}={text!r}: {wrong[0]!r} is no linear layer of this model, or its head; name "
-            f"some of {', '.join(known)}."
+            f"{setting}={text!r}: {wrong[0]!r} is no linear layer of this model that PEFT adapts "
+            f"(heads and experts of a mixture are none). Name some of {', '.join(known)}."
         )

@@ -9,7 +9,6 @@ names of its files.
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from rlsys.disk import write_whole
 from rlsys.growing_file import Tally, ordinary
-from rlsys.json_text import parse_json
+from rlsys.json_text import dump_json, parse_json
 
 MANIFEST_FILE = "manifest.json"
 
@@ -42,7 +41,7 @@ def write_manifest(directory: Path) -> str:
     files = {name: _entry(directory / name) for name in names}
     entries = {name: asdict(entry) for name, entry in files.items()}
     manifest = {"files": entries, "crc32": _checksum(files)}
-    write_whole(directory / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+    write_whole(directory / MANIFEST_FILE, dump_json(manifest, indent=1) + "\n")
     return _checksum(files)
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import platform
@@ -43,7 +42,7 @@ from rlsys.checkpoint import find_checkpoints
 from rlsys.disk import size_limit, write_all, write_whole, writing
 from rlsys.exported import export_faults, exported_step
 from rlsys.growing_file import ordinary
-from rlsys.json_text import parse_json
+from rlsys.json_text import dump_json, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +301,7 @@ class RunDirectory(RunFiles):
             "git_revision": git_revision(),
         }
         with writing(self.config):
-            write_whole(self.config, json.dumps(resolved, indent=2) + "\n")
+            write_whole(self.config, dump_json(resolved, indent=2) + "\n")
 
 
 def check_open(
@@ -415,7 +414,7 @@ def read_run_id(path: Path) -> str:
     run_id = parse_json(path.read_bytes()).get("run_id")
     if not isinstance(run_id, str) or not run_id:
         raise ValueError(
-            f"{path} has run_id={json.dumps(run_id)} where the text belongs that each run draws "
+            f"{path} has run_id={dump_json(run_id)} where the text belongs that each run draws "
             "when it begins, and keeps: it was edited, or written by another version of rlsys. Set "
             f"it to that in the lines of rollouts.jsonl, or restore the file{_former(path)}."
         )
@@ -496,12 +495,12 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             leaves |= _leaves(value, f"{prefix}{key}.")
         else:  # by way of JSON: a tuple and the list that it is read back as are the same
-            leaves[f"{prefix}{key}"] = json.loads(json.dumps(value))
+            leaves[f"{prefix}{key}"] = parse_json(dump_json(value))
     return leaves
 
 
 def _shown(field: str, leaves: Mapping[str, Any]) -> str:
-    return json.dumps(leaves[field]) if field in leaves else "unset"
+    return dump_json(leaves[field]) if field in leaves else "unset"
 
 
 def _num_steps(metrics: Path) -> int:
@@ -520,8 +519,8 @@ def foreign_rollouts(files: RunFiles, run_ids: Iterable[object]) -> str | None:
     for other in run_ids:
         if other != own:
             return (
-                f"{files.config} has run_id={json.dumps(own)} where {files.rollouts} has lines of "
-                f"run_id={json.dumps(other)}: one of them was edited, or is another run's"
+                f"{files.config} has run_id={dump_json(own)} where {files.rollouts} has lines of "
+                f"run_id={dump_json(other)}: one of them was edited, or is another run's"
             )
     return None
 

@@ -12,7 +12,6 @@ In: what was found out about an exported model. Out: these, or what is wrong wit
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from rlsys import metrics
 from rlsys.checkpoint import swapped_in
 from rlsys.disk import write_whole, writing
 from rlsys.growing_file import Tally, ordinary
-from rlsys.json_text import parse_json
+from rlsys.json_text import dump_json, parse_json
 from rlsys.manifest import MANIFEST_FILE, faults_of, manifest_checksum, write_manifest
 from rlsys.observe.step_log import StepLog, read_lines
 from rlsys.run_directory import RunFiles
@@ -67,7 +66,7 @@ class Scoreboard:
         if line[metrics.EVAL_IS_BEST]:
             with writing(exported):
                 told = {**line, "run_id": self._run_id}
-                (exported / EVALUATION_FILE).write_text(json.dumps(told, indent=1) + "\n")
+                (exported / EVALUATION_FILE).write_text(dump_json(told, indent=1) + "\n")
                 seal = write_manifest(exported)
             self._best.append(seal)
             self._write_standing(self._log.tally)
@@ -92,7 +91,7 @@ class Scoreboard:
                 with self._files.evaluations.open("rb") as file:
                     os.fsync(file.fileno())  # a crash of the machine must not leave less than told
             told = {**({} if tally is None else tally.to_dict()), "best": self._best}
-            write_whole(self._files.evaluated, json.dumps(told) + "\n")
+            write_whole(self._files.evaluated, dump_json(told) + "\n")
 
 
 def best_of(files: RunFiles) -> dict[str, Any] | None:
@@ -155,8 +154,8 @@ def _foreign(files: RunFiles, seals: Sequence[str] | None) -> str | None:
         return f"has an {EVALUATION_FILE} that cannot be read ({type(error).__name__}: {error})"
     if told != own:
         return (
-            f"has run_id={json.dumps(told)} in its {EVALUATION_FILE} where this run's is "
-            f"{json.dumps(own)}: it is another run's, or of another version of rlsys"
+            f"has run_id={dump_json(told)} in its {EVALUATION_FILE} where this run's is "
+            f"{dump_json(own)}: it is another run's, or of another version of rlsys"
         )
     if not is_evaluation:
         return f"has no evaluation in its {EVALUATION_FILE}: it was edited"

@@ -85,24 +85,27 @@ BRANCH_FIELDS, NO_PARENT = 4, -1
 MAX_BRANCHES = 64  # of a rollout; the store keeps room for so many
 
 
+# The oldest version of a completion without a sampled token: newer than every other.
+NO_VERSION = int(np.iinfo(np.int32).max)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
     """What a completion's versions say of its tokens."""
 
-    oldest: int  # policy_version of a sampled token; the largest int32 where there is none
+    oldest: int  # policy_version of a sampled token; NO_VERSION where there is none
     newest: int  # 0 where there is none
     num_injected: int
 
     @classmethod
     def of(cls, versions: Int32Array) -> Sampled:
-        none = np.iinfo(np.int32).max
-        oldest = int(versions.min(initial=none))
+        oldest = int(versions.min(initial=NO_VERSION))
         newest = int(versions.max(initial=0))
         if oldest != INJECTED:  # nearly always, and this is called for every rollout
             return cls(oldest=oldest, newest=newest, num_injected=0)
         sampled = versions[versions != INJECTED]
         return cls(
-            oldest=int(sampled.min(initial=none)),
+            oldest=int(sampled.min(initial=NO_VERSION)),
             newest=newest,
             num_injected=len(versions) - len(sampled),
         )

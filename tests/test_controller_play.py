@@ -15,11 +15,12 @@ from rlsys.algorithms import clipped_surrogate, token_mean
 from rlsys.config import AsyncConfig, DataConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.controller import RewardsFailed
 from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.ledger import Event, Ledger
 from rlsys.dataflow.stages import Prompts
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.simulation.workers import SimulatedLearner, SimulatedReplica
-from rlsys.types import GenerationRequest
+from rlsys.types import NO_VERSION, GenerationRequest
 from tests.test_controller import World, center, no_loss, world
 
 
@@ -132,6 +133,53 @@ def test_an_environment_that_always_fails_ends_the_run() -> None:
     w = playing(world(), lambda request: failure())
     with pytest.raises(RewardsFailed, match=r"8 groups in a row .* 'game': no server"):
         run_in_virtual_time(w.run())
+
+
+def task_of(request: GenerationRequest) -> Any:
+    assert request.task is not None
+    return request.task
+
+
+def test_episodes_without_a_reply_count_in_their_groups() -> None:
+    """One rollout of each group, and every second group, have no token."""
+
+    def plays(request: GenerationRequest) -> RewardResult:
+        index = float(task_of(request).index)
+        return RewardResult(total=index, components={"final": index})
+
+    w = playing(world(num_replicas=2), plays)
+    for replica in w.replicas:
+        replica.is_silent = lambda request: (
+            task_of(request).index == 0 or task_of(request).group_id % 2 == 1
+        )
+    events: list[Event] = []
+    w.ledger = Ledger(events.append, groups_per_step=w.config.prompts_per_step)
+    run_in_virtual_time(w.run())
+    size = w.config.group_size
+    assert len(w.observer.steps) == 4
+    for step in w.observer.steps:
+        for group in step.groups:
+            assert list(step.columns[group.group_id]["reward"]) == list(range(size))
+            expected = 0 if group.group_id % 2 else 3 * (size - 1)
+            assert group.num_trained_tokens() == expected
+            assert (group.oldest_version == NO_VERSION) == (expected == 0)
+    trained = [event for event in events if event["event"] == "trained"]
+    assert len(trained) == 4
+    for event in trained:
+        for group_id, version in zip(event["groups"], event["oldest_versions"], strict=True):
+            assert 0 <= version < event["step"]
+            if group_id % 2:  # without tokens
+                assert version == event["step"] - 1
+
+
+def test_an_environment_that_never_asks_the_policy_ends_the_run() -> None:
+    w = playing(world(), lambda request: RewardResult(total=1.0, components={"final": 1.0}))
+    for replica in w.replicas:
+        replica.is_silent = lambda request: True
+    with pytest.raises(RewardsFailed) as raised:
+        run_in_virtual_time(w.run())
+    num = 2 * w.config.prompts_per_step * w.config.group_size
+    assert str(num) in str(raised.value)
 
 
 @rlsys.environment(seats=("first", "second", "third"))

@@ -41,8 +41,8 @@ class corrected(Wrapper):
     """`loss` with each token weighted by `correction`, and metrics of both: the definition itself
     of an importance weight, or of a mask, whose source is told where it is.
 
-    Raises ValueError where the gradient would carry w twice, and for a loss that does not say by
-    whose policy it divides (`denominator`), unless the correction is a mask.
+    Raises ValueError where the gradient of the loss or of its KL penalty would carry w twice, and
+    for a loss without `denominator`, unless the correction is a mask.
     """
 
     loss: LossFn
@@ -65,6 +65,12 @@ class corrected(Wrapper):
                 f"corrected({self.loss}, {self.correction}) takes the ratio from the interpolated "
                 "π_prox and w from the trainer's, so that their product is not π_θ/μ; correct "
                 "inside: interpolate_proximal(corrected(loss, correction))."
+            )
+        if _has_unbiased_penalty(self.loss):
+            raise ValueError(
+                f"corrected({self.loss}, {self.correction}) weights the penalty twice: unbiased_k3 "
+                "contains π_θ/μ. Put the penalty outside: "
+                'with_kl(corrected(loss, correction), "unbiased_k3", coefficient).'
             )
 
     @property
@@ -142,6 +148,15 @@ def _reads_proximal(loss: object) -> bool:
     return denominator == "proximal"
 
 
+def _has_unbiased_penalty(loss: object) -> bool:
+    """Return whether `loss` contains with_kl(..., "unbiased_k3", ...)."""
+    while isinstance(loss, Wrapper):
+        if isinstance(loss, with_kl) and loss.estimator == "unbiased_k3":
+            return True
+        loss = loss.loss
+    return False
+
+
 @parameters
 class entropy_bonus(Wrapper):
     """`loss` − coefficient · H(π_θ), with the exact entropy of the trainer's distribution: A3C,
@@ -166,7 +181,8 @@ class with_kl(Wrapper):
 
     On tokens of π_θ itself the gradient of k2 is that of the divergence; that of k3 is so to first
     order; that of k1 has mean 0 and holds nothing back. On older tokens only "unbiased_k3" has the
-    divergence's value and gradient: the others leave π_θ/μ out.
+    divergence's value and gradient: the others leave π_θ/μ out. Bounds (kl.py) limit the size of a
+    token's gradient; none changes its sign or removes it.
     """
 
     loss: LossFn

@@ -30,19 +30,34 @@ class Correction(Protocol):
 
 @parameters
 class tis:
-    """min(w, cap) of each token: truncated importance sampling, Ionides (2008), against the gap
-    between sampler and trainer Yao et al. (2025). cap is 2 (small models) to 8."""
+    """w of each token, clipped to [floor, cap]: truncated importance sampling, Ionides (2008),
+    against the gap between sampler and trainer Yao et al. (2025).
+
+    `cap` is 2 (small models) to 8. Neither source has a lower bound, which is `floor` = 0. A
+    positive floor clips w on both sides, as MiniMax-M1 (2506.13585, equation 5) clips its weight: a
+    token that the trainer finds unlikely keeps a part of its gradient, which adds bias.
+    """
 
     cap: float = 2.0
+    floor: float = 0.0
     weighs: ClassVar[bool] = True
     uses_advantages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_cap("cap", self.cap)
+        if not 0 <= self.floor <= min(1.0, self.cap):
+            raise ValueError(
+                f"floor={self.floor} must be from 0 to min(1, cap={self.cap}). Use 0 for no lower "
+                "bound, or a value such as 0.5."
+            )
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         w = ratio(inputs.proximal_logprobs, inputs.sampler_logprobs)
-        return w.clamp(max=self.cap), _truncation_metrics(w, self.cap)
+        weight = w.clamp(self.floor, self.cap)
+        return weight, {
+            "correction/weight": w,
+            "correction/truncated_frac": (w != weight).to(w.dtype),
+        }
 
 
 @parameters
@@ -60,7 +75,10 @@ class sequence_tis:
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         w = _of_rollouts(inputs, self.geometric_mean)
-        return w.clamp(max=self.cap), _truncation_metrics(w, self.cap)
+        return w.clamp(max=self.cap), {
+            "correction/weight": w,
+            "correction/truncated_frac": (w > self.cap).to(w.dtype),
+        }
 
 
 @parameters
@@ -110,10 +128,6 @@ class batch_weights:
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         weights = inputs.column("importance_weights")
         return weights, {"correction/weight": weights}
-
-
-def _truncation_metrics(w: torch.Tensor, cap: float) -> dict[str, torch.Tensor]:
-    return {"correction/weight": w, "correction/truncated_frac": (w > cap).to(w.dtype)}
 
 
 def _of_rollouts(inputs: LossInputs, geometric_mean: bool) -> torch.Tensor:

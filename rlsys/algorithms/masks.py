@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from rlsys.algorithms.inputs import LossInputs, TokenLoss
-from rlsys.algorithms.kl import k3
+from rlsys.algorithms.kl import unbounded_k3
 from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import MAX_LOG_RATIO, floored, log_ratio
 from rlsys.algorithms.sequences import max_over_rollout, mean_over_rollout, sum_over_rollout
@@ -77,7 +77,7 @@ class reject:
         if self.by == "k2":
             measure = gap.square() / 2
         elif self.by == "k3":
-            measure = k3(inputs.sampler_logprobs, inputs.proximal_logprobs)
+            measure = unbounded_k3(-gap)  # bounded, no limit above the bound could ever apply
         else:
             measure = gap
         if self.over == "mean":

@@ -25,7 +25,7 @@ from torch.nn.functional import logsigmoid
 from rlsys.algorithms.inputs import LossInputs, MeanOver, ScoreInputs, TokenLoss
 from rlsys.algorithms.pairs import Pairs, find_pairs
 from rlsys.algorithms.parameters import parameters
-from rlsys.algorithms.ratios import floored, log_ratio
+from rlsys.algorithms.ratios import floored, log_ratio, with_slope
 
 MAX_MEAN_LOGPROB = -1e-6  # ORPO's odds are infinite at 0
 
@@ -183,8 +183,14 @@ def _margins_from_reference(inputs: LossInputs) -> tuple[Pairs, torch.Tensor]:
 
 
 def _log_odds(mean_logprobs: torch.Tensor) -> torch.Tensor:
-    bounded = mean_logprobs.clamp(max=MAX_MEAN_LOGPROB)
-    return bounded - torch.log(-torch.expm1(bounded))
+    """Return log p/(1 − p) of the mean log-probability of each row, with p bounded below 1.
+
+    The derivative 1/(1 − p) takes the same bounded p. It does not vanish beyond the bound: a
+    rejected completion of probability 1 must lose some.
+    """
+    bounded = mean_logprobs.detach().clamp(max=MAX_MEAN_LOGPROB)
+    rest = -torch.expm1(bounded)  # 1 − p
+    return with_slope(bounded - torch.log(rest), 1 / rest, mean_logprobs)
 
 
 def _result(pairs: Pairs, losses: torch.Tensor, margins: torch.Tensor) -> TokenLoss:

@@ -1,7 +1,11 @@
-"""Ratios of two policies' probabilities of the sampled tokens, finite whatever the policies say.
+"""Ratios of two policies' probabilities of the sampled tokens, always finite.
 
 In: log-probabilities [N], of which any may be −inf (a token that a policy excludes). Out: [N],
-finite, and so are the gradients, which are exactly 0 where a bound holds.
+finite. The gradients are finite too, and exactly 0 where a bound of this file holds.
+
+A function of a bounded value that multiplies it with another ratio must not let that ratio's
+gradient through alone: the derivative of r · f is r · (f + f'), and with f' = 0 the rest may have
+the wrong sign. `with_slope` states the derivative of such a function explicitly.
 """
 
 from __future__ import annotations
@@ -36,6 +40,14 @@ def ratio(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
 
 def bounded_exp(log_ratios: torch.Tensor) -> torch.Tensor:
     return log_ratios.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def with_slope(values: torch.Tensor, slope: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
+    """Return `values` with the gradient `slope` by the finite `variable`, and no other gradient.
+
+    [N], [N], [N] -> [N].
+    """
+    return values.detach() + slope.detach() * (variable - variable.detach())
 
 
 def check_cap(name: str, cap: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from rlsys.controller.failures import FailedRewards
+from rlsys.controller.failures import MAX_FAILED_STEPS, FailedRewards, RewardsFailed
 from rlsys.controller.state import Group, RunState
 from rlsys.dataflow.stages import PlayStage
 from rlsys.rewards import RewardResult
@@ -22,6 +22,7 @@ class PlayedOutcomes:
         self._failures = FailedRewards(state)
         self._named: set[str] = set()  # numbers that episodes gave
         self._num_heard = 0
+        self._num_silent = 0  # episodes in a row without a sampled token
 
     def take(self, group: Group, index: int, rollout: FinishedRollout) -> bool:
         """Note what an episode is worth. False: it is worth nothing that could be told, and its
@@ -32,12 +33,30 @@ class PlayedOutcomes:
             note.components = outcome.components
             note.text = rollout.text
             self._hear(outcome)
+            self._check_not_silent(rollout)
             return True
         if outcome is not None:
             self._failures.failed(group.rows[index], group.group_id, outcome)
         else:
             assert rollout.finish_reason is FinishReason.ABORTED, "played, and worth nothing"
         return False
+
+    def _check_not_silent(self, rollout: FinishedRollout) -> None:
+        """Raise RewardsFailed after some steps' worth of episodes without a reply of the policy.
+
+        A single one is normal in games. So many in a row are a mistake in the environment.
+        """
+        if rollout.num_tokens > rollout.num_injected:
+            self._num_silent = 0
+            return
+        self._num_silent += 1
+        config = self._state.config
+        if self._num_silent >= MAX_FAILED_STEPS * config.prompts_per_step * self._stage.group_size:
+            raise RewardsFailed(
+                f"{self._num_silent} episodes in a row ended without a reply of the policy: there "
+                "is nothing to train on. Let the environment ask the policy: `await chat(...)`, or "
+                "for an agent a request to its endpoint with its key."
+            )
 
     def _hear(self, outcome: RewardResult) -> None:
         """After as many episodes as a step has: whether each part is a number that one gave."""

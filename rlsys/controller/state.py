@@ -118,7 +118,10 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Of all tokens of rollouts that have ended."""
+        """Return the oldest version among the tokens of its rollouts, which have ended.
+
+        NO_VERSION, which is newer than every other, where nothing was sampled.
+        """
         return min(note.min_version for note in self.rollouts)
 
 

@@ -418,8 +418,10 @@ class TrainingSide:
         state.gate.trainer_at(state.step)
         trained = [state.groups.pop(group_id) for group_id in sorted(group_ids)]
         columns = {group_id: self._rows.scalars(group_id) for group_id in group_ids}
+        weights = state.step - 1  # the version that was trained: also that of groups without tokens
         state.ledger.train(
-            {group.group_id: group.oldest_version for group in trained}, step=state.step
+            {group.group_id: min(group.oldest_version, weights) for group in trained},
+            step=state.step,
         )
         for group_id in group_ids:
             self._forget(group_id)

@@ -9,7 +9,6 @@ be trained on again when the peer's files are gone; null where the run sampled i
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from typing import Any
 from rlsys.config import require
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, is_place
 from rlsys.growing_file import GrowingFile, Tally, ordinary
-from rlsys.json_text import is_flat, parse_json
+from rlsys.json_text import dump_json, is_flat, parse_json
 
 
 class ExternalLog:
@@ -56,7 +55,7 @@ class ExternalLog:
 
     def decide(self, index: int, group: SharedGroup | None) -> None:
         """None: the prompt is the run's own."""
-        line = json.dumps({"prompt": index, "group": None if group is None else asdict(group)})
+        line = dump_json({"prompt": index, "group": None if group is None else asdict(group)})
         place = self._file.tally.num_bytes
         self._file.append(line.encode() + b"\n")
         self._places[index] = place

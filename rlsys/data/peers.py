@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from rlsys.background import start_thread
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
 from rlsys.json_text import MAX_NESTING, canonical, is_flat, parse_json
 from rlsys.types import INJECTED
@@ -267,9 +268,8 @@ class Reading:
         self._peers = peers
         self._tell = tell
         self._ended = threading.Event()
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
-        self._thread.start()
+        self._failure: BaseException | None = None
+        self._thread = start_thread(self._run, name="peers", fail=self._failed)
 
     def close(self) -> None:
         """Without waiting for a file system that may hang."""
@@ -284,7 +284,8 @@ class Reading:
             while not self._ended.is_set():
                 self._tell(self._peers.read())
                 self._ended.wait(EVERY_S)
-        except Exception as failure:  # noqa: BLE001, the thread that takes groups raises it
-            self._failure = failure
         finally:
             self._peers.close()
+
+    def _failed(self, error: BaseException) -> None:
+        self._failure = error

@@ -25,7 +25,6 @@ is enough to resume a run and to audit it.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.growing_file import GrowingFile, Tally, ordinary
-from rlsys.json_text import parse_json
+from rlsys.json_text import dump_json, parse_json
 
 Event = dict[str, Any]
 
@@ -266,7 +265,7 @@ class LedgerFile:
         return self._file.tally
 
     def __call__(self, event: Event) -> None:
-        self._file.append(json.dumps(event).encode() + b"\n")
+        self._file.append(dump_json(event).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()

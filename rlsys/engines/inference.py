@@ -128,8 +128,12 @@ class InferenceEngine:
         for row in rows:
             sizes = (row.group_size, role.num_in_group(row), role.num_trained(row))
             weight, denominator = call_aggregation(aggregation, *sizes)
-            num_tokens = int(row.loss_mask.sum())
-            sums.add_rollout(denominator=denominator, num_tokens=num_tokens, staleness=0)
+            sums.add_rollout(
+                denominator=denominator,
+                num_places=role.num_trained(row),
+                num_tokens=int(row.loss_mask.sum()),
+                staleness=0,
+            )
             weights.append(weight)
         passes = split_passes(
             rows,

@@ -67,6 +67,12 @@ class Codec:
         # rendering them all.
         self.is_append_only: dict[Hashable, bool] = {}
 
+    @property
+    def end_token_id(self) -> int:
+        """A token that ends a text: the tokenizer's own, or another that ends a reply, or 0."""
+        own = self._tokenizer.eos_token_id
+        return int(own) if own is not None else min(self._stops, default=0)
+
     @cached_property
     def without_template(self) -> Codec:
         """Of texts that stand as they are."""

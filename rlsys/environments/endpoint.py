@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +43,7 @@ from rlsys.environments.openai_requests import (
     tools_of,
 )
 from rlsys.environments.tool_formats import ToolFormat, chosen_format
+from rlsys.json_text import dump_json
 
 # Of one episode at a time; agents that fan out further are told to wait.
 MAX_CALLS = 64
@@ -299,7 +299,7 @@ async def _streamed(request: web.Request, chunks: list[dict[str, Any]]) -> web.S
     """Server-sent events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    told = [*(json.dumps(chunk) for chunk in chunks), "[DONE]"]
+    told = [*(dump_json(chunk) for chunk in chunks), "[DONE]"]
     await response.write("".join(f"data: {one}\n\n" for one in told).encode())
     return response
 

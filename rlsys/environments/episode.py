@@ -22,11 +22,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlsys.call_clock import Stopwatch
 from rlsys.environments.codec import Codec
 from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.environment import Environment
 from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms
-from rlsys.environments.token_tree import Trajectory, joined
+from rlsys.environments.token_tree import Trajectory, joined, without_tokens
 from rlsys.text.messages import Message
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from rlsys.user_functions import printable
@@ -141,9 +142,10 @@ class Episode:
     num_tool_calls: int = 0
     turns: list[Turn] = field(default_factory=list)
     named: dict[str, float] = field(default_factory=dict)  # rewards of turns, by name
-    _num_sampling: int = 0
-    _own_s: float = 0.0
-    _resumed_s: float = field(default_factory=lambda: _now())
+    # Runs while the environment works, not while it samples or waits for a place.
+    clock: Stopwatch = field(
+        default_factory=lambda: Stopwatch(asyncio.get_running_loop().time), init=False
+    )
 
     def __post_init__(self) -> None:
         environment = self.environment
@@ -294,30 +296,30 @@ class Episode:
     # What its host does
 
     def own_time_left_s(self) -> float:
-        """Until the environment has used up its time; that of sampling does not count."""
-        since = 0.0 if self._num_sampling else _now() - self._resumed_s
-        return self.environment.timeout_s - self._own_s - since
+        """Return the seconds until the environment has used up its own time (see `clock`)."""
+        return self.environment.timeout_s - self.clock.elapsed_s
 
     def played(self, returned: object, *, over: EpisodeOver | None = None) -> Played:
-        """Of an episode that has ended with what the function returned, or with `over`, which is
-        the model's fault. Raises EpisodeFailed."""
+        """Return the outcome of an episode that has ended with what its function returned, or with
+        `over`, which is the model's fault.
+
+        An episode may end without a reply of the policy, such as a game that the opponent gives up
+        at once: it has a reward, and no token. Raises EpisodeFailed.
+        """
         environment = self.environment
-        if not (own := self._own_turns):
-            fix = (
-                "ask its endpoint at least once, with its key, and await the answer"
-                if environment.is_agent
-                else "`await chat(...)` at least once"
-            )
+        own = self._own_turns
+        if over is not None and not own:
             raise EpisodeFailed(
-                f"{environment.name} ended without a reply of the policy, so that there is nothing "
-                f"to train on; let it {fix}."
+                f"{environment.name} ended before the policy's first reply: {over}. Give a frozen "
+                "model's seat more room, or shorter texts."
             )
         if over is not None:
             final: Mapping[str, float] = {FINAL: environment.format_reward}
         else:
             final = numbers_of(environment.name, returned, or_none=bool(self.named))
         total = sum(final.values())
-        own[-1].reward += total
+        if own:
+            own[-1].reward += total
         components = dict(self.named)
         for name, value in final.items():  # of a name that turns have had too, both count
             components[name] = components.get(name, 0.0) + value
@@ -341,7 +343,7 @@ class Episode:
             )
             for conversation in _conversations(own)
         ]
-        return functools.reduce(joined, made)
+        return functools.reduce(joined, made) if made else without_tokens(self.codec.end_token_id)
 
     def _transcript(self, ended: str) -> list[Mapping[str, Any]]:
         """For people: who said what, branch by branch, those that are trained on first, and at
@@ -367,7 +369,7 @@ class Episode:
                 for role, text, is_sampled in branch
             ]
         if ended:
-            last = len(branches) - 1
+            last = max(len(branches) - 1, 0)
             told.append({"branch": last, "role": ENDED, "text": ended, "sampled": False})
         return told
 
@@ -389,27 +391,19 @@ class Episode:
         )
 
     async def _sampled(self, side: _Side, request: GenerationRequest) -> Generation:
-        if not self._num_sampling:
-            self._own_s += _now() - self._resumed_s
-        self._num_sampling += 1
+        self.clock.pause()
         try:
             return await side.sampler.sample(request)
         except Exception as error:
             self.failure = self.failure or error
             raise
         finally:
-            self._num_sampling -= 1
-            if not self._num_sampling:
-                self._resumed_s = _now()
+            self.clock.resume()
 
 
 def _conversations(turns: Iterable[Turn]) -> list[Conversation]:
     """In the order of their first replies."""
     return list(dict.fromkeys(turn.conversation for turn in turns))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _turn_seed(seed: int, turn: int) -> int:

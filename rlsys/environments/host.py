@@ -24,6 +24,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlsys.background import start_task
+from rlsys.call_clock import clocked
 from rlsys.environments.chat import Chat
 from rlsys.environments.codec import Codec
 from rlsys.environments.endpoint import EndpointServer
@@ -45,7 +47,7 @@ from rlsys.rewards import RewardFailure
 from rlsys.rewards.outcome import failure_from
 from rlsys.signal import Signal
 from rlsys.text.chat_template import template_text
-from rlsys.types import MAX_BRANCHES, Rollout, SamplingParams
+from rlsys.types import INJECTED, MAX_BRANCHES, Rollout, SamplingParams
 from rlsys.user_functions import contained
 
 # A function that goes on after it was cancelled is left to itself after this.
@@ -146,6 +148,7 @@ class EpisodeHost:
         self._ended: list[Ended] = []
         self._groups: dict[int, list[Ended]] = {}  # that wait for the rest of their group
         self._something_ended = Signal()
+        self._failure: BaseException | None = None  # an error of the host itself
 
     async def start(self) -> None:
         """What episodes need beside the sampler. Raises ValueError if it cannot be had."""
@@ -188,7 +191,7 @@ class EpisodeHost:
 
     def submit(self, requests: Sequence[EpisodeRequest]) -> None:
         for request in requests:
-            task = asyncio.create_task(self._play(request), name=request.request_id)
+            task = start_task(self._play(request), name=request.request_id, fail=self._failed)
             self._running[request.request_id] = task
 
     def give_up(self, request: EpisodeRequest, failure: RewardFailure | None) -> None:
@@ -196,10 +199,20 @@ class EpisodeHost:
         self._tell(Ended(request=request, failure=None if failure is None else _ours(failure)))
 
     async def collect(self) -> list[Ended]:
-        """Waits until at least one episode has ended; all that have."""
-        await self._something_ended.until(lambda: bool(self._ended))
+        """Wait until at least one episode has ended and return all that have.
+
+        Raises an error of the host itself, after which it is of no more use.
+        """
+        await self._something_ended.until(lambda: bool(self._ended) or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
         ended, self._ended = self._ended, []
         return ended
+
+    def _failed(self, error: BaseException) -> None:
+        """Let `collect` raise the error: an episode ended without an outcome."""
+        self._failure = self._failure or error
+        self._something_ended.notify()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """They come out of `collect` with nothing. Unknown ids are ignored."""
@@ -290,7 +303,8 @@ class EpisodeHost:
             seed=request.seed,
             partners=self._partners,
         )
-        task = asyncio.create_task(self._call(episode, request), name=request.request_id)
+        with clocked(episode.clock):
+            task = asyncio.create_task(self._call(episode, request), name=request.request_id)
         task.add_done_callback(_heard)
         try:
             while (left_s := episode.own_time_left_s()) > 0:
@@ -449,14 +463,15 @@ def _hinted(failure: RewardFailure) -> RewardFailure:
 
 
 def _raised(ended: Ended, value: float) -> Ended:
-    """With so much more reward, at its last sampled token."""
+    """Return the episode with `value` more reward, at its last sampled token if it has one."""
     played = ended.played
     assert played is not None
     if not np.isfinite(value):
         raise ValueError(f"group_reward returned {value} for a rollout; return finite numbers.")
     trajectory = played.trajectory
     rewards = trajectory.turn_rewards.copy()
-    rewards[int(np.flatnonzero(trajectory.policy_versions >= 0)[-1])] += np.float32(value)
+    if len(sampled := np.flatnonzero(trajectory.policy_versions != INJECTED)):
+        rewards[int(sampled[-1])] += np.float32(value)
     components = {**played.components, GROUP: played.components.get(GROUP, 0.0) + value}
     return replace(
         ended,

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlsys.background import start_task
 from rlsys.environments.tools import (
     MAX_OUTPUT_CHARS,
     Execute,
@@ -281,7 +282,11 @@ class McpServer:
             self._num_unanswered = 0
             self._started = asyncio.get_running_loop().create_future()
             # The one before ends by itself, while this starts.
-            self._keeper = asyncio.create_task(self._keep(self._started, self._gone, self._keeper))
+            started = self._started
+            self._keeper = start_task(
+                self._keep(started, self._gone, self._keeper),
+                fail=lambda error: self._not_started(started, repr(error)),
+            )
         # One caller that gives up must not end the start for the others.
         return await asyncio.shield(self._started)
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
-import json
 import os
 import pickle
 import socket
@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from rlsys import by_value
+from rlsys.background import report, start_task
+from rlsys.call_clock import Hold, waiting
 from rlsys.environments.chat import Chat
 from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import EpisodeOver
 from rlsys.environments.tools import ToolError
-from rlsys.json_text import parse_json
+from rlsys.json_text import dump_json, parse_json
 from rlsys.rewards.environment import without_secrets
 from rlsys.rewards.outcome import KINDS, FailureKind
 from rlsys.rewards.process import KEEPER, SPAWN_TIMEOUT_S
@@ -134,13 +136,19 @@ class PlainFunctions:
             await self._process.close()
 
     async def _running(self) -> _Process:
-        async with self._starting:
+        with waiting() as begin:
+            await self._starting.acquire()
+            begin()
+        try:
             if self._process is None or self._process.is_worn:
                 worn, self._process = self._process, None
-                self._process = await self._started()
+                with waiting():
+                    self._process = await self._started()
                 if worn is not None:
                     worn.retire()
             return self._process
+        finally:
+            self._starting.release()
 
     async def _started(self) -> _Process:
         process = _Process()
@@ -150,11 +158,30 @@ class PlainFunctions:
         return process
 
 
+class _Waits:
+    """Waits for places that a call's function tells from its process."""
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()  # of the caller, with the clocks of the call
+        self._holds: list[Hold] = []
+
+    def count(self, begins: bool) -> None:
+        if begins:
+            self._holds.append(self._context.run(Hold))
+        elif self._holds:
+            self._holds.pop().release()
+
+    def end(self) -> None:
+        while self._holds:
+            self._holds.pop().release()
+
+
 class _Process:
     """One process, from its start to its end."""
 
     def __init__(self) -> None:
         self._calls: dict[int, asyncio.Queue[dict[str, Any]]] = {}
+        self._waits: dict[int, _Waits] = {}  # by call
         self._stuck: set[int] = set()
         self._is_dead = self._is_retired = False
         self._heard = asyncio.Event()
@@ -197,14 +224,15 @@ class _Process:
                 "the environment could not be loaded in the process of its plain functions, where "
                 f"every module that it uses must be found: {answer['failed']}"
             )
-        self._serving = asyncio.create_task(self._serve())
-        self._watching = asyncio.create_task(self._watch())
+        self._serving = start_task(self._serve(), fail=self._failed)
+        self._watching = start_task(self._watch(), fail=self._failed)
 
     @contextlib.contextmanager
     def call(self, number: int) -> Iterator[asyncio.Queue[dict[str, Any]]]:
         """The messages of a call; left before its outcome has come, it is given up."""
         messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._calls[number] = messages
+        self._waits[number] = _Waits()
         try:
             if self._is_dead:
                 raise ProcessEnded
@@ -216,6 +244,7 @@ class _Process:
             raise
         finally:
             del self._calls[number]
+            self._waits.pop(number).end()
             self._end_if_idle()
 
     def send(self, name: str, number: int, given: Any) -> None:
@@ -248,16 +277,30 @@ class _Process:
                 message = await self._receive()
                 self._heard.set()
                 number = message["number"]
+                if "waits" in message:
+                    if (waits := self._waits.get(number)) is not None:
+                        waits.count(bool(message["waits"]))
+                    continue
                 if "method" not in message:
                     self._stuck.discard(number)
                 if (messages := self._calls.get(number)) is not None:
                     messages.put_nowait(message)
-        self._is_dead = True
-        for messages in self._calls.values():
-            messages.put_nowait({"ended": True})
+        self._ended()
         self._watching.cancel()
         self.kill()
         self._control.close()
+
+    def _ended(self) -> None:
+        """End all calls: the process has ended, or nobody reads its answers."""
+        self._is_dead = True
+        for messages in self._calls.values():
+            messages.put_nowait({"ended": True})
+
+    def _failed(self, error: BaseException) -> None:
+        """End the process after an error of the tasks that serve and watch it."""
+        report(error)
+        self._ended()
+        self.kill()
 
     async def _watch(self) -> None:
         """Ends it when it is silent."""
@@ -281,7 +324,7 @@ class _Process:
 
 def _spawn(spec: Mapping[str, Any]) -> None:
     subprocess.run(
-        [sys.executable, "-I", "-S", str(KEEPER), json.dumps(spec)],
+        [sys.executable, "-I", "-S", str(KEEPER), dump_json(spec)],
         env=without_secrets(os.environ),
         stdin=subprocess.DEVNULL,
         pass_fds=[spec["control"], *spec["pass_fds"]],

@@ -10,7 +10,6 @@ and is ignored from then on.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import pickle
 import queue
@@ -19,16 +18,33 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rlsys.background import start_thread
+from rlsys.call_clock import clocked
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode import EpisodeFailed, EpisodeOver, numbers_of
 from rlsys.environments.plain_chat import PlainChat
 from rlsys.environments.tools import ToolError
+from rlsys.json_text import dump_json
 from rlsys.rewards.outcome import failure_from
 from rlsys.rewards.wire import LENGTH, frame
 
 
 class GivenUp(BaseException):
     """Raised in the thread of a call that nobody waits for."""
+
+
+class _ClockOfCall:
+    """Clock of a call that the worker keeps: it is sent when the call waits for a place."""
+
+    def __init__(self, send: Callable[[dict[str, Any]], None], number: int) -> None:
+        self._send = send
+        self._number = number
+
+    def pause(self) -> None:
+        self._send({"number": self._number, "waits": True})
+
+    def resume(self) -> None:
+        self._send({"number": self._number, "waits": False})
 
 
 class _Calls:
@@ -42,14 +58,13 @@ class _Calls:
     def send(self, message: dict[str, Any]) -> None:
         with self._sending:
             try:
-                self._channel.sendall(frame(json.dumps(message).encode()))
+                self._channel.sendall(frame(dump_json(message).encode()))
             except ConnectionError:  # the worker is gone
                 os._exit(0)
 
     def begin(self, number: int, run: Callable[[], Any]) -> None:
         self._answers[number] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._work, args=(number, run), daemon=True)
-        thread.start()
+        start_thread(self._work, number, run, name="plain", expected=(GivenUp,))
 
     def play(self, number: int, task: Any) -> None:
         chat = PlainChat(lambda chat, method, given: self._ask(number, chat, method, given))
@@ -79,7 +94,8 @@ class _Calls:
     def _work(self, number: int, run: Callable[[], Any]) -> None:
         self._threads[number] = threading.get_ident()
         try:
-            self._tell(number, run)
+            with clocked(_ClockOfCall(self.send, number)):
+                self._tell(number, run)
         except GivenUp:
             self.send({"number": number, "left": True})
         finally:
@@ -89,7 +105,7 @@ class _Calls:
     def _tell(self, number: int, run: Callable[[], Any]) -> None:
         try:
             outcome: dict[str, Any] = {"returned": run()}
-            json.dumps(outcome)
+            dump_json(outcome)
         except GivenUp:
             raise
         except EpisodeOver as over:

@@ -281,6 +281,24 @@ class TokenTree:
         return lengths
 
 
+def without_tokens(prompt_token_id: int) -> Trajectory:
+    """Return the trajectory of an episode in which the policy said nothing.
+
+    Its prompt is one token, since models take no empty text. It has no completion, so that nothing
+    of it is trained.
+    """
+    none_i, none_f = np.empty(0, np.int32), np.empty(0, np.float32)
+    return Trajectory(
+        prompt_token_ids=np.array([prompt_token_id], np.int32),
+        token_ids=none_i,
+        sampler_logprobs=none_f,
+        policy_versions=none_i,
+        turn_rewards=none_f,
+        branches=np.array([0, NO_PARENT, 1, 0], np.int32),
+        reply_ends=none_i,
+    )
+
+
 def num_shared(some: Sequence[Any], others: Sequence[Any], start: int = 0) -> int:
     """How many of `some` stand at the beginning of `others[start:]`."""
     longest = min(len(some), len(others) - start)

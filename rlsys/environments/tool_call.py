@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.json_text import parse_json
+from rlsys.json_text import dump_json, parse_json
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Call:
         """OpenAI's shape, for the `tool_calls` of an assistant message; with "error" beside, where
         the call cannot be read: what it holds for arguments then is no more than what was
         written."""
-        arguments = self.text if self.error else json.dumps(self.arguments, ensure_ascii=False)
+        arguments = self.text if self.error else dump_json(self.arguments, ensure_ascii=False)
         function = {"name": self.name, "arguments": arguments}
         told = {"error": self.error} if self.error else {}
         return {"id": self.id, "type": "function", "function": function, **told}

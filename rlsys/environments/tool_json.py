@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlsys.environments.tool_call import Piece, Written
+from rlsys.json_text import dump_json
 
 Schemas = Sequence[Mapping[str, Any]]
 
@@ -167,7 +168,7 @@ def _written(value: Any) -> Written:
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = {"id": value.get("id"), **value["function"]}
     if not isinstance(value, dict):
-        return Written(error='a call is an object, {"name": ...}', text=json.dumps(value))
+        return Written(error='a call is an object, {"name": ...}', text=dump_json(value))
     name, id = value.get("name"), value.get("id")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the object as a string
@@ -175,7 +176,7 @@ def _written(value: Any) -> Written:
     return Written(
         name if isinstance(name, str) else "",
         {} if arguments is None and "arguments" not in value else arguments,
-        text=json.dumps(value, ensure_ascii=False),
+        text=dump_json(value, ensure_ascii=False),
         id=_id(id),
     )
 

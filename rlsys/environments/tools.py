@@ -21,6 +21,7 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from pydantic_core import PydanticSerializationError, to_json
 
+from rlsys.call_clock import Stopwatch, clocked
 from rlsys.environments.tool_call import Call
 from rlsys.environments.tool_schema import Signature, WrongArguments
 from rlsys.errors import first_error
@@ -111,12 +112,15 @@ class Tool(ABC):
         return cut(as_text(self.name, output), self.max_output_chars)
 
     async def _in_time(self, work: Awaitable[R]) -> R:
-        """Its result, or _TooLong after it was cancelled and has ended."""
-        task = asyncio.ensure_future(work)
+        """Return its result, or raise _TooLong after it was cancelled and has ended."""
+        clock = Stopwatch(asyncio.get_running_loop().time)
+        with clocked(clock):
+            task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait({task}, timeout=self.timeout_s)
-            if task.done():
-                return task.result()
+            while self.timeout_s is None or (left_s := self.timeout_s - clock.elapsed_s) > 0:
+                await asyncio.wait({task}, timeout=None if self.timeout_s is None else left_s)
+                if task.done():
+                    return task.result()
             task.cancel()
             await asyncio.wait({task}, timeout=CANCEL_S)
             if not task.done():

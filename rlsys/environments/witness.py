@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from rlsys.background import start_thread
 from rlsys.user_functions import OF_OTHERS, printable
 
 # An environment that computes on the event loop holds up all episodes beside it; longer than this,
@@ -100,7 +101,7 @@ def watched(on_blocked: Callable[[Blocked], None], *, limit_s: float = BLOCKED_S
                 on_blocked(blocked)
                 return
 
-    threading.Thread(target=watch, name="witness", daemon=True).start()
+    start_thread(watch, name="witness")
     try:
         yield
     finally:

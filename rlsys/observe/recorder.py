@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlsys import metrics
 from rlsys.controller import Group, TrainedStep
+from rlsys.controller.state import RolloutNote
 from rlsys.dataflow.ledger import Ledger
 from rlsys.observe.console import RunConsole
 from rlsys.observe.metrics import MetricsWriter
@@ -311,6 +312,12 @@ def _external(trained: TrainedStep) -> dict[str, float]:
     return {metrics.EXTERNAL_FRAC: num_external / len(trained.groups)} if num_external else {}
 
 
+def _staleness(trained: TrainedStep, note: RolloutNote) -> int:
+    """Return 0 for a rollout without trained tokens, such as a greedy baseline."""
+    weights = trained.step - 1
+    return 0 if note.is_greedy else weights - min(note.min_version, weights)
+
+
 def _records(trained: TrainedStep) -> list[RolloutRecord]:
     records = []
     for group in trained.groups:
@@ -328,8 +335,7 @@ def _records(trained: TrainedStep) -> list[RolloutRecord]:
                     completion=note.text.completion,
                     token_ids=note.text.token_ids,
                     policy_versions=note.text.policy_versions,
-                    # None of a greedy baseline's tokens is trained on.
-                    staleness=0 if note.is_greedy else trained.step - 1 - note.min_version,
+                    staleness=_staleness(trained, note),
                     reward=own.pop(REWARD, None),
                     rewards=note.components,
                     advantage=own.pop(ADVANTAGES, None),

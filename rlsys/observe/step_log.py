@@ -9,13 +9,12 @@ readers skip it, and a log that continues the file removes it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlsys.growing_file import GrowingFile, Tally, ordinary
-from rlsys.json_text import parse_json
+from rlsys.json_text import dump_json, parse_json
 
 
 class StepLog:
@@ -49,7 +48,7 @@ class StepLog:
         full disk, and FileNotFoundError where the file was deleted or moved away: the line would be
         lost."""
         assert "step" in line, f"a line without a step: {sorted(line)}"
-        self._file.append(json.dumps(line, allow_nan=False).encode("ascii") + b"\n")
+        self._file.append(dump_json(line, allow_nan=False).encode("ascii") + b"\n")
         self._after[line["step"]] = self._file.tally
         if not self._file.is_in_place:
             raise FileNotFoundError(

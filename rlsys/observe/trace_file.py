@@ -16,13 +16,12 @@ an event at the end of the file tells.
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
 from rlsys.disk import write_all, writing
 from rlsys.growing_file import ordinary
-from rlsys.json_text import parse_json
+from rlsys.json_text import dump_json, parse_json
 from rlsys.observe.trace import (
     ARROW_IN,
     COUNTER,
@@ -101,7 +100,7 @@ class TraceFile:
 
     def _append(self, entries: list[dict[str, Any]], *, reserved: int = RESERVED_BYTES) -> bool:
         """Write over the closing bracket and close the array again; False where room is short."""
-        lines = (json.dumps(entry, allow_nan=False, separators=(",", ":")) for entry in entries)
+        lines = (dump_json(entry, allow_nan=False, separators=(",", ":")) for entry in entries)
         text = b"".join(b",\n" + line.encode() for line in lines)
         if self._end == 0:
             text = b"[" + text.removeprefix(b",")

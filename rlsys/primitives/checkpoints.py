@@ -12,7 +12,6 @@ the place of ":".
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shutil
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlsys.json_text import dump_json, parse_json
 from rlsys.manifest import faults_of, write_manifest
 from rlsys.primitives.errors import Refused
 
@@ -101,7 +101,7 @@ class Checkpoints:
         """Raises Refused where it cannot be read."""
         file = directory / SAVED
         try:
-            return SavedModel(**json.loads(file.read_text()))
+            return SavedModel(**parse_json(file.read_text()))
         except (ValueError, TypeError) as error:
             raise Refused(
                 f"{file} does not say what was saved ({error}): it was edited or damaged. Restore "
@@ -131,7 +131,7 @@ class Checkpoints:
         aside.mkdir(parents=True)
         try:
             yield aside
-            (aside / SAVED).write_text(json.dumps(asdict(said)))
+            (aside / SAVED).write_text(dump_json(asdict(said)))
             await asyncio.to_thread(write_manifest, aside)
             if place.exists():
                 shutil.rmtree(_before(place), ignore_errors=True)

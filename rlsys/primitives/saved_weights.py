@@ -6,7 +6,6 @@ Shape legend: I inputs and O outputs of a linear layer, R rank.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from rlsys.engines.model_tensors import model_tensors
 from rlsys.engines.training.adapters import ADAPTER
 from rlsys.engines.training.ranks import Ranks
 from rlsys.engines.training.roles import load_role
+from rlsys.json_text import parse_json
 from rlsys.primitives.engine import WHOLE_MODEL
 from rlsys.primitives.wire import TopK
 from rlsys.types import Float32Array, Int32Array, TrainRow
@@ -43,7 +43,7 @@ def _adapted(tensors: dict[str, torch.Tensor], directory: Path) -> dict[str, tor
     when it publishes."""
     from safetensors.torch import load_file
 
-    config = json.loads((directory / "adapter_config.json").read_text())
+    config = parse_json((directory / "adapter_config.json").read_text())
     scaling = config["lora_alpha"] / config["r"]
     factors = load_file(directory / "adapter_model.safetensors")
     for name, a in factors.items():  # [R, I]

@@ -11,14 +11,16 @@ asked fails with the actor's name and the reason, and what was saved stays.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlsys.background import start_task
+from rlsys.json_text import dump_json
 from rlsys.primitives import requests
 from rlsys.primitives.backend import Backend, BaseModel, Trainer
 from rlsys.primitives.checkpoints import Checkpoints, SamplerWeights, SavedModel, check_whole
@@ -97,7 +99,7 @@ class Service:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        keeping = asyncio.create_task(self._keep_house())
+        keeping = start_task(self._keep_house(), fail=_stop_server, returns=False)
         try:
             yield
         finally:
@@ -628,13 +630,23 @@ class Service:
         async def do() -> None:
             await work
 
-        task = asyncio.create_task(do())
+        task = start_task(do(), fail=_log_failure)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
 
+def _stop_server(error: BaseException) -> None:
+    """Ask this process to end: without housekeeping, sessions would hold their models for ever."""
+    logger.critical("the server ends, since its housekeeping has failed", exc_info=error)
+    signal.raise_signal(signal.SIGTERM)
+
+
+def _log_failure(error: BaseException) -> None:
+    logger.error("a model could not be ended in good order", exc_info=error)
+
+
 def _json(body: Mapping[str, Any]) -> Answer:
-    return Answer(body=json.dumps(body).encode())
+    return Answer(body=dump_json(body).encode())
 
 
 def _sentence(error: Exception) -> str:

@@ -7,13 +7,13 @@ to load, then calls (see wire.py). Out: whether the functions could be loaded, t
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import pickle
 import socket
 import struct
 import sys
 import traceback
+from json import dumps
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     # Whatever a module of the user's raises when it is imported.
     except BaseException as error:  # noqa: BLE001
         lines = traceback.format_exception(error, limit=-3, chain=False)
-        answer = json.dumps({"failed": f"{lines[-1]}{''.join(lines[:-1])}".rstrip()}).encode()
+        answer = dumps({"failed": f"{lines[-1]}{''.join(lines[:-1])}".rstrip()}).encode()
         channel.sendall(struct.pack("<Q", len(answer)) + answer)
         os._exit(0)
     serve(channel, table_fd, rewards, concurrency=load["concurrency"], num_rows=load["num_rows"])

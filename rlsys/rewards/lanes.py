@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import os
 import threading
 import time
@@ -22,6 +23,8 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlsys.background import guarded, start_thread
+from rlsys.call_clock import CallClock, clocked
 from rlsys.rewards.outcome import Outcome, components_of, failure_from
 from rlsys.rewards.reward import Reward
 from rlsys.rewards.table import CallTable
@@ -79,7 +82,7 @@ class Lanes:
 
     def start_loop(self) -> None:
         """Needed before the first async call."""
-        threading.Thread(target=self._run_loop, name="rewards", daemon=True).start()
+        start_thread(self._run_loop, name="rewards", returns=False)
 
     def add(self, calls: Sequence[Call]) -> None:
         with self._lock:
@@ -109,7 +112,7 @@ class Lanes:
                 return
             if call.reward.is_async:
                 # On the loop itself: one that is blocked must not look as if it had given up.
-                self._loop.call_soon_threadsafe(self._cancel, call)
+                self._loop.call_soon_threadsafe(guarded(self._cancel, name="cancel"), call)
                 return
             self._set_aside(call)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -124,7 +127,15 @@ class Lanes:
             self._pending.clear()
         return numbers
 
+    def clock_of(self, call: Call) -> CallClock:
+        """Return the clock of a call, which moves its beginning in the table by each wait."""
+        return _ClockOfCall(call, self._lock, self._move)
+
     # With the lock held:
+
+    def _move(self, call: Call, began_s: float) -> None:
+        if self._running.get(call.number) is call:
+            self._table.set_time(call.row, began_s)
 
     def _has_room(self) -> bool:
         return len(self._running) < self._concurrency and bool(self._free_rows)
@@ -143,13 +154,12 @@ class Lanes:
                 return
             call = self._begin()
             if not is_plain:
-                self._loop.call_soon_threadsafe(self._start_task, call)
+                self._loop.call_soon_threadsafe(guarded(self._start_task, name="start"), call)
                 continue
             num_lanes -= 1
             # A daemon, so that a function that hangs does not keep the process from ending.
-            lane = threading.Thread(target=self._work, args=(call,), name="reward", daemon=True)
             try:
-                lane.start()
+                start_thread(self._work, call, name="reward", expected=(GivenUp,))
             except RuntimeError:  # no memory for another thread
                 self._end(call)
                 self._pending.appendleft(call)
@@ -185,7 +195,8 @@ class Lanes:
                 if call.thread == 0:
                     call.thread = name
                     self._table.set_thread(call.row, kernel_id)
-                outcome = _evaluate(call)
+                with clocked(self.clock_of(call)):
+                    outcome = _evaluate(call)
                 self._leave_copy()
                 call = self._next(call, outcome)
         except GivenUp:  # it came when the function had just returned
@@ -229,8 +240,10 @@ class Lanes:
 
     def _start_task(self, call: Call) -> None:
         steps = _Steps(_evaluate_async(call), call.number, self._table, self._leave_copy)
-        call.task = self._loop.create_task(steps)
-        call.task.add_done_callback(lambda task: self._task_ended(call, task))
+        with clocked(self.clock_of(call)):
+            call.task = self._loop.create_task(steps)
+        ended = guarded(lambda task: self._task_ended(call, task), name="end of a reward")
+        call.task.add_done_callback(ended)
 
     def _task_ended(self, call: Call, task: asyncio.Task[Outcome]) -> None:
         if task.cancelled():
@@ -251,6 +264,32 @@ class Lanes:
             if call.task is not None:
                 call.task.cancel()
             self._begin_next(num_lanes=1)
+
+
+class _ClockOfCall:
+    def __init__(
+        self, call: Call, lock: threading.Lock, move: Callable[[Call, float], None]
+    ) -> None:
+        self._call = call
+        self._lock = lock
+        self._move = move
+        self._num_pauses = 0
+        self._began_s = call.began_s
+        self._elapsed_s = 0.0
+
+    def pause(self) -> None:
+        with self._lock:
+            if not self._num_pauses:
+                self._elapsed_s = time.monotonic() - self._began_s
+                self._move(self._call, math.inf)
+            self._num_pauses += 1
+
+    def resume(self) -> None:
+        with self._lock:
+            self._num_pauses -= 1
+            if not self._num_pauses:
+                self._began_s = time.monotonic() - self._elapsed_s
+                self._move(self._call, self._began_s)
 
 
 def _evaluate(call: Call) -> Outcome:

@@ -25,6 +25,9 @@ from rlsys.rewards.table import Running
 # that what runs in it is tried again.
 ANSWER_GRACE_S = 1.0
 
+# How often a call that waits for a place is looked at: its limit may run again at any time.
+WAITING_LOOK_S = 0.25
+
 # A process holds threads that were given up no longer than this, and no more than these.
 STUCK_TIMEOUT_S = 10.0
 MAX_STUCK_BEFORE_REPLACED = MAX_STUCK // 2
@@ -94,6 +97,9 @@ class Limits:
         for run in running:
             call = self._calls.get(run.number)
             if call is None or call.process is not process:
+                continue
+            if run.began_s == math.inf:  # it waits for a place; its limit does not run
+                next_s = min(next_s, now_s + WAITING_LOOK_S)
                 continue
             deadline_s = run.began_s + call.limit_s
             if now_s >= deadline_s and call.asked_s is None:

@@ -8,17 +8,23 @@ In: a completion with an answer such as \\boxed{\\frac{1}{2}}. Out: 1.0 if it eq
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import json
+import math
 import os
 import reprlib
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from rlsys.call_clock import waiting
+from rlsys.json_text import dump_json, parse_json
 from rlsys.rewards.reward import Reward, check_column_name
 from rlsys.rewards.verifiers import NUMBERS, reference
 from rlsys.types import Rollout
@@ -27,6 +33,11 @@ CHILD = Path(__file__).with_name("math_child.py")
 
 # A child whose output has closed has ended, or does so at once.
 DEATH_TIMEOUT_S = 10.0
+
+# For a child to import math-verify and sympy on a machine that is very busy.
+START_TIMEOUT_S = 120.0
+
+LOOK_EVERY_S = 0.25
 
 
 def math_answer(column: str = "answer", *, cpu_limit_s: float = 5.0) -> Reward:
@@ -59,35 +70,49 @@ def _math_answer(rollout: Rollout, *, column: str, cpu_limit_s: float) -> float:
 
 
 class _Children:
-    """As many children as cores, started when they are first needed.
+    """Pool of as many child processes as cores, which are started when they are first needed.
 
     They end when this process does: their standard input closes, or their CPU time runs out.
     """
 
     def __init__(self) -> None:
         self._slots = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
-        self._idle: list[subprocess.Popen[str]] = []
+        self._idle: list[subprocess.Popen[bytes]] = []
 
     def ask(self, expected: str, completion: str, *, cpu_limit_s: float) -> bool | str:
-        """The verdict, or a text that says what is wrong with the reference.
+        """Return the verdict, or a text that says what is wrong with the reference.
 
-        Raises TimeoutError past the limit, and ChildProcessError if the child died otherwise. The
-        runner's own limit covers the wait for a child.
+        The wait for a free child and its start do not count against the limit of the call. An
+        exception in this thread, such as that of a call past its limit, ends the child.
+
+        Raises TimeoutError past the CPU limit, and ChildProcessError if the child died otherwise.
         """
-        with self._slots:
+        question = dump_json([expected, completion, cpu_limit_s]).encode() + b"\n"
+        with waiting() as begin, self._slot():
             child = self._take()
-            assert child.stdin is not None
-            assert child.stdout is not None
-            child.stdin.write(json.dumps([expected, completion, cpu_limit_s]) + "\n")
-            child.stdin.flush()
-            answer = child.stdout.readline()
+            try:
+                begin()
+                answer = _answer(child, question)
+            except BaseException:
+                _end(child)
+                raise
             if not answer:
                 raise _death(child, completion, cpu_limit_s)
             self._idle.append(child)
-        verdict: bool | str = json.loads(answer)
+        verdict: bool | str = parse_json(answer)
         return verdict
 
-    def _take(self) -> subprocess.Popen[str]:
+    @contextlib.contextmanager
+    def _slot(self) -> Iterator[None]:
+        # In pieces, so that an exception for this thread arrives while it waits.
+        while not self._slots.acquire(timeout=LOOK_EVERY_S):
+            pass
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    def _take(self) -> subprocess.Popen[bytes]:
         while self._idle:
             child = self._idle.pop()
             if child.poll() is None:
@@ -97,16 +122,62 @@ class _Children:
             [sys.executable, "-P", str(CHILD)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            bufsize=0,
             start_new_session=True,
         )
-        assert child.stdout is not None
-        if child.stdout.readline() != "ready\n":
+        try:
+            ready = _line(child, within_s=START_TIMEOUT_S)
+        except BaseException:
+            _end(child)
+            raise
+        if ready != b"ready\n":
+            _end(child)
             raise ChildProcessError("math-verify did not start in its process; its error is above.")
         return child
 
 
-def _death(child: subprocess.Popen[str], completion: str, cpu_limit_s: float) -> OSError:
+def _answer(child: subprocess.Popen[bytes], question: bytes) -> bytes:
+    """Send a question and return the line that answers it, empty if the child has died."""
+    assert child.stdin is not None
+    try:
+        while question:
+            question = question[child.stdin.write(question) :]
+    except BrokenPipeError:
+        return b""
+    return _line(child)
+
+
+def _line(child: subprocess.Popen[bytes], *, within_s: float = math.inf) -> bytes:
+    """Return the next line of the child, empty if it has died or has not answered in time.
+
+    Waits in short pieces, so that an exception for this thread arrives meanwhile.
+    """
+    assert child.stdout is not None
+    deadline_s = time.monotonic() + within_s
+    poller = select.poll()
+    poller.register(child.stdout, select.POLLIN)
+    line = b""
+    while not line.endswith(b"\n"):
+        if time.monotonic() > deadline_s:
+            return b""
+        if not poller.poll(1000 * LOOK_EVERY_S):
+            continue
+        piece = os.read(child.stdout.fileno(), 2**16)
+        if not piece:
+            return b""
+        line += piece
+    return line
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait(timeout=DEATH_TIMEOUT_S)
+    for stream in (child.stdin, child.stdout):
+        if stream is not None:
+            stream.close()
+
+
+def _death(child: subprocess.Popen[bytes], completion: str, cpu_limit_s: float) -> OSError:
     code = child.wait(timeout=DEATH_TIMEOUT_S)
     if code == -signal.SIGPROF:
         return TimeoutError(

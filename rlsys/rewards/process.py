@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import pickle
 import signal
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlsys.json_text import parse_json
+from rlsys.json_text import dump_json, parse_json
 from rlsys.rewards.environment import without_secrets
 from rlsys.rewards.outcome import KINDS, FailureKind
 from rlsys.rewards.packing import PackedRewards
@@ -154,7 +153,7 @@ class RewardProcess:
             "max_processes": self._concurrency * PROCESSES_PER_PLACE,
         }
         subprocess.run(
-            [sys.executable, "-I", "-S", str(KEEPER), json.dumps(spec)],
+            [sys.executable, "-I", "-S", str(KEEPER), dump_json(spec)],
             env=without_secrets(os.environ, keep=self._packed.environment),
             stdin=subprocess.DEVNULL,
             pass_fds=[control, *fds],

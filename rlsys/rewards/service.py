@@ -5,7 +5,6 @@ socket ──► this thread ──► Lanes ──► [ outcomes ] ──► a 
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import queue
@@ -15,6 +14,8 @@ import threading
 import time
 from typing import Any
 
+from rlsys.background import start_thread
+from rlsys.json_text import dump_json
 from rlsys.rewards.lanes import Call, Lanes
 from rlsys.rewards.outcome import Outcome, RewardFailure
 from rlsys.rewards.reward import Reward
@@ -47,7 +48,7 @@ def serve(
     def send(message: dict[str, Any]) -> None:
         with sending:
             try:
-                channel.sendall(frame(json.dumps(message).encode()))
+                channel.sendall(frame(dump_json(message).encode()))
             except ConnectionError:  # the supervisor is gone
                 os._exit(0)
 
@@ -61,7 +62,7 @@ def serve(
                     break
             send({"outcomes": [(number, _plain(outcome)) for number, outcome in ended]})
 
-    threading.Thread(target=send_outcomes, name="outcomes", daemon=True).start()
+    start_thread(send_outcomes, name="outcomes", returns=False)
     send({"ready": True})
     poller = select.poll()
     poller.register(channel, select.POLLIN)

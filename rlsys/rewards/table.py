@@ -49,6 +49,10 @@ class CallTable:
         self._times[cell + 1] = time_s
         self._numbers[cell] = number
 
+    def set_time(self, row: int, time_s: float) -> None:
+        """Set when the call of the row began: later by its waits, inf while it waits."""
+        self._times[ROW_CELLS * row + 1] = time_s
+
     def set_thread(self, row: int, thread: int) -> None:
         self._numbers[ROW_CELLS * row + 2] = thread
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 
 from rlsys.rewards.reward import Reward, check_column_name, is_of, not_of
@@ -37,31 +38,65 @@ NUMBER = re.compile(
 )
 
 
+# Numbers of more digits, or with a larger exponent, count as infinite, or as 0: a model can write
+# 1e999999999, which an exact number would try to hold.
+MAX_DIGITS = 4000
+
+
 def final_number(text: str) -> float | None:
-    """The first number after the last "####", or the last number of a text without that mark.
+    """Return the first number after the last "####", or the last one of a text without that mark.
 
     A percent sign or a currency is a unit: "50%" is 50. None where there is no number.
     """
+    number = exact_number(text)
+    try:
+        return None if number is None else float(number)
+    except OverflowError:
+        return math.inf if number is not None and number > 0 else -math.inf
+
+
+def exact_number(text: str) -> Fraction | float | None:
+    """Return the number of `final_number` exactly; a float only where it is infinite."""
     _, mark, answer = text.rpartition(ANSWER_MARK)
-    values = [value for match in NUMBER.finditer(answer) if (value := _value(match)) is not None]
-    if not values:
-        return None
-    return values[0] if mark else values[-1]
+    matches = NUMBER.finditer(answer)
+    for match in matches if mark else reversed(list(matches)):
+        if (value := _value(match)) is not None:
+            return value
+    return None
 
 
-def _value(match: re.Match[str]) -> float | None:
-    # float, not int or Fraction: a model can write 1e999999999, which those would try to hold.
-    denominator = float(match["denominator"] or 1)
+def _value(match: re.Match[str]) -> Fraction | float | None:
+    whole, numerator = _decimal(match["whole"] or "0"), _decimal(match["numerator"])
+    denominator = _decimal(match["denominator"] or "1")
     if denominator == 0:
         return None
-    value = float(match["whole"] or 0) + float(match["numerator"].replace(",", "")) / denominator
+    if isinstance(denominator, float):
+        value = whole
+    elif isinstance(whole, float) or isinstance(numerator, float):
+        value = math.inf
+    else:
+        value = whole + numerator / denominator
     return -value if set(match["prefix"] or "") & {"-", "\N{MINUS SIGN}"} else value
+
+
+def _decimal(text: str) -> Fraction | float:
+    """Return a number written in digits, with a fraction and an exponent if need be."""
+    mantissa, _, exponent = text.replace(",", "").lower().partition("e")
+    size = int(exponent or 0) if len(exponent) <= 6 else math.inf
+    if exponent.startswith("-"):
+        size = -abs(size)
+    if len(mantissa) > MAX_DIGITS or size > MAX_DIGITS:
+        return math.inf if set(mantissa) - {"0", "."} else Fraction(0)
+    if size < -MAX_DIGITS:
+        return Fraction(0)
+    return Fraction(mantissa) * Fraction(10) ** int(size)
 
 
 def numeric_answer(column: str = "answer", *, tolerance: float = 1e-6) -> Reward:
     """Whether the final number equals the reference's, up to `tolerance` (absolute).
 
-    Both are read by `final_number`, so the reference may be a whole worked solution.
+    Both are read as by `final_number`, so the reference may be a whole worked solution. They are
+    compared exactly: integers beyond 2^53 too.
     """
     check_column_name(column, "numeric_answer")
     return Reward(
@@ -74,14 +109,14 @@ def numeric_answer(column: str = "answer", *, tolerance: float = 1e-6) -> Reward
 
 def _numeric_answer(rollout: Rollout, *, column: str, tolerance: float) -> float:
     text = reference(rollout, column, NUMBERS)
-    expected = final_number(text)
-    if expected is None or not math.isfinite(expected):
+    expected = exact_number(text)
+    if not isinstance(expected, Fraction):
         raise ValueError(
             f"metadata[{column!r}]={text!r} holds no number; name the column with the answer, or "
             "use exact_match."
         )
-    found = final_number(rollout.completion_text)
-    return float(found is not None and abs(found - expected) <= tolerance)
+    found = exact_number(rollout.completion_text)
+    return float(isinstance(found, Fraction) and abs(found - expected) <= tolerance)
 
 
 def exact_match(column: str = "answer", *, normalize: Callable[[str], str] = str.strip) -> Reward:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import ast
 import builtins
-import json
 import socket
 import sys
 from collections.abc import Collection, Iterator, Sequence
 
+from rlsys.call_clock import waiting
+from rlsys.json_text import dump_json
 from rlsys.sandbox.host import host
 from rlsys.sandbox.programs import finished, job, limits
 
@@ -42,13 +43,14 @@ async def check(
     steps, names = read_tests(tests)
     bounds = limits(timeout_s, memory_mib, 1)
     ours, theirs = socket.socketpair()
-    examiner = job(EXAMINER, json.dumps({"tests": steps, "names": names}), bounds, ours)
+    examiner = job(EXAMINER, dump_json({"tests": steps, "names": names}), bounds, ours)
     subject = job(SUBJECT.format(program=program), "", bounds, theirs)
-    verdicts, other = host().submit(examiner, subject)
-    try:
-        ended = await finished(verdicts)
-    finally:
-        host().kill(other)
+    with waiting() as begin:
+        verdicts, other = host().submit(examiner, subject, on_begin=begin)
+        try:
+            ended = await finished(verdicts)
+        finally:
+            host().kill(other)
     told = ended.stdout[: len(steps)].decode()
     return [i < len(told) and told[i] == "1" for i in range(len(steps))]
 

@@ -9,7 +9,6 @@ descriptors. inside/forkserver.py is the other end.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import shutil
@@ -19,11 +18,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rlsys.background import report, start_thread
+from rlsys.json_text import dump_json, parse_json
 from rlsys.sandbox.inside.confine import Bounds
 from rlsys.sandbox.ways import WAYS, Way, plan
 
@@ -73,6 +74,7 @@ class _Unit:
 
     jobs: Sequence[Job]
     futures: list[Future[Ended]]
+    on_begin: Callable[[], None]
     numbers: list[int] = field(default_factory=list)
 
 
@@ -98,7 +100,7 @@ class Host:
         self._has_ended = False
         self.tmp = ""
         self.way, self.version = self._start(ways)
-        threading.Thread(target=self._read, name="sandbox", daemon=True).start()
+        start_thread(self._read, name="sandbox", fail=self._failed)
 
     @property
     def has_ended(self) -> bool:
@@ -108,10 +110,15 @@ class Host:
     def pid(self) -> int:
         return self._process.pid
 
-    def submit(self, *jobs: Job) -> list[Future[Ended]]:
-        """Each future ends with how its job did, or with SandboxFailed. Jobs of one call run at the
-        same time; others wait until a processor is free."""
-        unit = _Unit(jobs=jobs, futures=[Future() for _ in jobs])
+    def submit(
+        self, *jobs: Job, on_begin: Callable[[], None] = lambda: None
+    ) -> list[Future[Ended]]:
+        """Run jobs at the same time, as soon as a processor is free.
+
+        Each future ends with how its job did, or with SandboxFailed. `on_begin` is called, in any
+        thread, when the jobs start.
+        """
+        unit = _Unit(jobs=jobs, futures=[Future() for _ in jobs], on_begin=on_begin)
         with self._lock:
             if self._has_ended:
                 raise SandboxFailed("the fork server of the sandbox has ended; try again.")
@@ -165,7 +172,7 @@ class Host:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile() as errors:
             self._process = subprocess.Popen(
-                [*planned.command, str(theirs.fileno()), json.dumps(spec)],
+                [*planned.command, str(theirs.fileno()), dump_json(spec)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -181,7 +188,7 @@ class Host:
                 if answer:
                     self._try_out()
                     ours.settimeout(None)
-                    ready = json.loads(answer)
+                    ready = parse_json(answer)
                     self.tmp = ready["tmp"]  # as the programs see it
                     return str(ready["ready"])
             except (OSError, SandboxFailed) as error:
@@ -196,9 +203,9 @@ class Host:
         """A program runs, isolated as it must be."""
         bounds = Bounds(timeout_s=START_TIMEOUT_S / 2, memory_bytes=2**26, output_bytes=2**16)
         job = Job(program=TRIAL, stdin=b"", bounds=bounds)
-        unit = _Unit(jobs=[job], futures=[Future()])
+        unit = _Unit(jobs=[job], futures=[Future()], on_begin=lambda: None)
         self._send_unit(unit)
-        self._take(json.loads(self._control.recv(MAX_MESSAGE_BYTES)))
+        self._take(parse_json(self._control.recv(MAX_MESSAGE_BYTES)))
         ended = unit.futures[0].result(0)
         if ended.stdout != b"isolated\n":
             raise SandboxFailed(f"a first program was not isolated: {ended}")
@@ -210,6 +217,7 @@ class Host:
 
     def _send_unit(self, unit: _Unit) -> None:
         self._units.add(unit)
+        unit.on_begin()
         for job, future in zip(unit.jobs, unit.futures, strict=True):
             self._next += 1
             unit.numbers.append(self._next)
@@ -237,7 +245,7 @@ class Host:
 
     def _send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):  # it has ended; the reading thread says so
-            socket.send_fds(self._control, [json.dumps(message).encode()], fds)
+            socket.send_fds(self._control, [dump_json(message).encode()], fds)
 
     def _read(self) -> None:
         poller = select.poll()
@@ -249,11 +257,16 @@ class Host:
             with contextlib.suppress(OSError):
                 message = self._control.recv(MAX_MESSAGE_BYTES) if ready else b""
                 if message:
-                    self._take(json.loads(message))
+                    self._take(parse_json(message))
                     continue
             break
         if not self._control._closed:  # type: ignore[attr-defined]
             self._end()
+
+    def _failed(self, error: BaseException) -> None:
+        """End the fork server, so that nobody waits for programs whose end nobody reads."""
+        report(error)
+        self._end()
 
     def _is_late(self) -> bool:
         with self._lock:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from rlsys.call_clock import waiting
 from rlsys.sandbox.host import Ended, Job, host
 from rlsys.sandbox.inside.confine import Bounds
 
@@ -58,8 +59,10 @@ async def run(
     SandboxUnavailable where the machine allows no isolation, SandboxFailed where the program did
     not run through no fault of its own.
     """
-    (future,) = host().submit(job(program, stdin, limits(timeout_s, memory_mib, output_mib)))
-    return result_of(await finished(future), output_mib)
+    asked = job(program, stdin, limits(timeout_s, memory_mib, output_mib))
+    with waiting() as begin:
+        (future,) = host().submit(asked, on_begin=begin)
+        return result_of(await finished(future), output_mib)
 
 
 def run_sync(
@@ -71,8 +74,10 @@ def run_sync(
     output_mib: int = 1,
 ) -> Result:
     """The same in a plain function, which waits."""
-    (future,) = host().submit(job(program, stdin, limits(timeout_s, memory_mib, output_mib)))
-    return result_of(future.result(), output_mib)
+    asked = job(program, stdin, limits(timeout_s, memory_mib, output_mib))
+    with waiting() as begin:
+        (future,) = host().submit(asked, on_begin=begin)
+        return result_of(future.result(), output_mib)
 
 
 def way() -> str:

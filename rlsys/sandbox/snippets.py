@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
+from rlsys.call_clock import waiting
 from rlsys.sandbox.host import SandboxUnavailable
 from rlsys.sandbox.programs import MIB, limits
 
@@ -30,13 +32,18 @@ async def python(code: str, *, timeout_s: float = 1.0, memory_mib: int = 64) -> 
     Each snippet begins with nothing: no names of another one. Raises ValueError for limits that are
     none, SandboxUnavailable where pydantic-monty is not installed.
     """
-    return await asyncio.to_thread(python_sync, code, timeout_s=timeout_s, memory_mib=memory_mib)
+    limits(timeout_s, memory_mib, 1)
+    with waiting() as begin:  # for a thread, too
+        return await asyncio.to_thread(
+            lambda: _pool().run(code, timeout_s, memory_mib, on_begin=begin)
+        )
 
 
 def python_sync(code: str, *, timeout_s: float = 1.0, memory_mib: int = 64) -> str:
     """The same in a plain function, which waits."""
     limits(timeout_s, memory_mib, 1)
-    return _pool().run(code, timeout_s, memory_mib)
+    with waiting() as begin:
+        return _pool().run(code, timeout_s, memory_mib, on_begin=begin)
 
 
 class _Pool:
@@ -52,7 +59,10 @@ class _Pool:
         )
         self._workers = pool.__enter__()
 
-    def run(self, code: str, timeout_s: float, memory_mib: int) -> str:
+    def run(
+        self, code: str, timeout_s: float, memory_mib: int, *, on_begin: Callable[[], None]
+    ) -> str:
+        """Run a snippet. Calls `on_begin` when a worker is free and the snippet starts."""
         printed = self._monty.CollectString(max_bytes=MAX_OUTPUT_BYTES)
         bounds: Any = {
             "max_feed_duration_secs": timeout_s,
@@ -62,6 +72,7 @@ class _Pool:
         ended = ""
         try:
             with self._workers.checkout(limits=bounds, os_policy={"sleep": "zero"}) as session:
+                on_begin()
                 value = session.feed_run(
                     code.encode(errors="replace").decode(), print_callback=printed
                 )

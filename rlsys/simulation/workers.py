@@ -125,6 +125,7 @@ class SimulatedReplica:
     devices: SharedDevices | None = None  # with the learner
     plays: Callable[[GenerationRequest], RewardResult | RewardFailure] | None = None  # an episode
     num_by_seat: tuple[int, ...] = ()  # of the 3 tokens of an episode
+    is_silent: Callable[[GenerationRequest], bool] = lambda request: False  # without a token
     num_releases: int = 0
     others: list[tuple[int, Mapping[str, int]]] = field(default_factory=list)
     """Versions that it was given: the main model's, and those of others."""
@@ -176,15 +177,17 @@ class SimulatedReplica:
         del self._running[request.request_id]
         is_baseline = request.is_baseline
         is_aborted = finish_reason is FinishReason.ABORTED
+        is_silent = bool(self.plays) and self.is_silent(request)
+        has_none = is_baseline or is_silent
         self._finished.put_nowait(
             FinishedRollout(
                 request_id=request.request_id,
                 cell=(BlockRef(self.shard, 0, 0, _layout(3, is_played=bool(self.plays))), 0),
                 num_prompt_tokens=NUM_PROMPT_TOKENS,
-                num_tokens=3,
+                num_tokens=0 if is_silent else 3,
                 outcome=self.plays(request) if self.plays and not is_aborted else None,
-                min_version=NONE_SAMPLED.oldest if is_baseline else first_version,
-                max_version=NONE_SAMPLED.newest if is_baseline else self.version,
+                min_version=NONE_SAMPLED.oldest if has_none else first_version,
+                max_version=NONE_SAMPLED.newest if has_none else self.version,
                 finish_reason=finish_reason,
                 num_injected=3 if is_baseline else 0,
                 num_by_seat=self.num_by_seat,

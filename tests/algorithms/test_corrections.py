@@ -45,6 +45,7 @@ def make_inputs(ratios: list[float]) -> LossInputs:
     ("correction", "ratios", "weights"),
     [
         (tis(2.0), [0.5, 1.0, 2.0, 8.0], [0.5, 1.0, 2.0, 2.0]),
+        (tis(2.0, floor=0.75), [0.5, 1.0, 2.0, 8.0], [0.75, 1.0, 2.0, 2.0]),
         (sequence_tis(5.0, geometric_mean=False), [2.0, 2.0, 4.0, 2.0], [4.0, 4.0, 5.0, 5.0]),
         (sequence_tis(5.0, geometric_mean=True), [4.0, 1.0, 0.25, 1.0], [2.0, 2.0, 0.5, 0.5]),
         (icepop(0.5, 5.0), [0.4, 0.6, 4.8, 6.0], [0.0, 0.6, 4.8, 0.0]),
@@ -151,6 +152,8 @@ def test_a_loss_of_ones_own_says_by_whom_it_divides() -> None:
     ("make", "message"),
     [
         (lambda: tis(0.0), r"cap=0\.0"),
+        (lambda: tis(2.0, floor=-0.5), r"floor=-0\.5"),
+        (lambda: tis(2.0, floor=1.5), r"floor=1\.5"),
         (lambda: sequence_tis(-1.0, geometric_mean=True), r"cap=-1\.0"),
         (lambda: icepop(5.0, 0.5), r"icepop\(5\.0, 0\.5\)"),
     ],

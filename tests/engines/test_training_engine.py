@@ -492,6 +492,31 @@ def test_a_step_on_nothing_is_refused(model_path: Path) -> None:
         engine.optimizer_step()
 
 
+@pytest.mark.parametrize("aggregation", [token_mean, sequence_mean, constant_length(8)])
+def test_a_step_of_rollouts_without_trained_tokens_leaves_the_weights(
+    model_path: Path, aggregation: Aggregation
+) -> None:
+    engine, twin = (make_engine(model_path, aggregation=aggregation) for _ in range(2))
+    before = weights(engine)
+    masked = [
+        replace(row, loss_mask=np.zeros_like(row.loss_mask), group_num_tokens=0)
+        for row in make_rows(2)
+    ]
+    none = make_row(np.random.default_rng(0), num_prompt=1, num_tokens=0)
+    for rows in (masked, [replace(none, group_num_tokens=0)]):
+        accumulate(engine, [rows])
+        result = engine.optimizer_step()
+        assert result.metrics["loss"] == result.metrics["grad_norm"] == 0.0
+        assert result.num_tokens == 0
+    assert engine.policy_version == 2
+    assert_same(weights(engine), before, rtol=0, atol=0)
+    # Nor do such steps move the moments of the optimizer: the next step is its first.
+    for one in (engine, twin):
+        accumulate(one, [make_rows(2, seed=1)])
+        one.optimizer_step()
+    assert_same(weights(engine), weights(twin), rtol=0, atol=0)
+
+
 def test_a_supervised_step_does_not_mix_with_a_begun_one(model_path: Path) -> None:
     engine = make_engine(model_path)
     accumulate(engine, [make_rows(1)])

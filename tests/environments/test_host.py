@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 import rlsys
+from rlsys.call_clock import waiting
 from rlsys.environments.codec import Codec
 from rlsys.environments.host import Ended, EpisodeHost
 from rlsys.environments.room import EpisodeLimits
+from rlsys.environments.tool_call import Call
+from rlsys.environments.tools import ToolSet
+from rlsys.environments.turns import seats_of, turns_of
 from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.types import MAX_BRANCHES
 from tests.environments.playing import LIMITS, InThreads, Scripted, hosted, played, request
@@ -206,14 +210,46 @@ def test_what_is_no_reward_fails(returned: Any, why: str) -> None:
     assert why in ended.failure.message
 
 
-def test_an_environment_that_never_calls_chat_fails() -> None:
-    @rlsys.environment
-    async def silent(chat: Any, task: Any) -> float:
-        return 1.0
+@rlsys.environment
+async def folds(chat: Any, task: Any) -> float:
+    """The opponent folds in every other game, before the policy's first turn."""
+    if task["n"] % 2:
+        return 2.0
+    await chat("?")
+    return -1.0
 
-    ended = play(silent, lambda text: "5")
-    assert ended.failure is not None
-    assert "nothing to train on" in ended.failure.message
+
+def test_an_episode_without_a_reply_of_the_policy_has_a_reward_and_no_token() -> None:
+    ended = play(folds, lambda text: "5", task={"n": 1})
+    assert ended.failure is None
+    assert ended.played is not None
+    assert ended.played.total == 2.0
+    assert ended.played.components == {"final": 2.0}
+    assert not ended.played.transcript
+    trajectory = ended.played.trajectory
+    assert trajectory.prompt_token_ids.tolist() == [2]  # the end of a text
+    for column in ("token_ids", "sampler_logprobs", "policy_versions", "turn_rewards"):
+        assert getattr(trajectory, column).tolist() == []
+    assert trajectory.num_branches == 1
+    assert turns_of(trajectory).tolist() == seats_of(trajectory).tolist() == []
+
+
+def test_a_group_reward_counts_for_an_episode_without_a_reply() -> None:
+    def double(rollouts: Any) -> list[float]:
+        assert [len(one.token_ids) for one in rollouts] == [2, 0]
+        return [10.0, 20.0]
+
+    environment = rlsys.environment(group_reward=double)(folds.function)
+
+    async def run() -> list[Ended]:
+        host, _ = hosted(environment, lambda text: "5")
+        return await played(host, [request(n, group_size=2, task={"n": n}) for n in range(2)])
+
+    first, second = run_in_virtual_time(run())
+    assert first.played is not None, first.failure
+    assert second.played is not None, second.failure
+    assert (first.played.total, second.played.total) == (9.0, 22.0)
+    assert second.played.trajectory.turn_rewards.tolist() == []
 
 
 def test_a_first_text_that_is_too_long_fails() -> None:
@@ -434,6 +470,32 @@ def test_its_own_time_is_bounded_and_sampling_does_not_count() -> None:
     assert ended.failure is not None
     assert ended.failure.kind == "timeout"
     assert "longer than 10 s of its own time" in ended.failure.message
+
+
+def test_waiting_for_a_place_counts_neither_for_the_environment_nor_for_its_tool() -> None:
+    @rlsys.tool(timeout_s=1)
+    async def queued(seconds: float) -> str:
+        """Wait for a place, then work."""
+        with waiting() as begin:
+            await asyncio.sleep(100)
+            begin()
+            await asyncio.sleep(seconds)
+        return "done"
+
+    @rlsys.environment(timeout_s=10, num_retries=0)
+    async def busy(chat: Any, task: Any) -> float:
+        with waiting():
+            await asyncio.sleep(100)
+        answers = await ToolSet([queued]).call_all(
+            [Call(name="queued", arguments={"seconds": task["seconds"]}, id="0")]
+        )
+        await chat("1")
+        return float(answers[0]["content"] == "done")
+
+    for seconds, total in ((0.5, 1.0), (1.5, 0.0)):
+        ended = play(busy, lambda text: "5", {"seconds": seconds})
+        assert ended.played is not None, ended.failure
+        assert ended.played.total == total
 
 
 def test_one_that_swallows_its_cancellation_is_left_to_itself() -> None:

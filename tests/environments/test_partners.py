@@ -218,15 +218,20 @@ def test_a_partner_has_room_of_its_own() -> None:
     assert partner.asked[-1].sampling.max_tokens == 1
 
 
-def test_an_episode_in_which_only_a_partner_spoke_is_a_failure() -> None:
+def test_an_episode_in_which_only_a_partner_spoke_has_a_reward_and_no_token() -> None:
     @rlsys.environment(seats=("first", "second"), num_retries=0)
     async def alone(chat: Any, task: Any) -> float:
         await chat.seat("second")("1")
         return 1.0
 
     ended, _, _ = play(alone, lambda text: "5", lambda text: "a")
-    assert ended.failure is not None
-    assert "without a reply of the policy" in ended.failure.message
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 1.0
+    assert len(ended.played.trajectory.token_ids) == 0
+    assert [(line["seat"], line["sampled"]) for line in ended.played.transcript] == [
+        ("second", False),
+        ("second", False),
+    ]
 
 
 def test_too_long_a_first_text_is_told_with_whose_it_was() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import rlsys
+from rlsys import sandbox
 from rlsys.environments import plain
 from rlsys.environments.codec import Codec
 from rlsys.environments.environment import Environment
@@ -242,3 +244,43 @@ def test_nothing_is_left_of_it() -> None:
     while os.path.exists(f"/proc/{pid}"):  # nothing announces the end of another's child
         assert time.monotonic() < deadline, "it is still there"
         time.sleep(0.05)
+
+
+@rlsys.environment(num_retries=0)
+def replaces_json(chat: Any, task: Any) -> float:
+    def dumps(value: Any) -> bytes:
+        return b"replaced"
+
+    json.dumps = dumps  # type: ignore[assignment]
+    return float(len(chat("1")))
+
+
+def test_a_function_that_replaces_json_is_played() -> None:
+    async def run() -> None:
+        async with hosting(replaces_json, lambda text: "55") as host:
+            (ended,) = await played(host, [request()])
+        assert ended.played is not None, ended.failure
+        assert ended.played.total == 2.0
+
+    asyncio.run(asyncio.wait_for(run(), 300))
+
+
+@rlsys.environment(timeout_s=3.0, num_retries=0)
+def runs_programs(chat: Any, task: Any) -> float:
+    """Wait for a processor behind the programs of the other episodes."""
+    result = sandbox.run_sync("while True: pass", timeout_s=1.0)
+    chat("1")
+    return float(result.reason == "time")
+
+
+def test_waiting_for_the_sandbox_does_not_count_for_a_plain_environment() -> None:
+    """Four programs of a second for each processor, and three seconds for an episode."""
+    num = 4 * len(os.sched_getaffinity(0))
+
+    async def run() -> None:
+        async with hosting(runs_programs, lambda text: "5") as host:
+            ended = await played(host, [request(n) for n in range(num)])
+        assert [one.failure for one in ended] == [None] * num
+        assert all(one.played is not None and one.played.total == 1.0 for one in ended)
+
+    asyncio.run(asyncio.wait_for(run(), 300))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import signal
+import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 from rlsys.rewards import RewardFailure, RewardResult, math_answer
 from rlsys.rewards.math_answer import _Children
 from rlsys.types import FinishReason, Rollout
-from tests.rewards.reward_harness import score
+from tests.rewards.reward_harness import score, wait_until
 
 pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
 
@@ -92,3 +95,46 @@ def test_without_the_library_the_error_says_how_to_install_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'math-verify"):
         math_answer()
+
+
+def test_waiting_for_a_child_does_not_count_against_the_limit_of_a_call() -> None:
+    """More bombs than cores keep every child busy for longer than the limit of one call."""
+    num_bombs = 2 * len(os.sched_getaffinity(0))
+    bombs = [rollout("$9^{9^{9^9}}$", "2") for _ in range(num_bombs)]
+    innocent = [rollout("\\boxed{2}", "2") for _ in range(3)]
+    results = score(math_answer(cpu_limit_s=1.5), batch=[*bombs, *innocent], limit_s=2.5)
+    assert [getattr(one, "kind", "") for one in results[:num_bombs]] == ["timeout"] * num_bombs
+    for one in results[num_bombs:]:
+        assert isinstance(one, RewardResult), one
+        assert one.total == 1.0
+
+
+def test_an_exception_for_the_waiting_thread_ends_the_child_and_frees_its_place() -> None:
+    children = _Children()
+    assert children.ask("2", "$2$", cpu_limit_s=5) is True
+    (child,) = children._idle
+    os.kill(child.pid, signal.SIGSTOP)
+    failed: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            children.ask("2", "$2$", cpu_limit_s=5)
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert thread.ident is not None
+    name = thread.ident
+    wait_until(lambda: sys._current_frames()[name].f_code.co_name == "_line")
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(name), ctypes.py_object(KeyboardInterrupt)
+    )
+    thread.join(timeout=300)
+    assert [type(error) for error in failed] == [KeyboardInterrupt]
+    assert child.wait(timeout=300) == -signal.SIGKILL
+    assert children.ask("2", "$2$", cpu_limit_s=5) is True
+
+
+def test_a_long_completion_is_judged() -> None:
+    assert math_answer()(rollout("words " * 50_000 + "\\boxed{7}", "7")) == 1.0

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
+from rlsys import sandbox
 from rlsys.rewards import RewardResult, exact_match, reward
 from rlsys.types import Rollout
 from tests.rewards.reward_harness import (
@@ -345,3 +346,20 @@ def test_a_cheap_batch_is_scored_in_milliseconds() -> None:
 
     # 8 ms on an idle machine. The best of 40, and more: other processes use this one too.
     assert run(scenario) <= 0.1
+
+
+async def runs_a_program(rollout: Rollout) -> float:
+    result = await sandbox.run("while True: pass", timeout_s=1.0)
+    return float(result.reason == "time")
+
+
+def runs_a_program_sync(rollout: Rollout) -> float:
+    result = sandbox.run_sync("while True: pass", timeout_s=1.0)
+    return float(result.reason == "time")
+
+
+@pytest.mark.parametrize("function", [runs_a_program, runs_a_program_sync])
+def test_waiting_for_the_sandbox_does_not_count_against_a_limit(function: Any) -> None:
+    """Four programs of a second for each processor, and three seconds for a call."""
+    num = 4 * len(os.sched_getaffinity(0))
+    assert [total(one) for one in score(function, batch=rollouts(num), limit_s=3.0)] == [1.0] * num

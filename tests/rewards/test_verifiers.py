@@ -106,6 +106,37 @@ def test_numeric_answer_compares_up_to_its_tolerance() -> None:
     assert value(numeric_answer("n"), "12345678", n=12345679) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("answer", "completion", "expected"),
+    [
+        (9007199254740993, "9007199254740993", 1.0),
+        (9007199254740993, "9,007,199,254,740,993", 1.0),
+        (9007199254740993, "9007199254740992", 0.0),  # equal as floats
+        ("123456789012345678901234567890", "123456789012345678901234567891", 0.0),
+        (1e22, "10000000000000000000000", 1.0),
+        (1e22, "10000000000000000000001", 0.0),
+        (5e-05, "0.00005", 1.0),
+        (5e-05, "5e-5", 1.0),
+        ("1e-5000", "0", 1.0),
+        ("18", "1e5000", 0.0),
+        ("1" * 5000, "1", ValueError),
+        ("0." + "3" * 30, "1/3", 1.0),
+        ("\\$36", "It costs \\$36.", 1.0),
+        ("\\[\\frac{3}{4}\\]", "\\boxed{4}", 1.0),  # no LaTeX: that is math_answer's
+        ("5 dollars", "5", 1.0),
+        ("204", "\\boxed{204}", 1.0),
+        ("007", "The answer is 7.", 1.0),
+        ("#### 1,234", "So she has $1,234.00 left.", 1.0),
+    ],
+)
+def test_numbers_are_compared_exactly(answer: Any, completion: str, expected: Any) -> None:
+    if expected is ValueError:
+        with pytest.raises(ValueError, match="holds no number"):
+            value(numeric_answer(), completion, answer=answer)
+    else:
+        assert value(numeric_answer(), completion, answer=answer) == expected
+
+
 def test_numeric_answer_reads_every_reference_of_gsm8k() -> None:
     rows = [
         json.loads(line)
@@ -119,7 +150,7 @@ def test_numeric_answer_reads_every_reference_of_gsm8k() -> None:
         assert value(numeric_answer(), f"The answer is {answer}7.", **row) == 0.0
 
 
-@pytest.mark.parametrize("metadata", [{"answer": "none"}, {"answer": "1e999"}, {"answer": "1/0"}])
+@pytest.mark.parametrize("metadata", [{"answer": "none"}, {"answer": "1e99999"}, {"answer": "1/0"}])
 def test_a_reference_without_a_number_is_the_datasets_fault(metadata: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"metadata\['answer'\]=.* holds no number"):
         value(numeric_answer(), "1", **metadata)

@@ -12,7 +12,7 @@ Shape legend: I inputs and O outputs of a linear layer, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,21 +92,22 @@ class Adapters:
                 f"model.lora: the head of {type(model).__name__} is more than a linear one of one "
                 "output, which adapters leave out; train all weights."
             )
+        linear = adaptable_layers(model)
+        if wrong := lora.misnamed(linear):
+            raise self._misnamed(lora, f"{wrong[0]!r} is none, or the head")
         self._config = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,
-            target_modules="all-linear" if lora.targets is None else list(lora.targets),
+            # By name: PEFT's "all-linear" also wraps the experts of a mixture, which are no layers.
+            target_modules=sorted(name for name in linear if lora.adapts(name)),
             task_type="CAUSAL_LM" if has_logits else "SEQ_CLS",
             base_model_name_or_path=str(path),
         )
-        linear = _linear_layers(model)
-        if wrong := lora.misnamed(linear):
-            raise self._misnamed(lora, f"{wrong[0]!r} is none, or the head")
         try:
             inject_adapter_in_model(self._config, model, low_cpu_mem_usage=True)
         except ValueError as error:
             raise self._misnamed(lora, in_short(error)) from error
-        if others := sorted(set(self._layers) - linear):
+        if others := sorted(set(self._layers) - linear.keys()):
             raise self._misnamed(lora, f"{others[0]} is none, or the head")
         for layer in self._layers.values():
             for part in PARTS:
@@ -187,13 +188,35 @@ class Adapters:
             save_file(named, beside / "adapter_model.safetensors")
 
 
-def _linear_layers(model: Any) -> set[str]:
-    """Names of all but the head."""
+def adaptable_layers(model: Any) -> dict[str, Any]:
+    """Return the linear layers that adapters may stand beside, by Hugging Face name.
+
+    These are all but the head and but those that PEFT takes for experts. PEFT reads adapters of
+    mixtures from times when each expert was a layer of its own: in such a model it replaces names
+    like `gate_proj` by the tensor of all experts, also those of dense and shared layers. An adapter
+    beside one of these could not be loaded by PEFT.
+    """
     from transformers.pytorch_utils import Conv1D
 
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))
-    return {
-        name
+    linear = {
+        name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module not in heads
+        if isinstance(module, nn.Linear | Conv1D) and not any(module is head for head in heads)
     }
+    if all(one.dim() < 3 for one in model.parameters()):  # no tensor of several experts
+        return linear
+    kept = _kept_by_peft(model, linear)
+    return {name: module for name, module in linear.items() if name in kept}
+
+
+def _kept_by_peft(model: Any, names: Iterable[str]) -> set[str]:
+    """Return the names that PEFT leaves as they are, all of them where it is not installed."""
+    try:
+        from peft import LoraConfig
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:
+        return set(names)
+    config = LoraConfig(target_modules=list(names))
+    convert_peft_config_for_transformers(config, model=model, conversions=None)
+    return set(config.target_modules or ())

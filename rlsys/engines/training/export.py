@@ -9,7 +9,6 @@ Rank 0 never holds more than the tensors of one file.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from rlsys.checkpoint import new_directory
 from rlsys.engines.causal_lm import telling_disk_errors
 from rlsys.engines.promises import Index, Promise, sources
 from rlsys.engines.training.ranks import Ranks
+from rlsys.json_text import dump_json
 
 FILE_BYTES = 5 * 10**9  # a file is larger only where what was converted as one would not fit
 
@@ -159,7 +159,7 @@ def _write_settings(
             "metadata": {"total_size": sum(file.num_bytes for file in plan.files)},
             "weight_map": {name: file.name for file in plan.files for name in file.tensors},
         }
-        text = json.dumps(index, indent=2, sort_keys=True)
+        text = dump_json(index, indent=2, sort_keys=True)
         (directory / "model.safetensors.index.json").write_text(text + "\n")
     config = copy.deepcopy(model.config)  # whose dtype is that of the float32 masters
     config.architectures, config.dtype = [type(model).__name__], dtype

@@ -528,6 +528,7 @@ class FSDPEngine:
         oldest = int(versions.min(initial=self.policy_version))
         self._statistics.add_rollout(
             denominator=denominator,
+            num_places=num_places,
             num_tokens=len(versions),
             staleness=self._num_updates - self._config.updates_per_step * oldest,
         )
@@ -568,8 +569,11 @@ class FSDPEngine:
         return (cut + whole / self._layout.tp) / self._layout.dp_replicate
 
     def _apply_gradients(self, rate: float, what: str) -> StepSums:
-        """Normalise, clip and update, then begin the next update; the weights change only if all
-        is finite."""
+        """Normalise, clip and update, then begin the next update.
+
+        The weights change only if all is finite. Rows without a single trained token leave weights
+        and optimizer state as they are.
+        """
         parameters = list(self._parameters.values())
         sums = self._reduced(parameters)
         while _overflowed(sums) and self._scale.lower():
@@ -585,6 +589,9 @@ class FSDPEngine:
                 "checkpoint, of step N (model.path): --resume --num-steps N exports it to hf/."
                 + self._range_hint
             )
+        if sums.num_rows and not sums.num_places:  # episodes in which the policy said nothing
+            self._begin_update()
+            return sums
         if sums.denominator <= 0:
             self._begin_batch()
             raise ValueError(

@@ -21,6 +21,8 @@ from rlsys.engines.training.ranks import Ranks
 class StepSums:
     """Over the global batch of one optimizer update."""
 
+    num_rows: int  # all that were accumulated
+    num_places: int  # tokens (of a reward model: rows) that the loss is about
     num_rollouts: int  # with tokens that are trained on
     num_tokens: int  # completion tokens
     loss: float  # Σ weight · token loss / Σ denominator
@@ -48,7 +50,8 @@ class StepStatistics:
     def __init__(self, *, counts: bool = True) -> None:
         self._counts_here = counts
         self._denominator = 0.0
-        self._has_rows = False
+        self._num_rows = 0
+        self._num_places = 0
         self._num_rollouts = 0
         self._num_tokens = 0
         self._staleness_sum = 0
@@ -59,11 +62,14 @@ class StepStatistics:
 
     @property
     def is_empty(self) -> bool:
-        return not self._loss and not self._has_rows
+        return not self._loss and not self._num_rows
 
-    def add_rollout(self, *, denominator: float, num_tokens: int, staleness: int) -> None:
-        """One without tokens has no staleness, whatever is said."""
-        self._has_rows = True
+    def add_rollout(
+        self, *, denominator: float, num_places: int, num_tokens: int, staleness: int
+    ) -> None:
+        """Count a row. Its staleness is ignored if it has no tokens."""
+        self._num_rows += 1
+        self._num_places += num_places
         self._denominator += denominator
         if not num_tokens:
             return
@@ -87,6 +93,8 @@ class StepStatistics:
         """A collective."""
         names = ranks.union(self._totals)
         host = [
+            float(self._num_rows),
+            float(self._num_places),
             float(self._num_rollouts),
             float(self._num_tokens),
             self._denominator,
@@ -102,17 +110,19 @@ class StepStatistics:
             told = torch.zeros_like(told[0]), torch.zeros_like(told[1])
         vector = torch.cat((told[0], squared_norm.reshape(1), told[1]))
         gathered = ranks.gather(vector)  # [R, K]
-        rollouts, tokens, denominator, staleness, _, *rest = gathered.sum(0).tolist()
+        rows, places, rollouts, tokens, denominator, staleness, _, *rest = gathered.sum(0).tolist()
         counts, (squares, loss, *totals) = rest[: len(names)], rest[len(names) :]
         divisor = denominator or 1.0
         return StepSums(
+            num_rows=round(rows),
+            num_places=round(places),
             num_rollouts=round(rollouts),
             num_tokens=round(tokens),
             loss=loss / divisor,
             denominator=denominator,
             grad_norm=squares**0.5 / divisor,
             staleness_mean=staleness / max(rollouts, 1.0),
-            staleness_max=round(gathered[:, 4].max().item()),
+            staleness_max=round(gathered[:, 6].max().item()),
             totals=dict(zip(names, totals, strict=True)),
             counts=dict(zip(names, counts, strict=True)),
         )
@@ -125,9 +135,11 @@ def over_updates(updates: Sequence[StepSums]) -> StepSums:
     denominator = sum(update.denominator for update in updates)
     num_rollouts = sum(update.num_rollouts for update in updates)
     return StepSums(
+        num_rows=sum(update.num_rows for update in updates),
+        num_places=sum(update.num_places for update in updates),
         num_rollouts=num_rollouts,
         num_tokens=sum(update.num_tokens for update in updates),
-        loss=sum(update.loss * update.denominator for update in updates) / denominator,
+        loss=sum(update.loss * update.denominator for update in updates) / (denominator or 1.0),
         denominator=denominator,
         grad_norm=sum(update.grad_norm for update in updates) / len(updates),
         staleness_mean=sum(update.staleness_mean * update.num_rollouts for update in updates)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlsys.environments.adapters import Foreign, required
 from rlsys.environments.chat import Chat, Refused
+from rlsys.json_text import dump_json, parse_json
 
 # Of one message; observations may be large.
 MAX_MESSAGE_BYTES = 2**27
@@ -96,7 +96,7 @@ class OpenEnv(Foreign):
             return self.text(observation)
         if self.text is None:
             told = {name: value for name, value in observation.items() if name not in UNTOLD}
-            return json.dumps(told, ensure_ascii=False)
+            return dump_json(told, ensure_ascii=False)
         if self.text not in observation:
             raise KeyError(
                 f"an observation of {self.url} has no {self.text!r}; it has "
@@ -121,8 +121,8 @@ class _Session:
         try:
             async with asyncio.timeout(self._timeout_s):
                 with contextlib.suppress(closed):  # what it said before is still to be read
-                    await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
-                answer = json.loads(await self._socket.recv())
+                    await self._socket.send(dump_json({"type": kind, "data": dict(data)}))
+                answer = parse_json(await self._socket.recv())
         except closed as error:
             raise ConnectionError(
                 f"the environment's server closed the session: {error}"
@@ -140,4 +140,4 @@ class _Session:
         )
 
     async def close(self) -> None:
-        await self._socket.send(json.dumps({"type": "close"}))
+        await self._socket.send(dump_json({"type": "close"}))

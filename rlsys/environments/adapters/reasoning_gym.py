@@ -8,7 +8,6 @@ scoring are made again where it is played. One turn an episode.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 from rlsys.environments.adapters import Foreign, required
 from rlsys.environments.plain_chat import PlainChat
+from rlsys.json_text import dump_json, parse_json
 
 # The answer stands between these in a reply, the last such pair counts.
 PROMPT = (
@@ -76,14 +76,14 @@ class ReasoningGym(Foreign):
         return answer
 
     def _dataset(self, name: str, seed: int) -> Any:
-        return _made(name, json.dumps({**self.datasets[name], "seed": seed}))
+        return _made(name, dump_json({**self.datasets[name], "seed": seed}))
 
 
 @functools.lru_cache(maxsize=256)
 def _made(name: str, settings: str) -> Any:
     gym = required("reasoning_gym", "reasoning-gym")
     try:
-        return gym.create_dataset(name, **json.loads(settings))
+        return gym.create_dataset(name, **parse_json(settings))
     except (TypeError, AssertionError) as error:
         raise ValueError(
             f"the dataset {name!r} of Reasoning Gym refuses the settings {settings}: {error}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -20,8 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlsys.background import report, start_task
 from rlsys.environments.adapters import Foreign
 from rlsys.environments.environment import Environment, agent
+from rlsys.json_text import dump_json, parse_json
 from rlsys.rewards.environment import without_secrets
 
 CHILD = Path(__file__).with_name("verifiers_child.py")
@@ -67,13 +68,13 @@ class Verifiers(Foreign):
         requests = [dict(self.env), {"id": 0, "tasks": num}]
         ended = subprocess.run(
             [self.python, *ALONE, str(CHILD)],
-            input="".join(f"{json.dumps(one)}\n" for one in requests).encode(),
+            input="".join(f"{dump_json(one)}\n" for one in requests).encode(),
             stdout=subprocess.PIPE,
             env=self._variables(),
             timeout=self.start_timeout_s,
             check=False,
         )
-        first, *others = [json.loads(line) for line in ended.stdout.splitlines()] or [{}]
+        first, *others = [parse_json(line) for line in ended.stdout.splitlines()] or [{}]
         if "ready" not in first or not others:
             raise ValueError(self._not_started(first))
         rows: list[dict[str, Any]] = others[0]["rows"]
@@ -121,7 +122,7 @@ class Verifiers(Foreign):
 
     def _key(self) -> str:
         loop = id(asyncio.get_running_loop())
-        return json.dumps([loop, self.python, dict(self.env), dict(self.variables)])
+        return dump_json([loop, self.python, dict(self.env), dict(self.variables)])
 
     def _variables(self) -> dict[str, str]:
         return {**without_secrets(os.environ), **self.variables}
@@ -165,8 +166,8 @@ class _Process:
         first = await self._stdout.readline()
         if not first:
             return {}
-        self._reading = asyncio.create_task(self._read())
-        answer: dict[str, Any] = json.loads(first)
+        self._reading = start_task(self._read(), fail=self._failed)
+        answer: dict[str, Any] = parse_json(first)
         return answer
 
     async def play(self, **request: Any) -> dict[str, float]:
@@ -196,18 +197,28 @@ class _Process:
         async with asyncio.timeout(STOP_TIMEOUT_S):
             await self._child.wait()
             if self._reading is not None:
-                await self._reading
+                await asyncio.wait({self._reading})
 
     def _send(self, request: Mapping[str, Any]) -> None:
         if self._stdin.is_closing():
             raise ConnectionError("the process of verifiers has died; see its log.")
-        self._stdin.write(json.dumps(request).encode() + b"\n")
+        self._stdin.write(dump_json(request).encode() + b"\n")
 
     async def _read(self) -> None:
         while line := await self._stdout.readline():
-            answer = json.loads(line)
+            answer = parse_json(line)
             if (waiting := self._waiting.get(answer["id"])) is not None and not waiting.done():
                 waiting.set_result(answer)
+        self._end_waiting()
+
+    def _failed(self, error: BaseException) -> None:
+        """End the process: nobody reads its answers any more."""
+        report(error)
+        with contextlib.suppress(ProcessLookupError):
+            self._child.kill()
+        self._end_waiting()
+
+    def _end_waiting(self) -> None:
         self._stdin.close()
         for waiting in self._waiting.values():
             if not waiting.done():

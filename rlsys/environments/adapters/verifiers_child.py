@@ -115,17 +115,19 @@ class Child:
             self._playing[number] = asyncio.create_task(self._play(request))
 
     async def _play(self, request: dict[str, Any]) -> None:
-        served = await self._current()
-        served.num_running += 1
+        served: Served | None = None
         try:
+            served = await self._current()
+            served.num_running += 1
             self.tell({"id": request["id"], "rewards": await served.play(request)})
         # Whatever an environment raises is its episode's outcome.
         except Exception as error:  # noqa: BLE001
             self.tell({"id": request["id"], "error": f"{type(error).__name__}: {error}"})
         finally:
             del self._playing[request["id"]]
-            served.num_running -= 1
-            if served is not self._served and not served.num_running:
+            if served is not None:
+                served.num_running -= 1
+            if served is not None and served is not self._served and not served.num_running:
                 stopping = asyncio.create_task(served.stop())
                 self._stopping.add(stopping)
                 stopping.add_done_callback(self._stopping.discard)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import math
 import mmap
 import os
@@ -32,6 +31,7 @@ import numpy as np
 import torch
 import xxhash
 
+from rlsys.json_text import dump_json, parse_json
 from rlsys.layout.holdings import Box
 from rlsys.layout.plan import ALIGNMENT, Segment
 from rlsys.layout.transport.shared_memory import (
@@ -404,7 +404,7 @@ def _is_turned(tensor: torch.Tensor) -> bool:
 
 def _table(segments: Sequence[Segment]) -> bytes:
     """As many bytes as make whole words."""
-    told = json.dumps(
+    told = dump_json(
         [
             (one.name, str(one.dtype).removeprefix("torch."), one.offset, one.box.bounds)
             for one in segments
@@ -422,7 +422,7 @@ def _segments(table: bytes) -> tuple[Segment, ...]:
             dtype=getattr(torch, dtype),
             box=Box(tuple((start, stop) for start, stop in bounds)),
         )
-        for name, dtype, offset, bounds in json.loads(table)
+        for name, dtype, offset, bounds in parse_json(table)
     )
 
 
