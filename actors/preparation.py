@@ -27,7 +27,7 @@ from rlsys.data.alphabet import Alphabet
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, TaskSource, load_tokenizer
 from rlsys.data.row_source import RowSource
-from rlsys.data.rows import LOADERS
+from rlsys.data.sources import hub_names, may_have_splits
 from rlsys.data.vocabulary import check_vocabularies, check_vocabulary
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import (
@@ -62,12 +62,8 @@ from rlsys.user_functions import name_of
 def hub_of(config: RunConfig, flow: Dataflow) -> contextlib.AbstractContextManager[None]:
     roles = [model.config.model.path for model in flow.models.values() if model.config]
     names = [config.model.path, *filter(None, roles)]
-    names += filter(_is_hub_name, [config.data.source, config.evaluation.source])
+    names += hub_names(config.data.source) + hub_names(config.evaluation.source)
     return offline_where_unreachable(*names)
-
-
-def _is_hub_name(source: str) -> bool:
-    return bool(source) and Path(source).suffix not in LOADERS
 
 
 def with_model(
@@ -414,9 +410,11 @@ def check_held_out(
         f"evaluation.every={config.evaluation.every} samples from {flow.main.name!r}, whose head "
         f"is {flow.main.head!r}; give HeldOut no rewards, or use evaluation.every=0.",
     )
-    has_splits = flow.source.prompts.rows is None and _is_hub_name(config.data.source)
+    has_split = flow.source.prompts.rows is None and (
+        may_have_splits(config.data.source) or "[" in config.evaluation.split
+    )
     require(
-        held_out.rows is not None or bool(config.evaluation.source) or has_splits,
+        held_out.rows is not None or bool(config.evaluation.source) or has_split,
         f"evaluation.every={config.evaluation.every}, and nothing is held out: give a file or a "
         "dataset as evaluation.source, or rows as launch(held_out=rlsys.HeldOut(rows=...)).",
     )

@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from rlsys.config import (
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, TaskSource, load_tokenizer
 from rlsys.data.row_source import RowSource
-from rlsys.data.rows import LOADERS
+from rlsys.data.sources import hub_names
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.sampling import request_seed
@@ -296,9 +295,7 @@ def _sample(host: EpisodeHost, ended: Ended) -> Sample:
 def _hub_names(config: EvaluationConfig, rows: Rows | None) -> list[str]:
     """What may have to come from the hub."""
     names = [config.model.path]
-    if rows is None and Path(config.data.source).suffix not in LOADERS:
-        names.append(config.data.source)
-    return names
+    return names + (hub_names(config.data.source) if rows is None else [])
 
 
 def held_out_tasks(
@@ -309,7 +306,7 @@ def held_out_tasks(
     of_a_run: bool = False,
 ) -> list[Mapping[str, Any]]:
     """As `held_out_prompts`: what an environment plays."""
-    source = TaskSource(config.data, seed=config.seed, rows=rows, held_out=of_a_run)
+    source = TaskSource(config.data, seed=config.seed, rows=rows, held_out=of_a_run, evaluated=True)
     source.check_required(environment.required_columns, f"environment {environment.name!r}")
     return [one.metadata for one in _first(config, source, "tasks", of_a_run=of_a_run)]
 
@@ -335,6 +332,7 @@ def held_out_prompts(
         rows=rows,
         completions=completions,
         held_out=of_a_run,
+        evaluated=True,
     )
     source.check_rewards(rewards)
     return _first(config, source, "prompts", of_a_run=of_a_run)

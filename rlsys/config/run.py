@@ -19,14 +19,16 @@ class DataConfig:
     """Where prompts come from."""
 
     source: str = ""
-    """Hub dataset name, or a local .jsonl, .json or .parquet file. A recipe that makes its own rows
-    refuses it."""
+    """Hub dataset, file (.jsonl, .json, .csv, .parquet, .arrow), pattern such as a-*.jsonl, or
+    directory. Several: A,B one after another; A*0.7,B*0.3 as a mixture (docs/formats.md). A recipe
+    that makes its own rows refuses it."""
     subset: str | None = None
     """Configuration of a hub dataset, such as "main"."""
     split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a hub dataset or a directory. Of every source also a part, such as train[:90%]."""
     prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages."""
+    """Column with the prompt, or a dotted path such as extra_info.question: a string, or a list of
+    chat messages."""
     system_prompt: str | None = None
     """System message put before each prompt; needs chat_template."""
     chat_template: bool = False
@@ -299,9 +301,10 @@ class HeldOutConfig:
     greedy: bool = False
     """The most likely token each time, instead of samples; needs num_samples=1."""
     source: str = ""
-    """Hub dataset name or file, with the columns and the rendering of data; unset: data.source."""
+    """As data.source, with the columns and the rendering of data; each row counts once. Unset:
+    data.source."""
     split: str = "test"
-    """Split of a hub dataset."""
+    """Split of a hub dataset or a directory. Of every source also a part, such as train[90%:]."""
     num_cpus: float = 0
     """CPU cores that Ray reserves for the evaluating worker; 0: none, beside the others."""
     num_gpus: float = 0

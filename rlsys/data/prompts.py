@@ -24,6 +24,7 @@ from rlsys.data.completions import CompletionColumn
 from rlsys.data.hub import check_no_run, in_short, unreadable
 from rlsys.data.render import PromptRenderer
 from rlsys.data.row_source import RowSource
+from rlsys.rewards.columns import value_at
 from rlsys.types import Int32Array, Prompt
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,9 @@ class PromptSource(RowSource):
         rows: Sequence[Mapping[str, Any]] | None = None,
         completions: tuple[str, int] | None = None,
         held_out: bool = False,
+        evaluated: bool = False,
     ) -> None:
-        super().__init__(config, seed=seed, rows=rows, held_out=held_out)
+        super().__init__(config, seed=seed, rows=rows, held_out=held_out, evaluated=evaluated)
         self._renderer = PromptRenderer(config, tokenizer)
         self._check_column(config.prompt_column, "data.prompt_column")
         self._completions = self._completion_column(completions, max_tokens)
@@ -87,7 +89,7 @@ class PromptSource(RowSource):
             (config.max_prompt_tokens, "data.max_prompt_tokens"),
             (room, f"the model's context of {max_context} less sampling.max_tokens={max_tokens}"),
         )
-        self._admitted = self._admit()
+        self._admitted = self._epoch(self._admit())
 
     @property
     def metadata_columns(self) -> tuple[str, ...]:
@@ -99,8 +101,9 @@ class PromptSource(RowSource):
         number = self.row(index)
         row = dict(self._rows[number])
         column = self._completions
-        held = row[column.name] if column is not None else None
-        asked = self._asked(row.pop(self._config.prompt_column), number)
+        held = value_at(row, column.name) if column is not None else None
+        asked = self._asked(value_at(row, self._config.prompt_column), number)
+        row.pop(self._config.prompt_column, None)
         text, token_ids = self.rendered(asked, self._name(number))
         return Prompt(
             index=index,
@@ -221,9 +224,10 @@ class TaskSource(RowSource):
         seed: int,
         rows: Sequence[Mapping[str, Any]] | None = None,
         held_out: bool = False,
+        evaluated: bool = False,
     ) -> None:
-        super().__init__(config, seed=seed, rows=rows, held_out=held_out)
-        self._admitted = np.arange(len(self._rows), dtype=np.int32)
+        super().__init__(config, seed=seed, rows=rows, held_out=held_out, evaluated=evaluated)
+        self._admitted = self._epoch(np.arange(len(self._rows), dtype=np.int32))
 
     def at(self, index: int) -> Prompt:
         number = self.row(index)
