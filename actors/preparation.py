@@ -31,6 +31,7 @@ from rlsys.data.sources import hub_names, may_have_splits
 from rlsys.data.vocabulary import check_vocabularies, check_vocabulary
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import (
+    PREFERENCE,
     DatasetStage,
     Head,
     InferStage,
@@ -38,7 +39,6 @@ from rlsys.dataflow.stages import (
     Model,
     PlayStage,
     ScoreStage,
-    SourceStage,
 )
 from rlsys.engines.generation.interruption import interruption_of
 from rlsys.engines.routing import replayable_routing
@@ -193,7 +193,7 @@ def load_prompts(
             Alphabet(tokenizer).check(config.sampling.interruption, "sampling.interruption")
     prompts = None
     with mistakes.noted():
-        prompts = _read_prompts(config, flow.source, tokenizer, shape)
+        prompts = _read_prompts(config, flow, tokenizer, shape)
         with mistakes.noted():
             prompts.check_size(config.prompts_per_step)
         for scored in flow.all(ScoreStage):
@@ -215,8 +215,9 @@ def load_prompts(
 
 
 def _read_prompts(
-    config: RunConfig, stage: SourceStage, tokenizer: Any, shape: ModelShape
+    config: RunConfig, flow: Dataflow, tokenizer: Any, shape: ModelShape
 ) -> RowSource:
+    stage = flow.source
     if isinstance(stage, PlayStage):
         return TaskSource(stage.prompts.config, seed=config.seed, rows=stage.prompts.rows)
     return PromptSource(
@@ -229,6 +230,7 @@ def _read_prompts(
         completions=(stage.completions, stage.group_size)
         if isinstance(stage, DatasetStage)
         else None,
+        preferences=flow.reads(PREFERENCE),
     )
 
 

@@ -319,10 +319,12 @@ def held_out_prompts(
     rows: Rows | None = None,
     completions: tuple[str, int] | None = None,
     *,
+    preferences: bool = False,
     of_a_run: bool = False,
 ) -> list[Prompt]:
-    """`completions` as of PromptSource. `of_a_run`: errors name a run's settings. Raises ValueError
-    for data that cannot be used, or is too little."""
+    """Return the prompts of an evaluation; `completions` and `preferences` as in PromptSource. With
+    `of_a_run`, errors name a run's settings. Raises ValueError for data that cannot be used, or is
+    too little."""
     source = PromptSource(
         config.data,
         tokenizer,
@@ -331,6 +333,7 @@ def held_out_prompts(
         max_context=max_context,
         rows=rows,
         completions=completions,
+        preferences=preferences,
         held_out=of_a_run,
         evaluated=True,
     )

@@ -61,9 +61,13 @@ class ChatColumn:
         )
         return value[: roles.index(REPLY)]
 
-    def read(self, value: object, where: str) -> tuple[Completion, ...]:
-        """Of one row, as a group of one. Raises ValueError, beginning with `where`."""
-        pieces = self._pieces(value, where)
+    def read(
+        self, value: object, where: str, *, num_continued: int | None = None
+    ) -> tuple[Completion, ...]:
+        """Return the completion of one row, as a group of one. Raises ValueError, beginning with
+        `where`. With `num_continued`, only the replies among the last so many messages are
+        trained on, and the messages before them are the prompt."""
+        pieces = self._pieces(value, where, num_continued)
         token_ids = self._tokens(pieces)
         check_length(sum(map(len, token_ids)), self.max_tokens, where)
         return (
@@ -89,11 +93,12 @@ class ChatColumn:
                 found[number] = sum(map(len, self._tokens(pieces)))
         return {number: length for number, length in found.items() if length > self.max_tokens}
 
-    def _pieces(self, value: object, where: str) -> list[Piece]:
-        """What follows the prompt: replies, and what stands between them."""
+    def _pieces(self, value: object, where: str, num_continued: int | None = None) -> list[Piece]:
+        """Return what follows the prompt: replies, and the text between them."""
         self.opening(value, where)
         messages = self.renderer.messages(value, where)
-        replies = [i for i, message in enumerate(messages) if message["role"] == REPLY]
+        first = 0 if num_continued is None else len(messages) - num_continued
+        replies = [i for i, one in enumerate(messages) if one["role"] == REPLY and i >= first]
         whole = self._text(messages[: replies[-1] + 1], where)
         spans = [self._span(messages, reply, whole, where) for reply in replies]
         pieces = [(whole[slice(*spans[0])], True)]

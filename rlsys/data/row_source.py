@@ -61,6 +61,7 @@ class RowSource(ABC):
         if rows is None:
             self.where = f"{setting}={config.source!r}"
         require(len(self._rows) > 0, f"{self.where} has no rows; give data with prompts.")
+        self._joined = self._rows if isinstance(self._rows, JoinedRows) else None
         self._columns = list(getattr(self._rows, "column_names", None) or self._rows[0])
 
     def __len__(self) -> int:
@@ -150,14 +151,17 @@ class RowSource(ABC):
 
     def _epoch(self, admitted: Int32Array) -> Int32Array:
         """Return the rows of one epoch, made of those that may be used."""
-        rows = self._rows
-        if not isinstance(rows, JoinedRows) or rows.weights is None or self._evaluated:
+        joined = self._joined
+        if joined is None or joined.weights is None or self._evaluated:
             return admitted
-        sources = np.split(admitted, np.searchsorted(admitted, rows.ends[:-1]))
-        return mixed(sources, rows.weights, self.where)
+        sources = np.split(admitted, np.searchsorted(admitted, joined.ends[:-1]))
+        return mixed(sources, joined.weights, self.where)
 
     def _name(self, number: int, column: str) -> str:
-        return f"{column!r} in row {number} (from 0) of {self.where}"
+        return f"{column!r} in {self._row_name(number)}"
+
+    def _row_name(self, number: int) -> str:
+        return f"row {number} (from 0) of {self.where}"
 
     def _check_column(self, column: str, option: str) -> None:
         """Raise ValueError unless `column`, which `option` names, is one of the rows'."""
