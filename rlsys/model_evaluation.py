@@ -45,7 +45,7 @@ from rlsys.environments.host import Ended, EpisodeHost
 from rlsys.environments.witness import Blocked
 from rlsys.estimate import model_shape
 from rlsys.evaluation import Estimate, as_metrics, bootstrap, evaluate
-from rlsys.fields import conform
+from rlsys.fields import Section, conform
 from rlsys.playing import Player, tell_blocked
 from rlsys.rewards import (
     PackedRewards,
@@ -68,7 +68,7 @@ QUEUED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
+class EvaluationConfig(Section):
     """One evaluation."""
 
     rewards: tuple[str, ...] = ()

@@ -10,12 +10,12 @@ from typing import Literal
 from rlsys.config.checks import MAX_PROCESSES, MAX_SECONDS, MIN_CPUS, require
 from rlsys.config.training import ModelConfig, TrainerConfig, check_adapters
 from rlsys.evaluation import check_k
-from rlsys.fields import conform
+from rlsys.fields import Section, conform
 from rlsys.types import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Where prompts come from."""
 
     source: str = ""
@@ -58,7 +58,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
+class SamplingConfig(Section):
     """How completions are sampled."""
 
     temperature: float = 1.0
@@ -124,7 +124,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Section):
     """The generation replicas."""
 
     engine: Literal["torch", "vllm"] = "torch"
@@ -248,7 +248,7 @@ def check_quantized(rollout: RolloutConfig, dtype: str, setting: str = "model.dt
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
+class RewardConfig(Section):
     """The pool that runs reward functions."""
 
     num_workers: int = 1
@@ -286,7 +286,7 @@ class RewardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOutConfig:
+class HeldOutConfig(Section):
     """Evaluation beside training, on held-out prompts, or tasks to play."""
 
     every: int = 0
@@ -350,7 +350,7 @@ def check_samples(
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsyncConfig:
+class AsyncConfig(Section):
     """How far generation may run ahead of training."""
 
     max_staleness: int = 1
@@ -391,7 +391,7 @@ MIN_STORE_GIB = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(Section):
     """The Ray cluster."""
 
     address: str | None = None
@@ -426,7 +426,7 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObserveConfig:
+class ObserveConfig(Section):
     """What a run shows and records."""
 
     print_samples: int = 1
@@ -460,7 +460,7 @@ MAX_NAME = 200  # file systems take 255 bytes, and files beside it have longer n
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """One run; recipes add their algorithm's fields."""
 
     name: str = "run"
