@@ -650,7 +650,6 @@ def test_rows_of_a_recipe_are_a_list_of_dictionaries(rows: Any, message: str) ->
 
 def test_rows_without_a_length_or_with_splits_are_refused_with_the_way_to_give_them() -> None:
     import datasets
-    import pyarrow
 
     rows = datasets.Dataset.from_list([{"prompt": "1+1="}])
     for wrong, fix in (
@@ -658,7 +657,7 @@ def test_rows_without_a_length_or_with_splits_are_refused_with_the_way_to_give_t
         (datasets.DatasetDict(train=rows), 'rows["train"]'),
         (datasets.IterableDatasetDict(train=rows.to_iterable_dataset()), "rows.take"),
         (rows.to_pandas(), "from_pandas"),
-        (pyarrow.table({"prompt": ["1+1="]}), "datasets.Dataset(rows)"),
+        (rows.data.table, "datasets.Dataset(rows)"),
     ):
         with pytest.raises(ValueError, match=type(wrong).__name__) as refused:
             Prompts(config=DataConfig(), rows=wrong)
