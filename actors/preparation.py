@@ -16,6 +16,7 @@ from typing import Any
 from rlsys.checkpoint import Checkpoint
 from rlsys.config import (
     DataConfig,
+    HeldOutConfig,
     ModelConfig,
     RoleConfig,
     RunConfig,
@@ -389,6 +390,11 @@ def check_held_out(
         held_out.rows is None or not config.evaluation.source,
         f"evaluation.source={config.evaluation.source!r} would not be read: the recipe makes its "
         "own held-out rows; leave it out.",
+    )
+    require(
+        held_out.rows is None or config.evaluation.split == HeldOutConfig().split,
+        f"evaluation.split={config.evaluation.split!r}: the recipe makes its own held-out rows. "
+        "Remove the option.",
     )
     rewards, loss = rewards_of(flow, held_out), held_out_loss(config, flow)
     environment = environment_of(flow)

@@ -115,6 +115,13 @@ class Prompts:
             isinstance(self.config, DataConfig),
             f"Prompts.config={self.config!r} is no DataConfig; give the configuration's data.",
         )
+        for name, default in (("split", DataConfig().split), ("subset", None)):
+            given = getattr(self.config, name)
+            require(
+                self.rows is None or bool(self.config.source) or given == default,
+                f"data.{name}={given!r}: the recipe makes its own rows. Remove the option, or use "
+                "a recipe that reads a dataset (recipes/README.md).",
+            )
         require(
             self.rows is None or not self.config.source,
             f"data.source={self.config.source!r} would not be read: the recipe makes its own rows; "

@@ -675,6 +675,13 @@ def test_rows_and_a_dataset_are_one_too_many() -> None:
     assert Prompts(config=config).rows is None
 
 
+@pytest.mark.parametrize("given", [{"split": "test"}, {"subset": "main"}])
+def test_rows_of_a_recipe_have_no_splits(given: dict[str, str]) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=rf"data\.{name}='{given[name]}'"):
+        Prompts(config=DataConfig(**given), rows=[{"prompt": "1+1="}])  # type: ignore[arg-type]
+
+
 def wide_flow(*, top_k: int, loss: Any) -> Dataflow:
     flow = Dataflow()
     policy, teacher = flow.model("policy"), flow.model("teacher", RoleConfig())
