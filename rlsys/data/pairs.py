@@ -40,6 +40,13 @@ def is_chat(value: object) -> bool:
     )
 
 
+def comparable(value: Any) -> Any:
+    """Return a chat without the keys that Arrow fills with None, and any other value as it is."""
+    if not is_chat(value):
+        return value
+    return [{key: one for key, one in message.items() if one is not None} for message in value]
+
+
 class PairRows(Sequence[dict[str, Any]]):
     """`rows` with pairs, read on access.
 
@@ -136,12 +143,12 @@ def _is_boundary(chosen: str, rejected: str, end: int) -> bool:
 def _divided_chats(prompt: Any, chosen: Chat, rejected: Chat, where: str) -> tuple[Any, Chat, Chat]:
     if is_chat(prompt):
         size = len(prompt)
-        if list(chosen[:size]) == list(rejected[:size]) == list(prompt):
+        if comparable(chosen[:size]) == comparable(rejected[:size]) == comparable(prompt):
             return prompt, chosen[size:], rejected[size:]
         return prompt, chosen, rejected
     if isinstance(prompt, str) and chosen[0]["role"] == rejected[0]["role"] == REPLY:
         return prompt, chosen, rejected
-    same = _num_same(chosen, rejected)
+    same = _num_same(comparable(chosen), comparable(rejected))
     if same == len(chosen) == len(rejected):  # equal: all before the last reply
         same -= 1
     require(

@@ -23,7 +23,7 @@ from rlsys.data.chats import ChatColumn
 from rlsys.data.completions import CompletionColumn
 from rlsys.data.continuations import ContinuationColumn, has_continuations
 from rlsys.data.hub import check_no_run, in_short, unreadable
-from rlsys.data.pairs import PairRows, has_pairs
+from rlsys.data.pairs import PairRows, comparable, has_pairs
 from rlsys.data.render import PromptRenderer
 from rlsys.data.row_source import RowSource
 from rlsys.rewards.columns import value_at
@@ -202,8 +202,11 @@ class PromptSource(RowSource):
         """Return the rows that prefer a completion to an equal one, with a warning."""
         if self._completions is None or not self._preferences:
             return set()
-        values = enumerate(self._values(self._completions.name))
-        equal = {number for number, (best, *others) in values if best in others}
+        equal = set()
+        for number, value in enumerate(self._values(self._completions.name)):
+            best, *others = map(comparable, value)
+            if best in others:
+                equal.add(number)
         if equal:
             logger.warning(
                 "%d of %d rows of %s prefer a completion to an equal one, first row %d (from 0); "

@@ -194,6 +194,22 @@ def test_equal_completions_of_every_format(rows: list[dict[str, Any]], *, chat: 
         found.check_size(1)
 
 
+def test_keys_that_arrow_fills_make_no_difference() -> None:
+    """Each column has a schema of its own, which fills the keys of its rows with None."""
+    rows = [
+        CHATS["repeated"],
+        {**CHATS["repeated"], "rejected": CHATS["repeated"]["chosen"]},
+        {
+            "prompt": [user("Sky?")],
+            "chosen": [user("Sky?"), assistant("Blue.")],
+            "rejected": [user("Sky?"), {**assistant("Green."), "name": "B"}],
+        },
+    ]
+    found = source(datasets.Dataset.from_list(rows), chat=True)
+    assert [found.at(n).row for n in range(len(found))] == [0, 2]
+    assert texts(found.at(0)) == ("user: Sky?\nassistant: ", "Blue.<eos>", "Green.<eos>")
+
+
 def test_equal_demonstrations_are_no_preference() -> None:
     rows = [{"prompt": "1+1=", "completions": ["2", "2"]}]
     found = PromptSource(
