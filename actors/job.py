@@ -268,7 +268,7 @@ class Job:
         stepped = Signal()
         curriculum = Curriculum(
             self._flow.source.prompts.config.retire_at,
-            num_rows=len(self._prompts),
+            num_rows=self._prompts.num_rows,
             retired=self._history.state.retired if self._history else (),
         )
         carried = await self._carried(team, replicas)

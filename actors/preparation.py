@@ -15,6 +15,7 @@ from typing import Any
 from rlsys.checkpoint import Checkpoint
 from rlsys.config import (
     DataConfig,
+    HeldOutConfig,
     ModelConfig,
     RoleConfig,
     RunConfig,
@@ -26,10 +27,11 @@ from rlsys.data.completions import encode_examples
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, TaskSource, load_tokenizer
 from rlsys.data.row_source import RowSource
-from rlsys.data.rows import LOADERS
+from rlsys.data.sources import hub_names, may_have_splits
 from rlsys.data.vocabulary import check_vocabularies, check_vocabulary
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import (
+    PREFERENCE,
     DatasetStage,
     Head,
     InferStage,
@@ -37,7 +39,6 @@ from rlsys.dataflow.stages import (
     Model,
     PlayStage,
     ScoreStage,
-    SourceStage,
 )
 from rlsys.engines.generation.interruption import interruption_of
 from rlsys.engines.routing import replayable_routing
@@ -63,12 +64,8 @@ from rlsys.user_functions import name_of
 def hub_of(config: RunConfig, flow: Dataflow) -> contextlib.AbstractContextManager[None]:
     roles = [model.config.model.path for model in flow.models.values() if model.config]
     names = [config.model.path, *filter(None, roles)]
-    names += filter(_is_hub_name, [config.data.source, config.evaluation.source])
+    names += hub_names(config.data.source) + hub_names(config.evaluation.source)
     return offline_where_unreachable(*names)
-
-
-def _is_hub_name(source: str) -> bool:
-    return bool(source) and Path(source).suffix not in LOADERS
 
 
 def with_model(
@@ -196,7 +193,7 @@ def load_prompts(
         interruption_of(config.sampling, tokenizer)
     prompts = None
     with mistakes.noted():
-        prompts = _read_prompts(config, flow.source, tokenizer, shape)
+        prompts = _read_prompts(config, flow, tokenizer, shape)
         with mistakes.noted():
             prompts.check_size(config.prompts_per_step)
         for scored in flow.all(ScoreStage):
@@ -218,8 +215,9 @@ def load_prompts(
 
 
 def _read_prompts(
-    config: RunConfig, stage: SourceStage, tokenizer: Any, shape: ModelShape
+    config: RunConfig, flow: Dataflow, tokenizer: Any, shape: ModelShape
 ) -> RowSource:
+    stage = flow.source
     if isinstance(stage, PlayStage):
         return TaskSource(stage.prompts.config, seed=config.seed, rows=stage.prompts.rows)
     return PromptSource(
@@ -232,6 +230,7 @@ def _read_prompts(
         completions=(stage.completions, stage.group_size)
         if isinstance(stage, DatasetStage)
         else None,
+        preferences=flow.reads(PREFERENCE),
     )
 
 
@@ -390,6 +389,11 @@ def check_held_out(
         f"evaluation.source={config.evaluation.source!r} would not be read: the recipe makes its "
         "own held-out rows; leave it out.",
     )
+    require(
+        held_out.rows is None or config.evaluation.split == HeldOutConfig().split,
+        f"evaluation.split={config.evaluation.split!r}: the recipe makes its own held-out rows. "
+        "Remove the option.",
+    )
     rewards, loss = rewards_of(flow, held_out), held_out_loss(config, flow)
     environment = environment_of(flow)
     if rewards:
@@ -412,9 +416,11 @@ def check_held_out(
         f"evaluation.every={config.evaluation.every} samples from {flow.main.name!r}, whose head "
         f"is {flow.main.head!r}; give HeldOut no rewards, or use evaluation.every=0.",
     )
-    has_splits = flow.source.prompts.rows is None and _is_hub_name(config.data.source)
+    has_split = flow.source.prompts.rows is None and (
+        may_have_splits(config.data.source) or "[" in config.evaluation.split
+    )
     require(
-        held_out.rows is not None or bool(config.evaluation.source) or has_splits,
+        held_out.rows is not None or bool(config.evaluation.source) or has_split,
         f"evaluation.every={config.evaluation.every}, and nothing is held out: give a file or a "
         "dataset as evaluation.source, or rows as launch(held_out=rlsys.HeldOut(rows=...)).",
     )

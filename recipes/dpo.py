@@ -12,7 +12,8 @@ the policy up. How often it is right is in no metric of a step: it is evaluated 
 
     python recipes/dpo.py --name dpo --evaluation.every 25
 
-Any model and pairs: rows such as {"prompt": "1+1=", "completions": ["2", "3"]}. No teacher then.
+Any model and pairs: rows such as {"prompt": "1+1=", "completions": ["2", "3"]}, or with the columns
+chosen and rejected (docs/formats.md). No teacher then.
 
     python recipes/dpo.py --model.path MODEL --data.source pairs.jsonl \\
         --sampling.max-tokens 512 --trainer.learning-rate 1e-6

@@ -12,7 +12,8 @@ and wrong answers to the sums of recipes/arithmetic.py. recipes/ppo.py takes wha
     python recipes/reward_model.py --name judge
     python recipes/ppo.py --reward-model.model.path runs/judge/hf
 
-Any model and pairs: rows such as {"prompt": "1+1=", "completions": ["2", "3"]}.
+Any model and pairs: rows such as {"prompt": "1+1=", "completions": ["2", "3"]}, or with the columns
+chosen and rejected (docs/formats.md).
 
     python recipes/reward_model.py --model.path MODEL --data.source pairs.jsonl \\
         --sampling.max-tokens 512 --trainer.learning-rate 1e-5

@@ -53,7 +53,7 @@ class SFTConfig(RunConfig):
     group_size: int = 1
     """Completions of a prompt."""
     completion_column: str = "completion"
-    """Column with the completion, a text; or data.prompt_column itself, where that has chats."""
+    """Column with the completion, a text or messages; or data.prompt_column itself, for chats."""
 
 
 def sft(cfg: SFTConfig, *, rows: Sequence[dict[str, Any]] | None = None) -> Dataflow:

@@ -34,6 +34,7 @@ from rlsys.fields import (
     split_optional,
     unknown_name,
 )
+from rlsys.foreign_names import hint
 from rlsys.json_text import parse_json
 from rlsys.pipes import let_go_of_stdout
 
@@ -107,6 +108,9 @@ def _read_arguments(options: Sequence[Leaf], arguments: Sequence[str]) -> dict[s
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
+            name, equals, _ = argument.lstrip("+").partition("=")
+            if equals and (named := hint(name, by_option)):  # as Hydra's command lines have them
+                raise ValueError(f"{name} is no option; {named}")
             raise ValueError(f"{argument!r} is no option; write options as --num-steps 10.")
         option, equals, text = argument.partition("=")
         option = option.replace("_", "-")
@@ -157,6 +161,8 @@ def _read_text(text: str, annotation: Any, option: str) -> Any:
             return tuple(_read_text(item, get_args(inner)[0], option) for item in items)
         if words := choices(inner):
             return words[text if text in words else _spelled(text)]
+        if inner is not str and not text.isascii():  # Python reads digits of every script
+            raise ValueError(text)
         return inner(text)
     except (KeyError, ValueError):
         raise ValueError(f"{option} {text!r} does not fit; give {expected(annotation)}.") from None

@@ -17,10 +17,12 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from rlsys.foreign_names import counterpart
+from rlsys.foreign_names import hint as foreign_hint
 from rlsys.json_text import dump_json, parse_json
 
 C = TypeVar("C")
@@ -34,6 +36,25 @@ class Leaf:
     type: Any
     default: Any  # MISSING where there is none
     owner: type[Any]  # the class, of the section's bases, whose body defines it
+
+
+class Section:
+    """Base of the configuration's classes: a keyword argument that is no field raises TypeError
+    with the right name."""
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        for name in given:
+            if name not in names:
+                raise TypeError(_no_argument(name, cls))
+        return super().__new__(cls)
+
+
+def _no_argument(name: str, cls: type[Any]) -> str:
+    kind = f"field of {cls.__name__}"
+    names = [leaf.name for leaf in leaves(cls)]
+    named = None if name in map(_last_part, names) else foreign_hint(name)
+    return f"{name} is no {kind}; {named}" if named else str(unknown_name(name, names, kind=kind))
 
 
 def split_optional(annotation: Any) -> tuple[Any, bool]:
@@ -183,16 +204,16 @@ def num_leaf_fields(cls: type[Any]) -> int:
 
 
 def unknown_name(name: str, names: Iterable[str], *, kind: str) -> ValueError:
-    """The error for a name that is none of `names`, with the nearest of them: the same in another
-    section; else one of its own section, if it has one; else any."""
+    """Return the error for a name that is none of `names`, with the right one: the same name in
+    another section; else the counterpart of another library's name; else the most similar name of
+    its own section, or of any."""
     known = list(names)
     section, _, word = name.rpartition(".")
     neighbours = [other for other in known if section and other.startswith(f"{section}.")]
-    nearest = (
-        [other for other in known if _last_part(other) == _last_part(word)]
-        or _similar(word, neighbours)
-        or _similar(word, known)
-    )
+    nearest = [other for other in known if _last_part(other) == _last_part(word)]
+    if not nearest and (replacement := foreign_hint(name, known)):
+        return ValueError(f"{name} is no {kind}; {replacement}")
+    nearest = nearest or _similar(word, neighbours) or _similar(word, known)
     fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help lists all."
     return ValueError(f"{name} is no {kind}; {fix}")
 
@@ -234,10 +255,21 @@ def flatten(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
             elif name in names:
                 flat[name] = value
             else:
-                raise unknown_name(name, [*sorted(sections), *names], kind="field")
+                known = [*sorted(sections), *names]
+                inner = [one for one in _leaf_names(name, value) if counterpart(one)]
+                raise unknown_name(inner[0] if inner else name, known, kind="field")
 
     add(values, "")
     return flat
+
+
+def _leaf_names(name: str, value: Any) -> Iterator[str]:
+    """Return the dotted names of the values below `name`."""
+    if not isinstance(value, Mapping):
+        yield name
+        return
+    for key, inner in value.items():
+        yield from _leaf_names(f"{name}.{key}", inner)
 
 
 def build(

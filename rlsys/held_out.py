@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlsys.config import FrozenModelConfig, RunConfig
-from rlsys.data.rows import LOADERS
+from rlsys.data.sources import takes_subset
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import PlayStage, RewardFn, ScoreStage
 from rlsys.environments.environment import Environment
@@ -50,7 +50,7 @@ def evaluation_config(run: RunConfig, model: Path | str) -> EvaluationConfig:
         data=replace(
             run.data,
             source=own.source or run.data.source,
-            subset=None if Path(own.source).suffix in LOADERS else run.data.subset,
+            subset=run.data.subset if takes_subset(own.source or run.data.source) else None,
             split=own.split,
             shuffle=False,
         ),

@@ -36,6 +36,8 @@ class HeldOutLoss:
     aggregation: Aggregation
     completions: tuple[str, int]
     """The column, and how many a row has."""
+    preferences: bool
+    """Whether the first of them is the better one."""
     pass_tokens: int
     """Of one pass, at most."""
 
@@ -69,8 +71,16 @@ class HeldOutLoss:
     def prompts(self, config: EvaluationConfig, tokenizer: Any, rows: Rows | None) -> list[Prompt]:
         """Raises ValueError for data that cannot be used, or is too little."""
         context = model_shape(config.model.path, self.head).max_context
-        completions = self.completions
-        return held_out_prompts(config, tokenizer, context, (), rows, completions, of_a_run=True)
+        return held_out_prompts(
+            config,
+            tokenizer,
+            context,
+            (),
+            rows,
+            self.completions,
+            preferences=self.preferences,
+            of_a_run=True,
+        )
 
 
 def held_out_loss(run: RunConfig, flow: Dataflow) -> HeldOutLoss | None:
@@ -85,6 +95,7 @@ def held_out_loss(run: RunConfig, flow: Dataflow) -> HeldOutLoss | None:
         loss=stage.loss,
         aggregation=stage.aggregation,
         completions=(source.completions, source.group_size),
+        preferences=flow.reads(PREFERENCE),
         pass_tokens=run.trainer.micro_batch_tokens,
     )
 

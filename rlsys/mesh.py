@@ -25,7 +25,7 @@ from itertools import pairwise
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 # Ranks that differ in these only have different rows; in the others, the same.
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "ep")
-_PART = re.compile(r"(dp|tp|pp|cp|ep)(\d+)(?:([xv])(\d+))?")
+_PART = re.compile(r"(dp|tp|pp|cp|ep)(\d+)(?:([xv])(\d+))?", re.ASCII)
 _SECOND = {"dp": "x", "pp": "v"}  # what stands before a second number
 
 

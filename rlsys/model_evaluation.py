@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from rlsys.config import (
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, TaskSource, load_policy_tokenizer
 from rlsys.data.row_source import RowSource
-from rlsys.data.rows import LOADERS
+from rlsys.data.sources import hub_names
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.protocol import GenerationEngine
 from rlsys.engines.generation.sampling import request_seed
@@ -46,7 +45,7 @@ from rlsys.environments.host import Ended, EpisodeHost
 from rlsys.environments.witness import Blocked
 from rlsys.estimate import model_shape
 from rlsys.evaluation import Estimate, as_metrics, bootstrap, evaluate
-from rlsys.fields import conform
+from rlsys.fields import Section, conform
 from rlsys.playing import Player, tell_blocked
 from rlsys.rewards import (
     PackedRewards,
@@ -70,7 +69,7 @@ QUEUED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
+class EvaluationConfig(Section):
     """One evaluation."""
 
     rewards: tuple[str, ...] = ()
@@ -298,9 +297,7 @@ def _sample(host: EpisodeHost, ended: Ended) -> Sample:
 def _hub_names(config: EvaluationConfig, rows: Rows | None) -> list[str]:
     """What may have to come from the hub."""
     names = [config.model.path]
-    if rows is None and Path(config.data.source).suffix not in LOADERS:
-        names.append(config.data.source)
-    return names
+    return names + (hub_names(config.data.source) if rows is None else [])
 
 
 def held_out_tasks(
@@ -311,7 +308,7 @@ def held_out_tasks(
     of_a_run: bool = False,
 ) -> list[Mapping[str, Any]]:
     """As `held_out_prompts`: what an environment plays."""
-    source = TaskSource(config.data, seed=config.seed, rows=rows, held_out=of_a_run)
+    source = TaskSource(config.data, seed=config.seed, rows=rows, held_out=of_a_run, evaluated=True)
     source.check_required(environment.required_columns, f"environment {environment.name!r}")
     return [one.metadata for one in _first(config, source, "tasks", of_a_run=of_a_run)]
 
@@ -324,10 +321,12 @@ def held_out_prompts(
     rows: Rows | None = None,
     completions: tuple[str, int] | None = None,
     *,
+    preferences: bool = False,
     of_a_run: bool = False,
 ) -> list[Prompt]:
-    """`completions` as of PromptSource. `of_a_run`: errors name a run's settings. Raises ValueError
-    for data that cannot be used, or is too little."""
+    """Return the prompts of an evaluation; `completions` and `preferences` as in PromptSource. With
+    `of_a_run`, errors name a run's settings. Raises ValueError for data that cannot be used, or is
+    too little."""
     source = PromptSource(
         config.data,
         tokenizer,
@@ -336,7 +335,9 @@ def held_out_prompts(
         max_context=max_context,
         rows=rows,
         completions=completions,
+        preferences=preferences,
         held_out=of_a_run,
+        evaluated=True,
     )
     source.check_rewards(rewards)
     return _first(config, source, "prompts", of_a_run=of_a_run)

@@ -15,6 +15,7 @@ import rlsys
 from recipes import arithmetic, distill, ppo, reward_model
 from recipes.dpo import DPOConfig, dpo
 from recipes.quickstart import QuickstartConfig as arithmetic_grpo
+from recipes.sft import SFTConfig, sft
 from rlsys import DataConfig, FrozenModelConfig, HeldOutConfig, ModelConfig, RoleConfig
 from rlsys.algorithms import cispo, grpo_advantage, token_mean
 from rlsys.tiny_models import OwnModel, build_tiny_model, build_tokenizer
@@ -187,14 +188,15 @@ def test_pairs_of_ones_own_are_what_a_reward_model_learns(
         reward_model.train(replace(cfg, data=DataConfig(source="/no/pairs.jsonl")), dry_run=True)
 
 
-def test_held_out_rows_have_one_source(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "given"), [("source", "mine.jsonl"), ("split", "dev")])
+def test_held_out_rows_have_one_source(tmp_path: Path, name: str, given: str) -> None:
     cfg = DPOConfig(
         prompts_per_step=4,
         data=pairs(tmp_path),
-        evaluation=HeldOutConfig(every=5, source="mine.jsonl"),
+        evaluation=HeldOutConfig(every=5, **{name: given}),  # type: ignore[arg-type]
         runs_dir=str(tmp_path),
     )
-    with pytest.raises(ValueError, match=r"^evaluation\.source='mine.jsonl' would not be read"):
+    with pytest.raises(ValueError, match=rf"^evaluation\.{name}='{given}'"):
         rlsys.launch(
             cfg,
             dpo(cfg),
@@ -258,3 +260,26 @@ def test_an_evaluation_of_episodes_that_could_not_be_done_is_told(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         dry_play(tmp_path, rlsys.HeldOut(**held_out) if held_out else None, **settings)
+
+
+def test_a_file_is_divided_into_training_and_evaluation(tmp_path: Path) -> None:
+    """Without a part of its own, an evaluation of a file that is trained on is refused."""
+    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(10)]
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = OwnModel(name="own", characters=CHARACTERS)
+
+    def launch(split: str) -> None:
+        cfg = SFTConfig(
+            prompts_per_step=8,
+            data=DataConfig(source=str(file), split="train[:80%]"),
+            evaluation=HeldOutConfig(every=5, split=split),
+            runs_dir=str(tmp_path),
+        )
+        rlsys.launch(cfg, sft(cfg), own_model=own, dry_run=True)
+
+    launch("train[80%:]")
+    with pytest.raises(ValueError, match=r"evaluation\.every=5"):
+        launch("test")
+    with pytest.raises(ValueError, match=r"evaluation\.split='dev\[80%:\]'"):
+        launch("dev[80%:]")

@@ -10,23 +10,25 @@ from typing import Literal
 from rlsys.config.checks import MAX_PROCESSES, MAX_SECONDS, MIN_CPUS, require
 from rlsys.config.training import ModelConfig, TrainerConfig, check_adapters
 from rlsys.evaluation import check_k
-from rlsys.fields import conform
+from rlsys.fields import Section, conform
 from rlsys.types import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Where prompts come from."""
 
     source: str = ""
-    """Hub dataset name, or a local .jsonl, .json or .parquet file. A recipe that makes its own rows
-    refuses it."""
+    """Hub dataset, file (.jsonl, .json, .csv, .parquet, .arrow), pattern such as a-*.jsonl, or
+    directory. Several: A,B one after another; A*0.7,B*0.3 as a mixture (docs/formats.md). A recipe
+    that makes its own rows refuses it."""
     subset: str | None = None
     """Configuration of a hub dataset, such as "main"."""
     split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a hub dataset or a directory. Of every source also a part, such as train[:90%]."""
     prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages."""
+    """Column with the prompt, or a dotted path such as extra_info.question: a string, or a list of
+    chat messages."""
     system_prompt: str | None = None
     """System message put before each prompt; needs chat_template."""
     chat_template: bool = False
@@ -59,7 +61,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
+class SamplingConfig(Section):
     """How completions are sampled."""
 
     temperature: float = 1.0
@@ -125,7 +127,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Section):
     """The generation replicas."""
 
     engine: Literal["torch", "vllm"] = "torch"
@@ -249,7 +251,7 @@ def check_quantized(rollout: RolloutConfig, dtype: str, setting: str = "model.dt
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
+class RewardConfig(Section):
     """The pool that runs reward functions."""
 
     num_workers: int = 1
@@ -287,7 +289,7 @@ class RewardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOutConfig:
+class HeldOutConfig(Section):
     """Evaluation beside training, on held-out prompts, or tasks to play."""
 
     every: int = 0
@@ -302,9 +304,10 @@ class HeldOutConfig:
     greedy: bool = False
     """The most likely token each time, instead of samples; needs num_samples=1."""
     source: str = ""
-    """Hub dataset name or file, with the columns and the rendering of data; unset: data.source."""
+    """As data.source, with the columns and the rendering of data; each row counts once. Unset:
+    data.source."""
     split: str = "test"
-    """Split of a hub dataset."""
+    """Split of a hub dataset or a directory. Of every source also a part, such as train[90%:]."""
     num_cpus: float = 0
     """CPU cores that Ray reserves for the evaluating worker; 0: none, beside the others."""
     num_gpus: float = 0
@@ -350,7 +353,7 @@ def check_samples(
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsyncConfig:
+class AsyncConfig(Section):
     """How far generation may run ahead of training."""
 
     max_staleness: int = 1
@@ -391,7 +394,7 @@ MIN_STORE_GIB = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(Section):
     """The Ray cluster."""
 
     address: str | None = None
@@ -426,7 +429,7 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObserveConfig:
+class ObserveConfig(Section):
     """What a run shows and records."""
 
     print_samples: int = 1
@@ -460,7 +463,7 @@ MAX_NAME = 200  # file systems take 255 bytes, and files beside it have longer n
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """One run; recipes add their algorithm's fields."""
 
     name: str = "run"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rlsys.config.checks import MAX_PROCESSES, MIN_CPUS, require
-from rlsys.fields import conform
+from rlsys.fields import Section, conform
 from rlsys.lora import Lora
 from rlsys.mesh import Layout, split_layouts
 
@@ -15,7 +15,7 @@ Checkpointing = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnyModelConfig:
+class AnyModelConfig(Section):
     """A model: whose weights, in which precision."""
 
     path: str = ""
@@ -64,7 +64,7 @@ class ModelConfig(AnyModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Section):
     """The training ranks and the optimizer."""
 
     layout: str = "dp1"
@@ -205,7 +205,7 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoleConfig:
+class RoleConfig(Section):
     """A model beside the policy that is not trained: a reference, a teacher, a reward model, a
     judge, or one that plays a seat of an environment."""
 
@@ -251,7 +251,7 @@ class JudgeConfig(RoleConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedRoleConfig:
+class TrainedRoleConfig(Section):
     """A model beside the policy that is trained too, such as a critic."""
 
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -64,10 +64,18 @@ class ChatColumn:
         )
         return value[: roles.index(REPLY_ROLE)]
 
-    def read(self, value: object, where: str, *, tools: object = None) -> tuple[Completion, ...]:
+    def read(
+        self,
+        value: object,
+        where: str,
+        *,
+        tools: object = None,
+        num_continued: int | None = None,
+    ) -> tuple[Completion, ...]:
         """Return the replies of one row's chat as a group of one completion. Raises ValueError,
-        beginning with `where`."""
-        pieces = self._pieces(value, where, tools)
+        beginning with `where`. With `num_continued`, only the replies among the last so many
+        messages are trained on, and the messages before them are the prompt."""
+        pieces = self._pieces(value, where, tools, num_continued)
         token_ids = self._tokens(pieces, where)
         check_length(sum(map(len, token_ids)), self.max_tokens, where)
         return (
@@ -95,12 +103,15 @@ class ChatColumn:
                 found[number] = sum(map(len, self._tokens(pieces, where)))
         return {number: length for number, length in found.items() if length > self.max_tokens}
 
-    def _pieces(self, value: object, where: str, tools: object) -> list[Piece]:
+    def _pieces(
+        self, value: object, where: str, tools: object, num_continued: int | None = None
+    ) -> list[Piece]:
         """Return what follows the prompt: replies, and the texts between them."""
         self.opening(value, where)
         messages = self.renderer.messages(value, where)
         shown = self.renderer.tools(tools, where)
-        replies = [i for i, message in enumerate(messages) if message["role"] == REPLY_ROLE]
+        first = 0 if num_continued is None else len(messages) - num_continued
+        replies = [i for i, one in enumerate(messages) if one["role"] == REPLY_ROLE and i >= first]
         whole = self._text(messages[: replies[-1] + 1], where, shown)
         spans = [self._span(messages, reply, whole, where, shown) for reply in replies]
         for reply, span in zip(replies, spans, strict=True):

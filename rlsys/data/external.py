@@ -26,6 +26,7 @@ from rlsys.data.prompts import PromptSource
 from rlsys.data.render import TOOLS_COLUMN
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, SharedPool, is_place
 from rlsys.growing_file import Tally
+from rlsys.rewards.columns import value_at
 from rlsys.rewards.reward import Reward, is_missing, is_of, not_of
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import Completion, FinishReason, Prompt
@@ -65,7 +66,7 @@ class Encoder:
         where = f"group {group.group_id} of {group.peer}"
         for one in self._rewards:
             for name in one.required_columns:
-                value = group.row.get(name)
+                value = value_at(group.row, name)
                 require(not is_missing(value), f"{where} has no {name!r}, which a reward reads.")
                 require(
                     not one.column_types or is_of(value, one.column_types),

@@ -23,6 +23,9 @@ PROBE_S = 2.0
 
 OFFLINE = "HF_HUB_OFFLINE"
 
+# Longest message of an error that is quoted, in characters.
+MAX_REASON = 400
+
 
 def unreadable() -> tuple[type[Exception], ...]:
     """What transformers raises for a model directory that it can make nothing of: it reads files
@@ -44,12 +47,39 @@ def unreadable() -> tuple[type[Exception], ...]:
     )
 
 
-def in_short(error: Exception) -> str:
-    """The first line of its message, with its type where there is none or it is a mere name."""
+def in_short(error: BaseException) -> str:
+    """Return the message of an error on one line, and the error that caused it.
+
+    All lines of the message are kept, because the cause is often in the last one. A message longer
+    than MAX_REASON loses its middle. A message that is a mere name gets its type.
+    """
     if isinstance(error, UnpicklingError):
         return "its .bin file is damaged, or holds more than tensors, which is not run"
-    first, *_ = [*str(error).strip().splitlines(), ""]
-    return first if " " in first else f"{type(error).__name__}: {first}".rstrip(": ")
+    text, root = _one_line(error), _root(error)
+    cause = _one_line(root)
+    is_name = not str(root).strip() or " " not in str(root).strip()
+    if is_name or cause in text:
+        return text
+    return f"{text.rstrip('.')}; caused by {type(root).__name__}: {cause}"
+
+
+def _one_line(error: BaseException) -> str:
+    words, kind = " ".join(str(error).split()), type(error).__name__
+    if len(words) > MAX_REASON:
+        words = f"{words[: MAX_REASON // 2]} [...] {words[-MAX_REASON // 2 :]}"
+    return words if " " in words else f"{kind}: {words}".rstrip(": ")
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return the first of the errors that led to this one."""
+    seen = {id(error)}
+    while True:
+        hidden = error.__suppress_context__
+        cause = error.__cause__ or (None if hidden else error.__context__)
+        if cause is None or id(cause) in seen:
+            return error
+        seen.add(id(cause))
+        error = cause
 
 
 def check_model_path(path: str, *, setting: str = "model.path") -> None:

@@ -21,13 +21,18 @@ import numpy as np
 from rlsys.config import DataConfig, require
 from rlsys.data.chats import ChatColumn
 from rlsys.data.completions import CompletionColumn
+from rlsys.data.continuations import ContinuationColumn, has_continuations
 from rlsys.data.hub import check_no_run, in_short, unreadable
+from rlsys.data.pairs import PairRows, comparable, has_pairs
 from rlsys.data.render import TOOLS_COLUMN, PromptRenderer
 from rlsys.data.row_source import RowSource
+from rlsys.rewards.columns import value_at
 from rlsys.text.chat_template import set_template_options
 from rlsys.types import Completion, Int32Array, Prompt
 
 logger = logging.getLogger(__name__)
+
+AnyColumn = CompletionColumn | ChatColumn | ContinuationColumn
 
 
 def load_tokenizer(path: str, *, setting: str = "model.path") -> Any:
@@ -68,10 +73,15 @@ def load_policy_tokenizer(path: str, options: Sequence[str]) -> Any:
 class PromptSource(RowSource):
     """Endless prompts, epoch after epoch, of the rows of a RowSource.
 
-    `completions` (a column's name and how many it has a row) are read with the prompts; where it is
-    the prompt column itself, they are the replies of its chats. Raises ValueError for rows that are
-    missing, no prompts, too long for data.max_prompt_tokens or for the model's context, or of
-    characters that the tokenizer leaves out; and for completions that are none.
+    `completions` (a column's name and the number of completions in a row) are read with the
+    prompts. They are texts, or messages that continue the prompt; if the column is the prompt
+    column itself, they are the replies of its chats. Two completions may be in the columns
+    "chosen" and "rejected" (pairs.py). With `preferences` the first completion of a row is the
+    best, and a row whose first completion equals another one is left out with a warning.
+
+    Raises ValueError for rows that are missing, no prompts, too long for data.max_prompt_tokens or
+    for the model's context, or of characters that the tokenizer leaves out; and for completions
+    that are none.
     """
 
     def __init__(
@@ -84,9 +94,14 @@ class PromptSource(RowSource):
         max_context: int,
         rows: Sequence[Mapping[str, Any]] | None = None,
         completions: tuple[str, int] | None = None,
+        preferences: bool = False,
         held_out: bool = False,
+        evaluated: bool = False,
     ) -> None:
-        super().__init__(config, seed=seed, rows=rows, held_out=held_out)
+        super().__init__(config, seed=seed, rows=rows, held_out=held_out, evaluated=evaluated)
+        self._preferences = preferences
+        if completions is not None and has_pairs(self._columns, *completions):
+            self._use_pairs(completions[0])
         self._renderer = PromptRenderer(config, tokenizer)
         self._check_column(config.prompt_column, "data.prompt_column")
         self._completions = self._completion_column(completions, max_tokens)
@@ -101,7 +116,7 @@ class PromptSource(RowSource):
             (config.max_prompt_tokens, "data.max_prompt_tokens"),
             (room, f"the model's context of {max_context} less sampling.max_tokens={max_tokens}"),
         )
-        self._admitted = self._admit()
+        self._admitted = self._epoch(self._admit())
 
     @property
     def metadata_columns(self) -> tuple[str, ...]:
@@ -113,9 +128,12 @@ class PromptSource(RowSource):
         number = self.row(index)
         row = dict(self._rows[number])
         column = self._completions
-        held = row[column.name] if column is not None else None
-        asked = self._asked(row.pop(self._config.prompt_column), number)
+        held: Any = value_at(row, column.name) if column is not None else None
+        asked = self._asked(value_at(row, self._config.prompt_column), number)
         tools = row.get(TOOLS_COLUMN)
+        if isinstance(column, ContinuationColumn):
+            held = asked, held, tools
+        row.pop(self._config.prompt_column, None)
         text, token_ids = self.rendered(asked, self._name(number), tools=tools)
         return Prompt(
             index=index,
@@ -128,7 +146,7 @@ class PromptSource(RowSource):
         )
 
     def _read(
-        self, column: CompletionColumn | ChatColumn, number: int, value: object, tools: object
+        self, column: AnyColumn, number: int, value: Any, tools: object
     ) -> tuple[Completion, ...]:
         where = self._name(number, column.name)
         if isinstance(column, ChatColumn):
@@ -165,14 +183,24 @@ class PromptSource(RowSource):
             return self._completions.opening(value, self._name(number))
         return value
 
+    def _use_pairs(self, completions: str) -> None:
+        """Replace the rows by those of a prompt and a list of two completions."""
+        prompt = self._config.prompt_column
+        if prompt != DataConfig().prompt_column:  # named by the user, so it is not left out
+            self._check_column(prompt, "data.prompt_column")
+        self._rows = PairRows(
+            self._rows, prompt=prompt, completions=completions, name=self._row_name
+        )
+        self._columns = self._rows.column_names
+
     def _completion_column(
         self, completions: tuple[str, int] | None, max_tokens: int
-    ) -> CompletionColumn | ChatColumn | None:
+    ) -> AnyColumn | None:
         if completions is None:
             return None
         name, size = completions
         self._check_column(name, "flow.dataset's completions")
-        column: CompletionColumn | ChatColumn
+        column: AnyColumn
         if name == self._config.prompt_column:
             require(
                 size == 1,
@@ -181,6 +209,10 @@ class PromptSource(RowSource):
                 "name a column with lists of texts.",
             )
             column = ChatColumn(name=name, max_tokens=max_tokens, renderer=self._renderer)
+        elif has_continuations(value_at(self._rows[0], name)):
+            column = ContinuationColumn(
+                name=name, group_size=size, max_tokens=max_tokens, renderer=self._renderer
+            )
         else:
             column = CompletionColumn(
                 name=name,
@@ -194,9 +226,26 @@ class PromptSource(RowSource):
         return super()._name(number, column or self._config.prompt_column)
 
     def _admit(self) -> Int32Array:
-        """The numbers of the rows that are short enough [len(self)], after a look at every row."""
-        long = self._long_completions() | self._long_prompts()
-        return np.array([n for n in range(len(self._rows)) if n not in long], dtype=np.int32)
+        """Return the numbers of the rows that can be used, after a check of every row."""
+        left_out = self._long_completions() | self._long_prompts() | self._equal_completions()
+        return np.array([n for n in range(len(self._rows)) if n not in left_out], dtype=np.int32)
+
+    def _equal_completions(self) -> set[int]:
+        """Return the rows that prefer a completion to an equal one, with a warning."""
+        if self._completions is None or not self._preferences:
+            return set()
+        equal = set()
+        for number, value in enumerate(self._values(self._completions.name)):
+            best, *others = map(comparable, value)
+            if best in others:
+                equal.add(number)
+        if equal:
+            logger.warning(
+                "%d of %d rows of %s prefer a completion to an equal one, first row %d (from 0); "
+                "they are left out.",
+                *(len(equal), len(self._rows), self.where, min(equal)),
+            )
+        return equal
 
     def _long_completions(self) -> set[int]:
         column = self._completions
@@ -207,7 +256,10 @@ class PromptSource(RowSource):
         def name(number: int) -> str:
             return self._name(number, column.name)
 
-        if isinstance(column, ChatColumn):
+        if isinstance(column, ContinuationColumn):
+            asked = self._values(self._config.prompt_column)
+            found = column.too_long(zip(asked, values, self._tools(), strict=True), name)
+        elif isinstance(column, ChatColumn):
             found = column.too_long(zip(values, self._tools(), strict=True), name)
         else:
             found = column.too_long(values, name)
@@ -266,9 +318,10 @@ class TaskSource(RowSource):
         seed: int,
         rows: Sequence[Mapping[str, Any]] | None = None,
         held_out: bool = False,
+        evaluated: bool = False,
     ) -> None:
-        super().__init__(config, seed=seed, rows=rows, held_out=held_out)
-        self._admitted = np.arange(len(self._rows), dtype=np.int32)
+        super().__init__(config, seed=seed, rows=rows, held_out=held_out, evaluated=evaluated)
+        self._admitted = self._epoch(np.arange(len(self._rows), dtype=np.int32))
 
     def at(self, index: int) -> Prompt:
         number = self.row(index)

@@ -1,93 +1,196 @@
-"""Dataset rows from the Hugging Face hub or from a local file.
+"""Dataset rows from local files, directories and the Hugging Face hub.
 
-In: where they come from. Out: a `datasets.Dataset`, memory-mapped, with column names and length.
+In: the text of `data.source` (sources.py). Out: a `datasets.Dataset`, memory-mapped, or several
+joined, with column names and length.
 """
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import glob
+import gzip
 import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from rlsys.config import DataConfig, require
+from rlsys.data.joined import JoinedRows
+from rlsys.data.sources import Source, read_sources, takes_subset
 
-# File name endings, and the loader of `datasets` for each.
-LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-
-# What each asks for.
+# The fix for a source that cannot be loaded, by its kind or its files' loader.
 HINTS = {
     "json": "check the file: one JSON object per line for .jsonl, a list of them for .json",
+    "csv": "check the file: a first line with the names of the columns, then a line for each row",
     "parquet": "check the file, or write it anew, such as with pandas.DataFrame.to_parquet",
-    None: "check the name, data.subset, the split and the network, or give a local file",
+    "arrow": "check the file, or give the directory that save_to_disk wrote",
+    "saved": "check the split, or save the dataset again with save_to_disk",
+    "directory": "check the split, data.subset and the files, or give a pattern, such as DIR/*.csv",
+    "hub": "check the name, data.subset, the split and the network, or give a local file",
 }
 
-# What a file of JSON may begin with: an object, or a list of objects (or of none).
+# The beginning of a JSON file that can be read: an object, or a list of objects (or of none).
 OBJECTS = re.compile(rb"(\xef\xbb\xbf)?\s*(\[\s*\]|(\[\s*)?\{|$)")
 
+# A split, or a part of one: "train", "train[:90%]". Several are joined with "+".
+SPLIT_NAME = re.compile(r"(?:^|\+)\s*([\w.-]+)")
 
-def load_rows(config: DataConfig, setting: str = "data.source") -> Any:
-    """Load `config.source`, which `setting` gives.
+TRAIN = "train"  # the name that `datasets` gives the only split of files
+
+
+def load_rows(config: DataConfig, setting: str = "data.source", *, file_split: str = TRAIN) -> Any:
+    """Load `config.source`, the value of `setting`.
+
+    A plain file has no splits: `file_split` is the value of the split's setting that takes all of
+    it, and a part of it is written as "train[:90%]".
 
     Raises ValueError for a file that is missing, empty or unreadable, and for a hub dataset, subset
-    or split that is not there or cannot be reached.
+    or split that does not exist or cannot be reached.
     """
-    if config.source and Path(config.source).is_dir():
-        raise ValueError(
-            f"{setting}={config.source!r} is a directory; give one of its files (.jsonl, .json "
-            "or .parquet), or a hub name."
-        )
+    sources = read_sources(config.source, setting)
+    require(
+        config.subset is None or takes_subset(config.source),
+        f"data.subset={config.subset!r} is of a hub dataset, and {setting}={config.source!r} is "
+        "local data, which has none; leave data.subset out.",
+    )
+    parts = [_load(one, config, setting, file_split) for one in sources]
+    if len(parts) == 1:
+        return parts[0]
+    weights = [one.weight for one in sources if one.weight is not None]
+    return JoinedRows(parts, weights or None)
+
+
+def _load(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
     import datasets
     from datasets.exceptions import DatasetsError
 
-    source = config.source
-    require(source != "", f"{setting} is empty; give a hub dataset name or a local file.")
-    path = Path(source)
-    loader = LOADERS.get(path.suffix)
-    if loader is None:
-        require(
-            not path.is_file(),
-            f"{setting}={source!r} is a file of unknown type; use one of {', '.join(LOADERS)}.",
-        )
-        arguments: dict[str, Any] = {"path": source, "name": config.subset, "split": config.split}
-    else:
-        require(
-            path.is_file(),
-            f"{setting}={source!r} is no file (looked in {Path.cwd()}); give the path of one.",
-        )
-        require(path.stat().st_size > 0, f"{setting}={source!r} is an empty file; fill it.")
-        require(
-            config.subset is None,
-            f"data.subset={config.subset!r} is of a hub dataset, and {setting}={source!r} is a "
-            "local file, which has none; leave data.subset out.",
-        )
-        if loader == "json":
-            _check_utf8(path, setting)
-            _check_objects(path, setting)
-        datasets.disable_progress_bars()  # a local file loads in no time
-        arguments = {"path": loader, "data_files": source, "split": "train"}
+    if source.kind != "hub":
+        datasets.disable_progress_bars()  # local data loads within seconds
+    loaders = {"files": _load_files, "saved": _load_saved}
+    load = loaders.get(source.kind, _load_named)
+    for file in source.files:
+        require(Path(file).stat().st_size > 0, f"{setting}={file!r} is an empty file; fill it.")
+        if source.loader == "json":
+            _check_json(Path(file), setting)
     try:
-        with _only_errors_that_are_raised():
-            return datasets.load_dataset(**arguments)
-    # StopIteration: what the JSON loader raises for a file without a row. RuntimeError: what a name
-    # that ends with .py gives, of a file that is not there.
-    except (DatasetsError, OSError, RuntimeError, ValueError, StopIteration) as error:
+        with _quiet_datasets():
+            return load(source, config, _split_setting(setting), file_split)
+    except SplitError:
+        raise
+    # StopIteration: raised by the JSON loader for a file without a row. RuntimeError: raised for a
+    # name that ends with .py. KeyError: an Arrow file without the dataset's description.
+    except (
+        DatasetsError,
+        OSError,
+        RuntimeError,
+        ValueError,
+        StopIteration,
+        KeyError,
+        TypeError,
+    ) as error:
         reason = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
         raise ValueError(
-            f"{setting}={source!r} cannot be loaded ({reason}); {HINTS[loader]}."
+            f"{setting}={source.text!r} cannot be loaded ({reason}); "
+            f"{HINTS[source.loader or source.kind]}."
+        ) from error
+
+
+class SplitError(ValueError):
+    """A split that the data does not have."""
+
+
+def _load_files(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
+    import datasets
+
+    tabs = source.files[0].removesuffix(".gz").endswith(".tsv")
+    return datasets.load_dataset(
+        source.loader,
+        data_files=[glob.escape(file) for file in source.files],
+        split=_file_split(source, config.split, setting, file_split),
+        **({"sep": "\t"} if tabs else {}),
+    )
+
+
+def _load_saved(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
+    import datasets
+
+    saved = datasets.load_from_disk(source.text)
+    if isinstance(saved, datasets.DatasetDict):
+        return _of_splits(saved, config.split, setting, source.text)
+    split = _file_split(source, config.split, setting, file_split)
+    return _of_splits({TRAIN: saved}, split, setting, source.text)
+
+
+def _load_named(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
+    """Load a hub dataset, or a directory with data files or with a hub dataset's own description
+    of them (README.md)."""
+    import datasets
+
+    return datasets.load_dataset(path=source.text, name=config.subset, split=config.split)
+
+
+def _of_splits(splits: Any, text: str, setting: str, path: str) -> Any:
+    """Return the rows of a split, of parts of it, or of several."""
+    import datasets
+
+    names = SPLIT_NAME.findall(text)
+    missing = [name for name in names if name not in splits]
+    if missing or not names:
+        raise SplitError(
+            f"{setting}={text!r} is no split of {path!r}, which has {', '.join(splits)}; use one "
+            "of them."
+        )
+    if text in splits:
+        return splits[text]
+    spec = datasets.ReadInstruction.from_spec(text)
+    parts = spec.to_absolute({name: len(splits[name]) for name in splits})
+    return datasets.concatenate_datasets(
+        [splits[one.splitname].select(range(one.from_, one.to)) for one in parts]
+    )
+
+
+def _file_split(source: Source, text: str, setting: str, file_split: str) -> str:
+    """Return the split by which `datasets` reads files that have none. Raises SplitError for
+    another name than `file_split` and "train"."""
+    names = SPLIT_NAME.findall(text)
+    if not names or any(name not in (TRAIN, file_split) for name in names):
+        raise SplitError(
+            f"{setting}={text!r}: {source.text!r} has no splits. Remove the option, or write a "
+            "part of the file, such as train[:90%]."
+        )
+    return SPLIT_NAME.sub(lambda match: match[0].replace(match[1], TRAIN), text)
+
+
+def _split_setting(setting: str) -> str:
+    return setting.removesuffix("source") + "split"
+
+
+def _opened(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast("IO[bytes]", gzip.open(path))
+    return path.open("rb")
+
+
+def _check_json(path: Path, setting: str) -> None:
+    """Raise ValueError for a text that is no UTF-8, and for a file that is no gzip."""
+    try:
+        _check_objects(path, setting)
+        _check_utf8(path, setting)
+    except (EOFError, OSError) as error:
+        raise ValueError(
+            f"{setting}={str(path)!r} cannot be read ({error}); write it anew."
         ) from error
 
 
 def _check_utf8(path: Path, setting: str) -> None:
-    """Raise ValueError with the line that is no UTF-8: the loader would find it when it is read."""
+    """Raise ValueError with the line that is no UTF-8. The loader finds it late or not at all."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     number = 0
-    with path.open("rb") as file:
+    with _opened(path) as file:
         try:
-            for number, line in enumerate(file, start=1):  # noqa: B007, it is told below
+            for number, line in enumerate(file, start=1):  # noqa: B007, used below
                 decoder.decode(line)
             decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
@@ -98,9 +201,9 @@ def _check_utf8(path: Path, setting: str) -> None:
 
 
 def _check_objects(path: Path, setting: str) -> None:
-    """Raise ValueError for a file whose first row is no object: the loader would make a column
-    called "text" of some, and crash over others."""
-    with path.open("rb") as file:
+    """Raise ValueError for a file whose first row is no object. The loader makes a column called
+    "text" of some of them, and crashes over others."""
+    with _opened(path) as file:
         beginning = file.read(4096)
     require(
         OBJECTS.match(beginning) is not None,
@@ -110,8 +213,8 @@ def _check_objects(path: Path, setting: str) -> None:
 
 
 @contextlib.contextmanager
-def _only_errors_that_are_raised() -> Iterator[None]:
-    """Without the log lines in which `datasets` announces what it is about to raise."""
+def _quiet_datasets() -> Iterator[None]:
+    """Suppress the log lines in which `datasets` announces what it is about to raise."""
     logger = logging.getLogger("datasets")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -253,9 +253,11 @@ class Dataflow:
     ) -> tuple[Column, ...]:
         """Rows of completions that the prompts' dataset holds, instead of a model sampling them:
         demonstrations, with group_size=1, or pairs, of which the first is the better one
-        (PREFERENCE). `completions` is the column with a list of `group_size` texts, or with one
-        text; where it is the prompt column, that holds chats, whose replies are trained on, and
-        what stands before the first one is the prompt.
+        (PREFERENCE). `completions` is the column with a list of `group_size` texts or
+        continuations, which are lists of chat messages, or with one of them without a list. If it
+        is the prompt column, that holds chats, whose replies are trained on, and the messages
+        before the first reply are the prompt. Without such a column, pairs come from the columns
+        "chosen" and "rejected" (docs/formats.md).
 
         The columns returned are those of `generate` but for the sampler's log-probabilities, which
         nobody knows, so that no loss with a ratio takes them."""
@@ -647,6 +649,10 @@ class Dataflow:
 
     def all(self, kind: type[S]) -> list[S]:
         return [stage for stage in self.stages if isinstance(stage, kind)]
+
+    def reads(self, column: Column) -> bool:
+        """Return whether a stage reads `column`."""
+        return any(column in stage.reads for stage in self.stages)
 
     @property
     def source(self) -> SourceStage:

@@ -115,6 +115,13 @@ class Prompts:
             isinstance(self.config, DataConfig),
             f"Prompts.config={self.config!r} is no DataConfig; give the configuration's data.",
         )
+        for name, default in (("split", DataConfig().split), ("subset", None)):
+            given = getattr(self.config, name)
+            require(
+                self.rows is None or bool(self.config.source) or given == default,
+                f"data.{name}={given!r}: the recipe makes its own rows. Remove the option, or use "
+                "a recipe that reads a dataset (recipes/README.md).",
+            )
         require(
             self.rows is None or not self.config.source,
             f"data.source={self.config.source!r} would not be read: the recipe makes its own rows; "
@@ -123,10 +130,29 @@ class Prompts:
         check_rows(self.rows, "Prompts.rows")
 
 
+# The fix for rows of a type that looks like a dataset and is none, by the name of the type.
+ROWS_OF = {
+    "IterableDataset": "it has no length, and the order of a run needs one; give the rows that the "
+    "run may use, such as list(rows.take(10_000))",
+    "IterableDatasetDict": "it has several splits and no length; give the rows that the run may "
+    'use, such as rows = rows["train"]; list(rows.take(10_000))',
+    "DatasetDict": 'it has several splits; give one, such as rows["train"]',
+    "DataFrame": "give datasets.Dataset.from_pandas(rows, preserve_index=False)",
+    "Table": "give datasets.Dataset(rows)",
+}
+
+
 def check_rows(rows: Any, name: str) -> None:
-    """Raise ValueError for what a recipe gives as rows, and calls `name`, unless it is a list of
+    """Raise ValueError for `rows`, which a recipe gives under `name`, unless they are a list of
     dictionaries, a datasets.Dataset or None."""
-    if rows is None or hasattr(rows, "column_names"):
+    if rows is None:
+        return
+    for kind in type(rows).__mro__:
+        require(
+            kind.__name__ not in ROWS_OF,
+            f"{name} is of type {kind.__name__}: {ROWS_OF.get(kind.__name__)}.",
+        )
+    if hasattr(rows, "column_names"):
         return
     require(
         isinstance(rows, Sequence) and not isinstance(rows, str | bytes),

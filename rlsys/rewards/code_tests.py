@@ -15,6 +15,7 @@ from typing import Any
 
 from rlsys import sandbox
 from rlsys.json_text import parse_json
+from rlsys.rewards.columns import value_at
 from rlsys.rewards.reward import Reward, check_column_name
 from rlsys.sandbox.checks import read_tests
 from rlsys.types import Rollout
@@ -70,7 +71,7 @@ def code_tests(
 async def _code_tests(
     rollout: Rollout, *, column: str, partial_credit: bool, timeout_s: float, memory_mib: int
 ) -> float:
-    tests = given_tests(rollout.metadata.get(column), column)
+    tests = given_tests(value_at(rollout.metadata, column), column)
     program = program_of(rollout.completion_text)
     if isinstance(tests, str):
         passed = await sandbox.check(program, tests, timeout_s=timeout_s, memory_mib=memory_mib)

@@ -11,6 +11,7 @@ In: a text. Out: the `Reward` that it names:
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -81,9 +82,14 @@ def _from_package(place: str, told: str) -> ModuleType:
 
 
 def _from_file(place: str, told: str) -> ModuleType:
+    """Load a file as a module. It can import its neighbours, as a script can."""
     path = Path(place)
     if not path.is_file():
         raise ValueError(f"{told}: {place} is no file (looked in {Path.cwd()}).")
+    directory = str(path.resolve().parent)
+    if directory not in sys.path:  # processes that run the functions take over this path
+        sys.path.insert(0, directory)
+    _check_neighbours(path, told)
     spec = importlib.util.spec_from_file_location(f"rlsys_functions_of_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -92,3 +98,35 @@ def _from_file(place: str, told: str) -> ModuleType:
     spec.loader.exec_module(module)
     cloudpickle.register_pickle_by_value(module)  # no other process could import it
     return module
+
+
+def _check_neighbours(path: Path, told: str) -> None:
+    """Raise ValueError for a neighbour that the file would not get, because a module of the same
+    name was imported from the directory of another file before."""
+    source = path.read_text(encoding="utf-8", errors="replace")
+    for name in sorted(_imported(source, str(path))):
+        neighbour, loaded = path.parent / f"{name}.py", sys.modules.get(name)
+        origin = getattr(loaded, "__file__", None)
+        if neighbour.is_file() and origin and Path(origin).resolve() != neighbour.resolve():
+            raise ValueError(
+                f"{told}: {path} imports {name!r}, and {origin} of this name was imported before "
+                f"{neighbour}. Rename one of them."
+            )
+
+
+def _imported(source: str, filename: str) -> set[str]:
+    """Return the first names of the modules that a source imports; none of a source that cannot be
+    parsed."""
+    try:
+        tree = ast.parse(source, filename)
+    except (SyntaxError, ValueError):
+        return set()
+    found = {
+        one.name for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names
+    }
+    found |= {
+        node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+    }
+    return {name.partition(".")[0] for name in found}

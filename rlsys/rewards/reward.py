@@ -15,6 +15,7 @@ from numbers import Real
 from typing import Any, overload
 
 from rlsys.fields import checked
+from rlsys.rewards.columns import split_path
 from rlsys.types import Rollout
 from rlsys.user_functions import misfit
 
@@ -136,7 +137,7 @@ def check_columns(
     `where` names that."""
     for one in as_rewards(functions):
         for column in one.required_columns:
-            if column not in columns:
+            if split_path(column, columns) is None:
                 raise ValueError(
                     f"reward {one.name!r} reads column {column!r}, which {where} does not have "
                     f"beside its prompt; it has {sorted(columns)}. Name the right one."

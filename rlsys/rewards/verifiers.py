@@ -12,6 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 
+from rlsys.rewards.columns import value_at
 from rlsys.rewards.reward import Reward, check_column_name, is_of, not_of
 from rlsys.types import Rollout
 
@@ -155,7 +156,7 @@ def _format_reward(rollout: Rollout, *, pattern: str) -> float:
 
 def reference(rollout: Rollout, column: str, types: tuple[type, ...]) -> str:
     """The row's value as text. Raises ValueError where it has none, or one of no such type."""
-    value = rollout.metadata.get(column)
+    value = value_at(rollout.metadata, column)
     if value is None:
         raise ValueError(
             f"metadata[{column!r}] is missing from the row, which has {sorted(rollout.metadata)}; "

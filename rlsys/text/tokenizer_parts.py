@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+
+from rlsys.json_text import dump_json, parse_json
 
 Part = dict[str, Any]
 
@@ -50,7 +51,7 @@ def _as_data(part: Any) -> Part | None:
     """Return a part by the JSON that it is pickled as."""
     if part is None:
         return None
-    data: Part = json.loads(part.__getstate__())
+    data: Part = parse_json(part.__getstate__())
     return data
 
 
@@ -58,8 +59,8 @@ def with_parts(parts: Parts) -> Any:
     """Return a tokenizer of these parts around an empty model."""
     from tokenizers import Tokenizer, models
 
-    written = json.loads(Tokenizer(models.BPE()).to_str())
-    return Tokenizer.from_str(json.dumps({**written, **vars(parts)}))
+    written = parse_json(Tokenizer(models.BPE()).to_str())
+    return Tokenizer.from_str(dump_json({**written, **vars(parts)}))
 
 
 def members(part: Part | None) -> Iterator[Part]:

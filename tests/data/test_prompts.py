@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlsys.config import DataConfig
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.row_source import epoch_order
-from rlsys.rewards import exact_match, numeric_answer
+from rlsys.rewards import exact_match, example_rollout, numeric_answer
 from rlsys.tiny_models import BOS, CHAT_TEMPLATE, build_tokenizer
 from rlsys.types import Prompt
 
@@ -290,3 +290,38 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
     TOKENIZER.save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path))("ab")["input_ids"] == TOKENIZER("ab")["input_ids"]
+
+
+NESTED = {
+    "extra_info": {"question": "1+1=", "index": 3},
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+}
+
+
+def test_a_prompt_column_may_be_a_dotted_path() -> None:
+    prompt = source([NESTED], prompt_column="extra_info.question").at(0)
+    assert prompt.text == "1+1="
+    assert prompt.metadata == NESTED  # the column around the prompt stays as it is
+
+
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_rewards_read_dotted_paths(*, as_dataset: bool) -> None:
+    import datasets
+
+    rows = [NESTED, {**NESTED, "reward_model": {"style": "rule", "ground_truth": "3"}}]
+    data = datasets.Dataset.from_list(rows) if as_dataset else rows
+    prompts = source(data, prompt_column="extra_info.question", shuffle=False)
+    reward = numeric_answer("reward_model.ground_truth")
+    prompts.check_rewards([reward])
+    assert reward(example_rollout("3", metadata=dict(prompts.at(1).metadata))) == 1.0
+    with pytest.raises(ValueError, match=r"reward_model\.ground_truth"):
+        prompts.check_rewards([numeric_answer("ground_truth")])
+    with pytest.raises(ValueError, match=r"2 of 2 rows .*reward_model\.ground_truth"):
+        prompts.check_rewards([numeric_answer("reward_model.answer.ground_truth")])
+    rows[1]["reward_model"] = {"style": "rule", "ground_truth": None}
+    with pytest.raises(ValueError, match=r"1 of 2 rows .*row 1"):
+        source(rows, prompt_column="extra_info.question").check_rewards([reward])
+
+
+def test_a_wrong_path_of_the_prompt_names_the_right_one() -> None:
+    assert "extra_info.question" in refused([NESTED], prompt_column="question")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlsys.config import DataConfig
 from rlsys.data.rows import load_rows
+from rlsys.data.sources import hub_names, may_have_splits
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 
@@ -56,7 +59,10 @@ def test_local_files_are_read(tmp_path: Path, name: str) -> None:
         ("a.jsonl", '["prompt"]\n', ["first row is no JSON object", "one JSON object per line"]),
         ("a.json", '\n["a", "b"]', ["first row is no JSON object", "a list of them for .json"]),
         ("a.jsonl", "null\n", ["first row is no JSON object"]),
-        ("a.csv", "prompt\n1", ["file of unknown type", ".jsonl, .json, .parquet"]),
+        ("a.txt", "1+1=", ["a.txt", ".jsonl", ".parquet", ".csv"]),
+        ("a.jsonl.gz", "no gzip", ["a.jsonl.gz"]),
+        ("a.csv", "", ["a.csv"]),
+        ("a.arrow", "ARROW", ["a.arrow"]),
     ],
 )
 def test_a_file_without_rows_is_refused(
@@ -95,6 +101,163 @@ def test_a_hub_dataset_that_cannot_be_had_says_what_to_check() -> None:
         load_rows(DataConfig(source="no-one/nothing"))
 
 
-def test_a_directory_is_no_source(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a directory; give one of its files"):
-        load_rows(DataConfig(source=str(tmp_path)))
+def saved(rows: list[dict[str, Any]] = ROWS) -> Any:
+    import datasets
+
+    return datasets.Dataset.from_list(rows)
+
+
+def loaded(source: Path | str, **options: Any) -> list[dict[str, Any]]:
+    return list(load_rows(DataConfig(source=str(source), **options)))
+
+
+def refusal(source: Path | str, *, evaluated: bool = False, **options: Any) -> str:
+    config = DataConfig(source=str(source), **options)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        load_rows(config, file_split="test" if evaluated else "train")
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz", "a.jsonl.gz", "a.json.gz"])
+def test_texts_are_read_compressed_or_not(tmp_path: Path, name: str) -> None:
+    between = "\t" if "tsv" in name else ","
+    text = "".join(
+        between.join(row) + "\n" for row in [("prompt", "answer"), ("1+1=", "2"), ("2+2=", "4")]
+    )
+    if "json" in name:
+        text = json.dumps(ROWS) if ".json." in name else "\n".join(map(json.dumps, ROWS))
+    data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+    (tmp_path / name).write_bytes(data)
+    rows = loaded(tmp_path / name)
+    assert [(row["prompt"], int(row["answer"])) for row in rows] == [("1+1=", 2), ("2+2=", 4)]
+
+
+def test_an_arrow_file_is_read(tmp_path: Path) -> None:
+    saved().save_to_disk(str(tmp_path / "saved"))
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    assert loaded(file) == ROWS
+
+
+def test_a_pattern_takes_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for number in (10, 2, 1):
+        row = {"prompt": f"{number}", "answer": "0"}
+        (tmp_path / f"part-{number:02}.jsonl").write_text(json.dumps(row))
+    rows = loaded(tmp_path / "part-*.jsonl")
+    assert [row["prompt"] for row in rows] == ["1", "2", "10"]
+    assert "none-*.jsonl" in refusal(tmp_path / "none-*.jsonl")
+    (tmp_path / "part-3.csv").write_text("prompt\n1\n")
+    assert "several types" in refusal(tmp_path / "part-*")
+    (tmp_path / "part.txt").write_text("1")
+    assert "part.txt" in refusal(tmp_path / "part*")
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a,b.jsonl", "a*0.5.jsonl", "a*2"])
+def test_a_path_that_exists_is_no_pattern(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if path.suffix == ".jsonl":
+        write(path)
+    else:
+        saved().save_to_disk(str(path))
+    assert loaded(path) == ROWS
+
+
+def test_a_directory_that_save_to_disk_wrote(tmp_path: Path) -> None:
+    import datasets
+
+    saved().save_to_disk(str(tmp_path / "one"))
+    assert loaded(tmp_path / "one") == ROWS
+    assert loaded(tmp_path / "one", split="train[1:]") == ROWS[1:]
+    assert "'test'" in refusal(tmp_path / "one", split="test")
+    assert "data.subset" in refusal(tmp_path / "one", subset="main")
+
+    both = datasets.DatasetDict(train=saved(), test=saved(ROWS[1:]))
+    both.save_to_disk(str(tmp_path / "both"))
+    assert loaded(tmp_path / "both") == ROWS
+    assert loaded(tmp_path / "both", split="test") == ROWS[1:]
+    assert loaded(tmp_path / "both", split="train[:1]+test") == ROWS
+    assert "train, test" in refusal(tmp_path / "both", split="validation")
+
+
+def test_a_directory_of_files(tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for number in range(3):
+        row = {"prompt": f"{number}", "answer": "0"}
+        saved([row]).to_parquet(str(shards / f"train-0000{number}-of-00003.parquet"))
+    saved().to_parquet(str(shards / "test-00000-of-00001.parquet"))
+    assert [row["prompt"] for row in loaded(shards)] == ["0", "1", "2"]
+    assert loaded(shards, split="test") == ROWS
+    assert "validation" in refusal(shards, split="validation")
+
+
+def test_a_local_copy_of_a_hub_dataset(tmp_path: Path) -> None:
+    """Also the hub's own cache: a directory with the snapshots of a dataset."""
+    cache = tmp_path / "datasets--org--name"
+    copy = cache / "snapshots" / "0123"
+    (copy / "hard").mkdir(parents=True)
+    saved().to_parquet(str(copy / "hard" / "questions.parquet"))
+    saved(ROWS[1:]).to_parquet(str(copy / "easy.parquet"))
+    (copy / "README.md").write_text(
+        "---\nconfigs:\n"
+        "- config_name: hard\n  data_files:\n  - split: exam\n    path: hard/*.parquet\n"
+        "- config_name: easy\n  data_files: easy.parquet\n---\n"
+    )
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0123")
+    assert loaded(copy, subset="hard", split="exam") == ROWS
+    assert loaded(cache, subset="easy") == ROWS[1:]
+    assert "medium" in refusal(copy, subset="medium")
+
+
+def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
+    assert str(tmp_path) in refusal(tmp_path)
+
+
+def test_a_split_of_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl")
+    assert loaded(path, split="train[:50%]") == ROWS[:1]
+    assert loaded(path, split="train[50%:]") == ROWS[1:]
+    for split in ("test", "", "validation[:1]", "train[:1]+test"):
+        assert f"data.split={split!r}" in refusal(path, split=split)
+    config = DataConfig(source=str(path), split="test[1:]")
+    assert list(load_rows(config, file_split="test")) == ROWS[1:]
+    assert "'validation'" in refusal(path, split="validation", evaluated=True)
+
+
+def test_several_sources_follow_each_other_with_the_columns_of_all(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl")
+    (tmp_path / "b.csv").write_text("prompt,level\n3+3=,7\n")
+    rows = load_rows(DataConfig(source=f"{first}, {tmp_path / 'b.csv'}"))
+    assert rows.column_names == ["prompt", "answer", "level"]
+    assert list(rows) == [
+        *({**row, "level": None} for row in ROWS),
+        {"prompt": "3+3=", "answer": None, "level": 7},
+    ]
+    assert rows["answer"] == ["2", "4", None]
+    assert rows[-1] == rows[2]
+    with pytest.raises(IndexError):
+        rows[3]
+    assert rows.weights is None
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("{a},{a}*0.5", "weight"),
+        ("{a}*0,{a}*1", "*0"),
+        ("{a},", "comma"),
+        ("{a},missing.csv", "missing.csv"),
+    ],
+)
+def test_a_list_of_sources_that_cannot_be_read(tmp_path: Path, text: str, word: str) -> None:
+    assert word in refusal(text.format(a=write(tmp_path / "a.jsonl")))
+
+
+def test_names_for_the_hub_are_found_in_a_list(tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    text = f"org/name*0.5,a.jsonl,{tmp_path}/copy,b-*.parquet,other"
+    assert hub_names(text) == ["org/name", "other"]
+    assert hub_names("") == []
+    assert may_have_splits("a.jsonl,org/name*2")
+    assert may_have_splits(str(tmp_path / "copy"))
+    assert not may_have_splits("a.jsonl*0.5,b.csv.gz*0.5")

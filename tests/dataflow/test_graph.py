@@ -648,6 +648,24 @@ def test_rows_of_a_recipe_are_a_list_of_dictionaries(rows: Any, message: str) ->
         Prompts(config=DataConfig(), rows=rows)
 
 
+def test_rows_without_a_length_or_with_splits_are_refused_with_the_way_to_give_them() -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"prompt": "1+1="}])
+    for wrong, fix in (
+        (rows.to_iterable_dataset(), "rows.take"),
+        (datasets.DatasetDict(train=rows), 'rows["train"]'),
+        (datasets.IterableDatasetDict(train=rows.to_iterable_dataset()), "rows.take"),
+        (rows.to_pandas(), "from_pandas"),
+        (rows.data.table, "datasets.Dataset(rows)"),
+    ):
+        with pytest.raises(ValueError, match=type(wrong).__name__) as refused:
+            Prompts(config=DataConfig(), rows=wrong)
+        assert fix in str(refused.value)
+    for right in (rows, list(rows.to_iterable_dataset().take(1)), datasets.Dataset(rows.data)):
+        assert list(Prompts(config=DataConfig(), rows=right).rows or ()) == [{"prompt": "1+1="}]
+
+
 def test_rows_and_a_dataset_are_one_too_many() -> None:
     config = DataConfig(source="mine.jsonl")
     with pytest.raises(
@@ -655,6 +673,13 @@ def test_rows_and_a_dataset_are_one_too_many() -> None:
     ):
         Prompts(config=config, rows=[{"prompt": "1+1="}])
     assert Prompts(config=config).rows is None
+
+
+@pytest.mark.parametrize("given", [{"split": "test"}, {"subset": "main"}])
+def test_rows_of_a_recipe_have_no_splits(given: dict[str, str]) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=rf"data\.{name}='{given[name]}'"):
+        Prompts(config=DataConfig(**given), rows=[{"prompt": "1+1="}])  # type: ignore[arg-type]
 
 
 def wide_flow(*, top_k: int, loss: Any) -> Dataflow:

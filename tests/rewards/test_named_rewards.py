@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,46 @@ def test_functions_of_a_file_run_in_a_process_of_their_own(tmp_path: Path) -> No
         assert result.total == 5.0 + 0.5
 
     run(scenario)
+
+
+def test_a_file_imports_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a neighbour that a function imports when it is called, in another process."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "neighbour_of_file.py").write_text("SHIFT = 3.0\n")
+    (tmp_path / "package_of_file").mkdir()
+    (tmp_path / "package_of_file" / "__init__.py").write_text("")
+    (tmp_path / "package_of_file" / "late.py").write_text("FACTOR = 2.0\n")
+    file = tmp_path / "file_with_neighbours.py"
+    file.write_text(
+        "import neighbour_of_file\n"
+        "def shifted(rollout):\n"
+        "    from package_of_file.late import FACTOR\n"
+        "    return len(rollout.completion_text) * FACTOR + neighbour_of_file.SHIFT\n"
+    )
+    shifted = named_reward(f"{file}:shifted")
+
+    async def scenario() -> None:
+        async with running(shifted) as runner:
+            (result,) = await runner.score([example_rollout("abc")])
+        assert isinstance(result, RewardResult)
+        assert result.total == 3 * 2.0 + 3.0
+
+    run(scenario)
+
+
+def test_a_neighbour_of_another_files_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "neighbour_twice.py").write_text(f"NAME = {name!r}\n")
+        (tmp_path / name / f"file_{name}.py").write_text(
+            "from neighbour_twice import NAME\ndef f(rollout):\n    return float(NAME == 'two')\n"
+        )
+    named_reward(f"{tmp_path}/one/file_one.py:f")
+    with pytest.raises(ValueError, match="neighbour_twice"):
+        named_reward(f"{tmp_path}/two/file_two.py:f")
 
 
 @pytest.mark.parametrize(

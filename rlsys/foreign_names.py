@@ -1,0 +1,201 @@
+"""Names that other libraries have for this project's options.
+
+In: an option's or field's name, as TRL, verl, OpenRLHF, prime-rl, NeMo-RL, slime or vLLM write it.
+Out: this project's name and, where the two count differently, a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+# Our field, or several of which a recipe has one, and the others' names for it. A name with a dot
+# matches with its section only.
+SAME = {
+    "group_size": "num_generations num_generations_per_prompt n_samples_per_prompt "
+    "rollouts_per_example num_samples_per_prompt num_return_sequences samples_per_prompt "
+    "responses_per_prompt rollout.n rollout_n",
+    "prompts_per_step": "num_prompts_per_step prompts_per_rollout groups_per_batch "
+    "num_unique_prompts_rollout",
+    "num_steps": "max_steps max_num_steps num_training_steps total_training_steps num_rollout "
+    "total_steps",
+    "name": "run_name experiment_name exp_name",
+    "runs_dir": "output_dir default_local_dir ckpt_path log_path logging_dir",
+    "resume": "resume_from_checkpoint resume_mode load_checkpoint",
+    "checkpoint_every": "save_steps save_freq save_interval save_period ckpt.interval save_every",
+    "keep_checkpoints": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num keep_last_n",
+    "clip clip_low": "epsilon eps_clip clip_ratio clip_range cliprange clip_eps clip_ratio_low "
+    "eps_clip_low ratio_clip_min",
+    "clip_high clip": "epsilon_high clip_ratio_high eps_clip_high ratio_clip_max",
+    "kl_coefficient": "kl_loss_coef kl_coef init_kl_coef kl_ctl kl_beta kl_penalty_coef "
+    "reference_policy_kl_penalty kl_tau kl_loss_weight beta",
+    "trace_decay": "lam lambd gae_lambda lam_actor",
+    "entropy_coefficient": "entropy_coef entropy_coeff entropy_loss_coef",
+    "loss": "loss_type loss_mode",
+    "advantage": "adv_estimator advantage_estimator",
+    "label_smoothing": "label_smoothing_factor",
+    "model.path": "model_name_or_path model_name pretrain hf_checkpoint pretrained_model "
+    "base_model model_id model_path",
+    "model.dtype": "torch_dtype model_dtype bf16 fp16 mixed_precision precision",
+    "model.lora": "use_peft lora_r lora_rank lora_alpha lora_target_modules target_modules "
+    "peft_config",
+    "model.gradient_checkpointing": "enable_gradient_checkpointing recompute_activations "
+    "activation_checkpointing",
+    "data.source": "dataset_name train_files prompt_data train_dataset dataset_path train_data "
+    "dataset train_file",
+    "data.subset": "dataset_config dataset_config_name subset_name",
+    "data.split": "dataset_train_split dataset_split prompt_split train_split",
+    "data.prompt_column": "prompt_key input_key dataset_text_field question_key",
+    "data.chat_template": "apply_chat_template use_chat_template",
+    "data.system_prompt": "system_message",
+    "data.max_prompt_tokens": "max_prompt_length prompt_max_len prompt_length max_prompt_len "
+    "max_input_length rollout_max_prompt_len",
+    "data.skip_long_prompts": "filter_overlong_prompts",
+    "data.shuffle": "shuffle_dataset rollout_shuffle",
+    "sampling.max_tokens": "max_completion_length max_response_length generate_max_len "
+    "max_new_tokens response_length rollout_max_response_len max_completion_tokens "
+    "max_response_len",
+    "sampling.temperature": "rollout_temperature",
+    "sampling.stop": "stop_strings stop_sequences rollout_stop",
+    "rollout.engine": "use_vllm rollout_backend inference_backend rollout.name",
+    "rollout.num_replicas": "vllm_num_engines num_rollout_engines num_engines data_parallel_size",
+    "rollout.tensor_parallel": "tensor_parallel_size tensor_model_parallel_size "
+    "vllm_tensor_parallel_size rollout_num_gpus_per_engine",
+    "rollout.max_running": "max_num_seqs max_concurrent_rollouts max_running_requests",
+    "rollout.gpu_memory_frac": "gpu_memory_utilization vllm_gpu_memory_utilization "
+    "mem_fraction_static sglang_mem_fraction_static",
+    "rollout.num_gpus": "rollout_num_gpus num_infer_gpus",
+    "trainer.learning_rate": "actor_learning_rate",
+    "trainer.warmup_steps": "lr_warmup_steps num_warmup_steps lr_warmup_iters",
+    "trainer.schedule": "lr_scheduler_type lr_scheduler lr_decay_style warmup_style",
+    "trainer.final_lr_frac": "min_lr_ratio",
+    "trainer.adam_betas": "adam_beta1 adam_beta2 betas",
+    "trainer.max_grad_norm": "grad_clip clip_grad max_norm gradient_clipping",
+    "trainer.num_epochs": "num_iterations ppo_epochs max_epochs num_ppo_epochs",
+    "trainer.layout": "zero_stage ulysses_sequence_parallel_size context_parallel_size fsdp_size "
+    "pipeline_model_parallel_size dp_replicate expert_parallel_size sp_size cp_size",
+    "trainer.num_gpus": "n_gpus_per_node nproc_per_node actor_num_gpus_per_node num_gpus_per_node "
+    "num_train_gpus gpus_per_node",
+    "critic.trainer.learning_rate": "critic_learning_rate",
+    "critic.model.path": "critic_pretrain",
+    "reward_model.model.path": "reward_pretrain reward_model_path",
+    "reference.model.path": "ref_model ref_pretrain ref_model_path",
+    "evaluation.source": "val_files eval_dataset val_dataset test_files eval_prompt_data",
+    "evaluation.split": "dataset_test_split eval_split val_split",
+    "evaluation.every": "eval_steps test_freq eval_interval val_period eval.interval eval_every "
+    "eval_freq",
+    "evaluation.num_samples": "n_samples_per_eval_prompt num_generations_eval val_kwargs.n",
+    "asynchrony.max_staleness": "max_async_level max_head_offpolicyness max_off_policy_steps "
+    "max_trajectory_age_steps staleness_threshold",
+    "placement": "vllm_mode colocate colocate_all_models hybrid_engine",
+    "observe.print_every": "logging_steps log_freq log_interval",
+    "observe.wandb": "report_to use_wandb wandb_project project_name",
+    "observe.print_samples": "log_completions num_completions_to_print",
+}
+
+# Names that count something else: the fields to use, and how.
+OTHER = {
+    "train_batch_size rollout_batch_size batch_size": (
+        "prompts_per_step",
+        "it counts prompts, each with group_size completions: divide a number of completions by "
+        "group_size",
+    ),
+    "per_device_train_batch_size generation_batch_size global_batch_size train_global_batch_size "
+    "global_train_batch_size": (
+        "prompts_per_step",
+        "a step trains prompts_per_step * group_size completions on all devices together, and "
+        "trainer.micro_batch_tokens bounds one pass",
+    ),
+    "gradient_accumulation_steps micro_batch_size micro_train_batch_size micro_rollout_batch_size "
+    "ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
+    "log_prob_micro_batch_size_per_gpu train_micro_batch_size max_tokens_per_gpu "
+    "max_num_batched_tokens": (
+        "trainer.micro_batch_tokens",
+        "a step is divided into passes of so many tokens, and their gradients are added up",
+    ),
+    "ppo_mini_batch_size mini_batch_size steps_per_generation num_steps_per_rollout": (
+        "trainer.num_minibatches",
+        "it counts the updates of one pass over a step: prompts_per_step divided by the size",
+    ),
+    "num_train_epochs total_epochs num_episodes num_epoch": (
+        "num_steps",
+        "it counts optimizer steps: an epoch has (rows / prompts_per_step) of them",
+    ),
+    "warmup_ratio lr_warmup_steps_ratio": (
+        "trainer.warmup_steps",
+        "it counts optimizer steps: the ratio times num_steps",
+    ),
+    "max_length max_seq_length max_seq_len seq_len max_model_len max_total_sequence_length max_len "
+    "vllm_max_model_length cutoff_len": (
+        "sampling.max_tokens",
+        "it bounds the completion, and data.max_prompt_tokens the prompt",
+    ),
+    "reward_funcs reward_fn reward_function custom_reward_function reward_model_fn remote_rm_url": (
+        "",
+        "rewards are functions in the recipe: flow.score(rollouts, [reward]), or --rewards of "
+        "scripts/evaluate.py",
+    ),
+    "label_key answer_key reward_fn_key solution_key": (
+        "",
+        'a reward names the column that it reads, such as numeric_answer("answer")',
+    ),
+    "packing packing_samples use_remove_padding padding_free use_dynamic_bsz": (
+        "",
+        "rows are always packed without padding; leave it out",
+    ),
+    "completion_only_loss assistant_only_loss train_on_inputs": (
+        "",
+        "only completions and replies are trained on, never prompts; leave it out",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counterpart:
+    """The fields that replace a foreign name, the best one first, and a note."""
+
+    fields: tuple[str, ...] = ()
+    note: str = ""
+
+
+def _table() -> dict[str, Counterpart]:
+    found = {
+        name: Counterpart(fields=tuple(fields.split()))
+        for fields, names in SAME.items()
+        for name in names.split()
+    }
+    for names, (fields, note) in OTHER.items():
+        for name in names.split():
+            found[name] = Counterpart(fields=tuple(fields.split()), note=note)
+    return found
+
+
+COUNTERPARTS = _table()
+
+
+def counterpart(name: str) -> Counterpart | None:
+    """Return what replaces a foreign name. Sections before it may be missing or others:
+    "actor_rollout_ref.rollout.n" is "rollout.n"."""
+    parts = name.lstrip("-+").replace("-", "_").split(".")
+    for start in range(len(parts)):
+        found = COUNTERPARTS.get(".".join(parts[start:]))
+        if found is not None:
+            return found
+    return None
+
+
+def hint(name: str, known: Collection[str] | None = None) -> str | None:
+    """Return the sentence that replaces a foreign name by this project's, or None for an unknown
+    name. `known` are the names that can be used, as they are written: fields, or options with
+    dashes; None for any field."""
+    found = counterpart(name)
+    if found is None:
+        return None
+    if not found.fields:
+        return f"{found.note}."
+    dashed = {one.lstrip("-").replace("-", "_"): one for one in known or ()}
+    usable = [dashed[one] for one in found.fields if one in dashed]
+    note = f" ({found.note})" if found.note else ""
+    if usable or known is None:
+        return f"rlsys calls it {(usable or found.fields)[0]}{note}."
+    return f"rlsys calls it {found.fields[0]}{note}, which is not available here."
