@@ -46,6 +46,7 @@ from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, PoolDied, ReplicaDied, RowsLost
 
 from .calls import WorkerError
+from .capacity import check_run, require_fit, stated_machine
 from .cluster import check_limits, check_runs_dir
 from .job import Job
 from .preparation import (
@@ -85,7 +86,7 @@ def launch(
     own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
     held_out: HeldOut | None = None,
-    dry_run: bool = False,
+    dry_run: bool | str = False,
 ) -> RunResult:
     """See rlsys.launch, which calls it for one run at a time."""
     require(
@@ -100,7 +101,7 @@ def launch(
     )
     held_out = held_out or HeldOut()
     if dry_run:
-        work = functools.partial(_dry_run, config, flow, own_model, warm_start, held_out)
+        work = functools.partial(_dry_run, config, flow, own_model, warm_start, held_out, dry_run)
     else:
         work = functools.partial(_run, config, flow, own_model, warm_start, held_out)
     try:
@@ -119,9 +120,15 @@ async def _dry_run(
     own_model: OwnModel | None,
     warm_start: WarmStart | None,
     held_out: HeldOut,
+    stated: str | bool,
 ) -> RunResult:
-    from .dry_run import describe  # seconds, which no run needs
+    """Print what the run would be. `stated`: the machine to compare with, as --dry-run names it.
 
+    Raises ValueError after that where the run does not fit.
+    """
+    from .dry_run import describe
+
+    machine = stated_machine(config, flow, stated)
     check_runs_dir(config.runs_dir)
     files = RunFiles(Path(config.runs_dir) / config.name)
     with (
@@ -142,7 +149,16 @@ async def _dry_run(
         continues = config.resume is not False and files.has_checkpoint
         if continues and not files.has_finished(config.num_steps):
             _history(files, config, flow, prompts)
-        print(describe(ready, flow, shape, prompts, tokenizer, warnings, as_given=config))
+        capacity = None
+        if machine is not None:
+            room = disk_bytes(ready, flow, shape, warm_start=warm_start is not None)
+            room = 0 if continues else room  # new checkpoints take the places of the old ones
+            capacity = check_run(ready, flow, shape, [machine], disk_bytes=room)
+        text = describe(
+            ready, flow, shape, prompts, tokenizer, warnings, as_given=config, capacity=capacity
+        )
+        print(text, flush=True)
+        require(capacity is None or capacity.fits, f"the run {capacity and capacity.verdict}")
     return RunResult(outcome="dry run", files=files, metrics=())
 
 
@@ -258,6 +274,8 @@ def _prepare(
         prompts = load_prompts(config, flow, tokenizer, shape)
         check_held_out(ready, flow, held_out, tokenizer, shape)
         check_warm_start(warm_start, tokenizer)
+        if (machine := stated_machine(config, flow, False)) is not None:
+            require_fit(ready, flow, shape, [machine])
     directory = stack.enter_context(
         RunDirectory.open(
             config.runs_dir,

@@ -48,7 +48,7 @@ SPELLINGS = {"yes": "true", "no": "false"}
 @dataclass(frozen=True, kw_only=True)
 class Parsed(Generic[C]):
     config: C
-    dry_run: bool
+    dry_run: bool | str  # a text names the machine to compare the run with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,10 @@ class CommandOptions:
 
     config: str | None = None
     """File with fields: TOML, or a run's config.json. The command line wins over it."""
-    dry_run: bool = False
+    dry_run: str | None = None
     """Read the model's shape and the data, print the configuration (a file for --config), the
-    graph, the placement, the memory and one prompt, and exit. Nothing is written."""
+    graph, the placement, the memory, whether it fits, and one prompt, and exit. Nothing is written.
+    With a value: compare with that machine, such as 8xH100 or 4x24GiB, instead of this one."""
 
 
 def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = None) -> Parsed[C]:
@@ -83,12 +84,30 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = 
         raise SystemExit(0)
     try:
         given = _read_arguments([*leaves(CommandOptions), *leaves(cls)], arguments)
-        path, dry_run = given.pop("config", None), given.pop("dry_run", False)
+        path, dry_run = given.pop("config", None), _dry_run(given.pop("dry_run", None))
         overrides = {**({} if path is None else _read_file(cls, path)), **given}
         return Parsed(config=build(cls, overrides), dry_run=dry_run)
     except ValueError as error:
         print(f"{_program()}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _dry_run(text: str | None) -> bool | str:
+    """Return whether it is a dry run, or the machine that one names. Raises ValueError for a text
+    that names none."""
+    if text is None or (word := _spelled(text)) in ("false", "none"):
+        return False
+    if word == "true":
+        return True
+    from rlsys.machine import parse_machine
+
+    try:
+        parse_machine(text)
+    except ValueError as error:
+        raise ValueError(
+            f"--dry-run {text!r} does not fit; give true or false, or a machine: {error}"
+        ) from None
+    return text
 
 
 def _program() -> str:
@@ -117,7 +136,7 @@ def _read_arguments(options: Sequence[Leaf], arguments: Sequence[str]) -> dict[s
         if not equals:
             is_bare = not rest or rest[0].startswith("--")
             words = choices(leaf.type) or {}
-            if "true" in words and is_bare:
+            if is_bare and ("true" in words or leaf.name == "dry_run"):
                 text = "true"
             elif is_bare:
                 raise ValueError(f"{option} has no value; give {expected(leaf.type)}.")
@@ -237,7 +256,7 @@ def help_text(cls: type[Any], *, doc: str = "") -> str:
         for leaf in members:
             docs = field_docs(leaf.owner)
             description = f"{docs.get(leaf.name.rpartition('.')[2], '')} [{_default(leaf)}]"
-            blocks[-1] += f"\n  {_option(leaf)} {_metavar(leaf.type)}\n" + textwrap.indent(
+            blocks[-1] += f"\n  {_option(leaf)} {_metavar(leaf)}\n" + textwrap.indent(
                 textwrap.fill(description, width - 8, break_on_hyphens=False), " " * 8
             )
     return "\n\n".join(blocks)
@@ -277,7 +296,10 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
     return docs
 
 
-def _metavar(annotation: Any) -> str:
+def _metavar(leaf: Leaf) -> str:
+    if leaf.name == "dry_run":
+        return "[MACHINE]"
+    annotation = leaf.type
     inner, optional = split_optional(annotation)
     if words := choices(inner):
         text = "|".join(words)
