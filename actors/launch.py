@@ -23,13 +23,12 @@ from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
 from rlsys.controller import RewardsFailed, StallError
 from rlsys.data.external_log import check_issued
-from rlsys.data.prompts import load_tokenizer
 from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.errors import RunFailed
-from rlsys.estimate import RECORDS_BYTES, disk_bytes, model_shape
+from rlsys.estimate import RECORDS_BYTES, disk_bytes
 from rlsys.exported import export_faults, exported_step
 from rlsys.fields import leaf_defaults, to_dict
 from rlsys.history import some
@@ -48,15 +47,9 @@ from rlsys.workers import LearnerDied, PoolDied, ReplicaDied, RowsLost
 from .calls import WorkerError
 from .capacity import check_run, require_fit, stated_machine
 from .cluster import check_limits, check_runs_dir
+from .inputs import Inputs, read_inputs, tried_rewards
 from .job import Job
-from .preparation import (
-    check_held_out,
-    check_warm_start,
-    hub_of,
-    load_prompts,
-    models_written_since,
-    with_model,
-)
+from .preparation import hub_of, models_written_since, with_model
 from .signals import cancel_on_signals, cancel_without_main_thread, signals_raise
 
 # What goes wrong in the world: told in one message. A ValueError is a user's mistake, and told so
@@ -131,34 +124,40 @@ async def _dry_run(
     machine = stated_machine(config, flow, stated)
     check_runs_dir(config.runs_dir)
     files = RunFiles(Path(config.runs_dir) / config.name)
+    lacking: list[str] = []
     with (
-        signals_raise(),
         hub_of(config, flow),
         tempfile.TemporaryDirectory(prefix="rlsys-") as directory,
     ):
-        ready = with_model(
-            config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
-        )
-        shape = model_shape(ready.model.path, flow.main.head)
-        tokenizer = load_tokenizer(ready.model.path)
-        lacking: list[str] = []
-        prompts = load_prompts(config, flow, tokenizer, shape, lacking)
-        check_held_out(ready, flow, held_out, tokenizer, shape)
-        check_warm_start(warm_start, tokenizer)
-        warnings = [*lacking, *_taken(config)]
-        continues = config.resume is not False and files.has_checkpoint
-        if continues and not files.has_finished(config.num_steps):
-            _history(files, config, flow, prompts)
-        capacity = None
-        if machine is not None:
-            room = disk_bytes(ready, flow, shape, warm_start=warm_start is not None)
-            room = 0 if continues else room  # new checkpoints take the places of the old ones
-            capacity = check_run(ready, flow, shape, [machine], disk_bytes=room)
-        text = describe(
-            ready, flow, shape, prompts, tokenizer, warnings, as_given=config, capacity=capacity
-        )
-        print(text, flush=True)
-        require(capacity is None or capacity.fits, f"the run {capacity and capacity.verdict}")
+        with signals_raise():
+            ready = with_model(
+                config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
+            )
+            read = read_inputs(ready, flow, held_out, warm_start, lacking)
+            warnings = [*lacking, *_taken(config)]
+            continues = config.resume is not False and files.has_checkpoint
+            if continues and not files.has_finished(config.num_steps):
+                _history(files, config, flow, read.prompts)
+        warnings += await tried_rewards(ready, flow, held_out, read)
+        with signals_raise():
+            capacity = None
+            if machine is not None:
+                room = disk_bytes(ready, flow, read.shape, warm_start=warm_start is not None)
+                room = 0 if continues else room  # new checkpoints take the places of the old ones
+                capacity = check_run(ready, flow, read.shape, [machine], disk_bytes=room)
+            text = describe(
+                ready,
+                flow,
+                read.shape,
+                read.prompts,
+                read.tokenizer,
+                warnings,
+                as_given=config,
+                capacity=capacity,
+            )
+    print(text, flush=True)
+    if capacity is not None:
+        require(capacity.fits, f"the run {capacity.verdict}")
     return RunResult(outcome="dry run", files=files, metrics=())
 
 
@@ -205,16 +204,21 @@ async def _run(
     with contextlib.ExitStack() as stack:
         stack.callback(watching.cancel)
         stack.enter_context(console.telling_logged())
+        with signals_raise(), console.phase("Reading model and prompts"):
+            stack.enter_context(hub_of(config, flow))
+            check_room(Path(config.runs_dir), RECORDS_BYTES)
+            ready = with_model(
+                config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
+            )
+            read = read_inputs(ready, flow, held_out, warm_start)
+        with console.phase("Trying the rewards"):
+            doubts = await tried_rewards(ready, flow, held_out, read)
         with signals_raise():
             directory, job = _prepare(
-                stack,
-                console,
-                config,
-                flow,
-                own_model,
-                held_out,
-                warm_start=warm_start,
+                stack, console, config, ready, flow, held_out, read, warm_start=warm_start
             )
+        for doubt in doubts if job is not None else ():
+            console.warn(doubt)
         if job is None:
             return _result(directory)
         close = functools.partial(_close, console, directory, flow)
@@ -255,27 +259,18 @@ def _prepare(
     stack: contextlib.ExitStack,
     console: RunConsole,
     config: RunConfig,
+    ready: RunConfig,
     flow: Dataflow,
-    own_model: OwnModel | None,
     held_out: HeldOut,
+    read: Inputs,
     *,
     warm_start: WarmStart | None,
 ) -> tuple[RunDirectory, Job | None]:
     """The run's directory, open until the end of `stack`, and what is to be done there; None where
-    all is done already."""
-    with console.phase("Reading model and prompts"):
-        stack.enter_context(hub_of(config, flow))
-        check_room(Path(config.runs_dir), RECORDS_BYTES)
-        ready = with_model(
-            config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
-        )
-        shape = model_shape(ready.model.path, flow.main.head)
-        tokenizer = load_tokenizer(ready.model.path)
-        prompts = load_prompts(config, flow, tokenizer, shape)
-        check_held_out(ready, flow, held_out, tokenizer, shape)
-        check_warm_start(warm_start, tokenizer)
-        if (machine := stated_machine(config, flow, False)) is not None:
-            require_fit(ready, flow, shape, [machine])
+    all is done already. `ready`: the configuration with a model."""
+    if (machine := stated_machine(config, flow, False)) is not None:
+        with console.phase("Comparing the run with this machine"):
+            require_fit(ready, flow, read.shape, [machine])
     directory = stack.enter_context(
         RunDirectory.open(
             config.runs_dir,
@@ -283,7 +278,7 @@ def _prepare(
             to_dict(config),
             resume=config.resume,
             defaults=leaf_defaults(type(config)),
-            required_bytes=disk_bytes(ready, flow, shape, warm_start=warm_start is not None),
+            required_bytes=disk_bytes(ready, flow, read.shape, warm_start=warm_start is not None),
         )
     )
     continues = config.resume is not False
@@ -305,14 +300,16 @@ def _prepare(
     history = None
     if continues and directory.has_checkpoint:
         with console.phase("Reading the run's history"):
-            history = _history(directory, config, flow, prompts)
+            history = _history(directory, config, flow, read.prompts)
         directory.write_config(to_dict(config))
         console.note(where_it_goes_on(history, config, directory))
         for warning in models_written_since(history.checkpoint, flow):
             console.warn(warning)
     for warning in foresee(config):
         console.warn(warning)
-    return directory, Job(ready, flow, held_out, directory, history, prompts, tokenizer, console)
+    return directory, Job(
+        ready, flow, held_out, directory, history, read.prompts, read.tokenizer, console
+    )
 
 
 def _history(files: RunFiles, config: RunConfig, flow: Dataflow, prompts: RowSource) -> History:

@@ -176,7 +176,7 @@ def _read_text(text: str, annotation: Any, option: str) -> Any:
             return tuple(_read_text(item, get_args(inner)[0], option) for item in items)
         if words := choices(inner):
             return words[text if text in words else _spelled(text)]
-        return inner(text)
+        return text if inner == int | str else inner(text)
     except (KeyError, ValueError):
         raise ValueError(f"{option} {text!r} does not fit; give {expected(annotation)}.") from None
 
@@ -308,7 +308,7 @@ def _metavar(leaf: Leaf) -> str:
     elif get_origin(inner) is tuple:
         text = "A,B,..."
     else:
-        text = {int: "INT", float: "FLOAT", str: "TEXT"}[inner]
+        text = {int: "INT", float: "FLOAT", str: "TEXT", int | str: "INT|TEXT"}[inner]
     return f"{text}|none" if optional else text
 
 

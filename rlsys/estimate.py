@@ -188,7 +188,7 @@ def replica_memory(config: RunConfig, rollout: RolloutConfig, shape: ModelShape)
     elif rollout.num_gpus:
         cache_bytes = None
     else:
-        cache_bytes *= rollout.tensor_parallel  # each rank has as much
+        cache_bytes = int(rollout.kv_cache_gib * 2**30) * rollout.tensor_parallel  # each rank's
     return ReplicaMemory(
         weight_bytes=shape.num_parameters * (1 if rollout.quantization else itemsize),
         cache_bytes=cache_bytes,
@@ -202,17 +202,19 @@ def replica_memory(config: RunConfig, rollout: RolloutConfig, shape: ModelShape)
 def _cached_values(shape: ModelShape, engine: str) -> int:
     """Return elements of keys and values that an engine keeps of each token of a long sequence.
 
-    vLLM compresses latent attention (MLA), and keeps no more than a window of layers that see no
-    further.
+    Layers with a state of one size keep none. vLLM compresses latent attention (MLA), and keeps no
+    more than a window of layers that see no further.
     """
     text = shape.config.get_text_config() if shape.config is not None else None
-    if engine == "torch" or text is None:
-        return shape.kv_values_per_token
-    if rank := getattr(text, "kv_lora_rank", None):
+    kinds = [str(kind) for kind in getattr(text, "layer_types", None) or ["full_attention"]]
+    rank = getattr(text, "kv_lora_rank", None)
+    if engine == "vllm" and text is not None and rank:
         return int(text.num_hidden_layers * (rank + getattr(text, "qk_rope_head_dim", 0)))
-    kinds = getattr(text, "layer_types", None) or ["full_attention"]
-    full = sum(kind == "full_attention" for kind in kinds)
-    return max(1, shape.kv_values_per_token * full // len(kinds))
+    if engine == "vllm":
+        kept = sum(kind == "full_attention" for kind in kinds)
+    else:
+        kept = sum("attention" in kind and "linear" not in kind for kind in kinds)
+    return max(1, shape.kv_values_per_token * kept // len(kinds))
 
 
 def cache_fault(config: RunConfig, shape: ModelShape, device_bytes: int | None) -> str | None:
@@ -248,7 +250,8 @@ def cache_fault(config: RunConfig, shape: ModelShape, device_bytes: int | None) 
 
 def ceil_to(number: float, digits: int) -> float:
     """Round up."""
-    return math.ceil(number * 10**digits) / 10**digits
+    scale: float = 10.0**digits
+    return math.ceil(number * scale) / scale
 
 
 def _lies_in_share(config: RunConfig) -> bool:
@@ -268,7 +271,7 @@ def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:
     start again, beside the one that a checkpoint is written from while the run goes on."""
     if not trainer.snapshot_every:
         return 0
-    return 3 if config.checkpoint_every else 2
+    return 2 if config.checkpoint_every == 0 else 3
 
 
 def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_start: bool) -> int:

@@ -452,6 +452,10 @@ class ObserveConfig:
 # vLLM samples at the lowest where a lower one is asked for, and refuses what is above the highest.
 VLLM_TEMPERATURES = (0.01, 2.0)
 
+# A length of time, such as 90s, 10min or 1.5h.
+TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
+UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 MAX_NAME = 200  # file systems take 255 bytes, and files beside it have longer names
 
@@ -473,8 +477,9 @@ class RunConfig:
     """Rollouts per prompt; one step trains prompts_per_step * group_size rollouts."""
     seed: int = 0
     """Of data order, sampling and initialisation."""
-    checkpoint_every: int = 0
-    """Optimizer steps between checkpoints; 0: only at the end."""
+    checkpoint_every: int | str = "10min"
+    """Time between checkpoints (90s, 10min, 1h), or optimizer steps (50); there is one at the end
+    too. 0: only at the end."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept on disk."""
     runs_dir: str = "runs"
@@ -533,8 +538,9 @@ class RunConfig:
                 "number of groups; use a multiple.",
             )
         require(
-            self.checkpoint_every >= 0,
-            f"checkpoint_every={self.checkpoint_every} is negative; use 0 for the end only.",
+            self.checkpoint_steps is not None or self.checkpoint_s is not None,
+            f"checkpoint_every={self.checkpoint_every!r} is no number of steps and no time; use a "
+            "time such as 90s, 10min or 1h, steps such as 50, or 0 for the end only.",
         )
         require(
             self.keep_checkpoints >= 1,
@@ -589,6 +595,19 @@ class RunConfig:
             "placement=colocated it stops where it is when training's turn comes; use "
             "weight_update=in_flight, or placement=separate.",
         )
+
+    @property
+    def checkpoint_steps(self) -> int | None:
+        """Optimizer steps between checkpoints, 0 for none; None where a time is given."""
+        every = self.checkpoint_every
+        return every if isinstance(every, int) and every >= 0 else None
+
+    @property
+    def checkpoint_s(self) -> float | None:
+        """Seconds between checkpoints; None where steps are given."""
+        match = TIME.fullmatch(str(self.checkpoint_every))
+        seconds = float(match[1]) * UNITS_S[match[2]] if match else 0.0
+        return seconds if 0 < seconds <= MAX_SECONDS else None
 
     @property
     def max_version_lag(self) -> int:
