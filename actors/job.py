@@ -79,6 +79,7 @@ class Job:
         self._held_out = held_out
         self._directory = directory
         self._prompts = prompts
+        self._order = prompts.order  # reads all rows, which no checkpoint waits for
         self._tokenizer = tokenizer
         self._console = console
         self._checkpoints = Checkpoints(
@@ -406,7 +407,7 @@ class Job:
         # Of the moment to which the open work belongs: training goes on while it is written.
         state = State(
             step=step,
-            prompts=self._prompts.order,
+            prompts=self._order,
             records=books.tallies(),
             external=prompts.tally if isinstance(prompts, ExternalPrompts) else None,
             retired=curriculum.retired,
