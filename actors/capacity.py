@@ -43,6 +43,11 @@ class Capacity:
         return not self.shortages
 
     @property
+    def refusals(self) -> list[Shortage]:
+        """What a dry run refuses too: all but cores, which a larger machine may have."""
+        return [one for one in self.shortages if not one.is_of_cpus]
+
+    @property
     def verdict(self) -> str:
         """One paragraph: fits, or what is short and the smallest change."""
         if self.fits:
@@ -135,7 +140,7 @@ def _of_cpus(config: RunConfig, flow: Dataflow, machine: Machine) -> Iterator[Sh
     try:
         check_capacity([replace(need, num_gpus=0) for need in first], [{"CPU": num_cpus, "GPU": 0}])
     except ClusterTooSmall as error:
-        yield Shortage(message=str(error).rstrip("."))
+        yield Shortage(message=str(error).rstrip("."), is_of_cpus=True)
 
 
 def _of_disk(config: RunConfig, disk_bytes: int) -> Iterator[Shortage]:

@@ -12,12 +12,11 @@ from rlsys.data.prompts import load_tokenizer
 from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import PlayStage, ScoreStage
+from rlsys.engines.export_settings import check_exportable
 from rlsys.estimate import ModelShape, model_shape
-from rlsys.launching import HeldOut, WarmStart
+from rlsys.launching import HeldOut
 from rlsys.rewards import as_rewards
 from rlsys.rewards.trial import trial_rollout, try_rewards
-
-from .preparation import check_held_out, check_warm_start, load_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,27 +26,27 @@ class Inputs:
     shape: ModelShape
     tokenizer: Any
     prompts: RowSource
+    warnings: tuple[str, ...] = ()
 
 
-def read_inputs(
-    config: RunConfig,
-    flow: Dataflow,
-    held_out: HeldOut,
-    warm_start: WarmStart | None,
-    lacking: list[str] | None = None,
-) -> Inputs:
-    """Read and check what the run begins with. Raises ValueError for mistakes; see `load_prompts`
-    for `lacking`."""
-    shape = model_shape(config.model.path, flow.main.head)
-    tokenizer = load_tokenizer(config.model.path)
-    prompts = load_prompts(config, flow, tokenizer, shape, lacking)
-    check_held_out(config, flow, held_out, tokenizer, shape)
-    check_warm_start(warm_start, tokenizer)
-    return Inputs(shape=shape, tokenizer=tokenizer, prompts=prompts)
+def check_exports(
+    config: RunConfig, flow: Dataflow, shape: ModelShape, tokenizer: Any
+) -> list[str]:
+    """Try what the exports of all policies have beside their weights; return warnings. Raises
+    ValueError for a model whose settings cannot be exported again."""
+    generates = flow.main.head == "logits"
+    warnings = check_exportable(config.model.path, shape.config, tokenizer, generates=generates)
+    for name in flow.other_policies:
+        role, setting = flow.models[name].config, f"{name}.model.path"
+        if role is not None and (path := role.model.path):
+            own = model_shape(path, setting=setting).config
+            used = load_tokenizer(path, setting=setting)
+            warnings += check_exportable(path, own, used, generates=True, setting=setting)
+    return warnings
 
 
 async def tried_rewards(
-    config: RunConfig, flow: Dataflow, held_out: HeldOut, read: Inputs
+    config: RunConfig, flow: Dataflow, held_out: HeldOut, prompts: RowSource, tokenizer: Any
 ) -> list[str]:
     """Call each reward once on the first row; return warnings.
 
@@ -56,7 +55,7 @@ async def tried_rewards(
     """
     scored = [one for stage in flow.all(ScoreStage) for one in as_rewards(stage.rewards)]
     rewards = {one.name: one for one in scored}
-    columns = read.prompts.metadata_columns
+    columns = prompts.metadata_columns
     if config.evaluation.every and held_out.rewards is not None and not flow.all(PlayStage):
         for one in as_rewards(held_out.rewards):
             if all(column in columns for column in one.required_columns):
@@ -65,7 +64,7 @@ async def tried_rewards(
         return []
     return await try_rewards(
         [*rewards.values()],
-        trial_rollout(read.prompts.at(0), read.tokenizer),
+        trial_rollout(prompts.at(0), tokenizer),
         config.reward,
         start_timeout_s=config.cluster.start_timeout_s,
     )

@@ -23,12 +23,13 @@ from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig, require
 from rlsys.controller import RewardsFailed, StallError
 from rlsys.data.external_log import check_issued
+from rlsys.data.prompts import load_tokenizer
 from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.errors import RunFailed
-from rlsys.estimate import RECORDS_BYTES, disk_bytes
+from rlsys.estimate import RECORDS_BYTES, disk_bytes, model_shape
 from rlsys.exported import export_faults, exported_step
 from rlsys.fields import leaf_defaults, to_dict
 from rlsys.history import some
@@ -47,9 +48,16 @@ from rlsys.workers import LearnerDied, PoolDied, ReplicaDied, RowsLost
 from .calls import WorkerError
 from .capacity import check_run, require_fit, stated_machine
 from .cluster import check_limits, check_runs_dir
-from .inputs import Inputs, read_inputs, tried_rewards
+from .inputs import Inputs, check_exports, tried_rewards
 from .job import Job
-from .preparation import hub_of, models_written_since, with_model
+from .preparation import (
+    check_held_out,
+    check_warm_start,
+    hub_of,
+    load_prompts,
+    models_written_since,
+    with_model,
+)
 from .signals import cancel_on_signals, cancel_without_main_thread, signals_raise
 
 # What goes wrong in the world: told in one message. A ValueError is a user's mistake, and told so
@@ -126,38 +134,36 @@ async def _dry_run(
     files = RunFiles(Path(config.runs_dir) / config.name)
     lacking: list[str] = []
     with (
+        signals_raise(),
         hub_of(config, flow),
         tempfile.TemporaryDirectory(prefix="rlsys-") as directory,
     ):
-        with signals_raise():
-            ready = with_model(
-                config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
-            )
-            read = read_inputs(ready, flow, held_out, warm_start, lacking)
-            warnings = [*lacking, *_taken(config)]
-            continues = config.resume is not False and files.has_checkpoint
-            if continues and not files.has_finished(config.num_steps):
-                _history(files, config, flow, read.prompts)
-        warnings += await tried_rewards(ready, flow, held_out, read)
-        with signals_raise():
-            capacity = None
-            if machine is not None:
-                room = disk_bytes(ready, flow, read.shape, warm_start=warm_start is not None)
-                room = 0 if continues else room  # new checkpoints take the places of the old ones
-                capacity = check_run(ready, flow, read.shape, [machine], disk_bytes=room)
-            text = describe(
-                ready,
-                flow,
-                read.shape,
-                read.prompts,
-                read.tokenizer,
-                warnings,
-                as_given=config,
-                capacity=capacity,
-            )
+        ready = with_model(
+            config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
+        )
+        read = _read(ready, flow, held_out, warm_start, lacking)
+        warnings = [*lacking, *read.warnings, *_taken(config)]
+        continues = config.resume is not False and files.has_checkpoint
+        if continues and not files.has_finished(config.num_steps):
+            _history(files, config, flow, read.prompts)
+        capacity = None
+        if machine is not None:
+            room = disk_bytes(ready, flow, read.shape, warm_start=warm_start is not None)
+            room = 0 if continues else room  # new checkpoints take the places of the old ones
+            capacity = check_run(ready, flow, read.shape, [machine], disk_bytes=room)
+        text = describe(
+            ready,
+            flow,
+            read.shape,
+            read.prompts,
+            read.tokenizer,
+            warnings,
+            as_given=config,
+            capacity=capacity,
+        )
     print(text, flush=True)
-    if capacity is not None:
-        require(capacity.fits, f"the run {capacity.verdict}")
+    if capacity is not None:  # whose processes may take turns on fewer cores elsewhere
+        require(not capacity.refusals, f"the run {capacity.verdict}")
     return RunResult(outcome="dry run", files=files, metrics=())
 
 
@@ -204,21 +210,16 @@ async def _run(
     with contextlib.ExitStack() as stack:
         stack.callback(watching.cancel)
         stack.enter_context(console.telling_logged())
-        with signals_raise(), console.phase("Reading model and prompts"):
-            stack.enter_context(hub_of(config, flow))
-            check_room(Path(config.runs_dir), RECORDS_BYTES)
-            ready = with_model(
-                config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
-            )
-            read = read_inputs(ready, flow, held_out, warm_start)
-        with console.phase("Trying the rewards"):
-            doubts = await tried_rewards(ready, flow, held_out, read)
         with signals_raise():
             directory, job = _prepare(
-                stack, console, config, ready, flow, held_out, read, warm_start=warm_start
+                stack,
+                console,
+                config,
+                flow,
+                own_model,
+                held_out,
+                warm_start=warm_start,
             )
-        for doubt in doubts if job is not None else ():
-            console.warn(doubt)
         if job is None:
             return _result(directory)
         close = functools.partial(_close, console, directory, flow)
@@ -255,19 +256,45 @@ def _readable(path: Path) -> list[dict[str, float]]:
     return lines
 
 
+def _read(
+    config: RunConfig,
+    flow: Dataflow,
+    held_out: HeldOut,
+    warm_start: WarmStart | None,
+    lacking: list[str] | None = None,
+) -> Inputs:
+    """Read and check what the run begins with, and try its rewards. Raises ValueError for mistakes;
+    see `load_prompts` for `lacking`."""
+    shape = model_shape(config.model.path, flow.main.head)
+    tokenizer = load_tokenizer(config.model.path)
+    # The list where there is one: then its model may be yet to come.
+    prompts = load_prompts(config, flow, tokenizer, shape, *([] if lacking is None else [lacking]))
+    check_held_out(config, flow, held_out, tokenizer, shape)
+    check_warm_start(warm_start, tokenizer)
+    warnings = check_exports(config, flow, shape, tokenizer)
+    warnings += run_to_end(lambda: tried_rewards(config, flow, held_out, prompts, tokenizer))
+    return Inputs(shape=shape, tokenizer=tokenizer, prompts=prompts, warnings=tuple(warnings))
+
+
 def _prepare(
     stack: contextlib.ExitStack,
     console: RunConsole,
     config: RunConfig,
-    ready: RunConfig,
     flow: Dataflow,
+    own_model: OwnModel | None,
     held_out: HeldOut,
-    read: Inputs,
     *,
     warm_start: WarmStart | None,
 ) -> tuple[RunDirectory, Job | None]:
     """The run's directory, open until the end of `stack`, and what is to be done there; None where
-    all is done already. `ready`: the configuration with a model."""
+    all is done already."""
+    with console.phase("Reading model and prompts"):
+        stack.enter_context(hub_of(config, flow))
+        check_room(Path(config.runs_dir), RECORDS_BYTES)
+        ready = with_model(
+            config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
+        )
+        read = _read(ready, flow, held_out, warm_start)
     if (machine := stated_machine(config, flow, False)) is not None:
         with console.phase("Comparing the run with this machine"):
             require_fit(ready, flow, read.shape, [machine])
@@ -305,7 +332,7 @@ def _prepare(
         console.note(where_it_goes_on(history, config, directory))
         for warning in models_written_since(history.checkpoint, flow):
             console.warn(warning)
-    for warning in foresee(config):
+    for warning in [*foresee(config), *read.warnings]:
         console.warn(warning)
     return directory, Job(
         ready, flow, held_out, directory, history, read.prompts, read.tokenizer, console

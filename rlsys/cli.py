@@ -22,6 +22,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from rlsys.fields import (
@@ -34,12 +35,15 @@ from rlsys.fields import (
     split_optional,
     unknown_name,
 )
+from rlsys.growing_file import ordinary
 from rlsys.json_text import parse_json
 from rlsys.pipes import let_go_of_stdout
 
 C = TypeVar("C")
 
 MAX_WIDTH = 80  # columns of --help
+
+MAX_FILE_BYTES = 2**20  # of a file for --config
 
 # Beside true and false, and for resume: --resume yes.
 SPELLINGS = {"yes": "true", "no": "false"}
@@ -190,8 +194,14 @@ def _read_file(cls: type[Any], path: str) -> dict[str, Any]:
     try:
         if path.endswith((".yaml", ".yml")):
             raise ValueError("it is YAML; give TOML, such as --dry-run prints, or JSON.")
-        with open(path, encoding="utf-8") as file:
-            flat = flatten(cls, _with_underscores(_tables(file.read())))
+        file = ordinary(Path(path))  # a pipe or /dev/zero would be read for ever
+        num_bytes = file.stat().st_size
+        if num_bytes > MAX_FILE_BYTES:
+            raise ValueError(
+                f"it has {num_bytes:,} bytes, and a configuration at most {MAX_FILE_BYTES:,}; give "
+                "a file that --dry-run has printed, or a run's config.json."
+            )
+        flat = flatten(cls, _with_underscores(_tables(file.read_text(encoding="utf-8"))))
     except OSError as error:
         raise ValueError(
             f"--config {path!r}: {error.strerror}; give a TOML file, or a run's config.json."

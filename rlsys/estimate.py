@@ -7,6 +7,7 @@ Out: bytes of actors, of the store, of checkpoints. A trainer's ranks: rank_esti
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from rlsys.config import (
     RunConfig,
     TrainedRoleConfig,
     TrainerConfig,
+    require,
 )
 from rlsys.data.hub import check_model_path, in_short, unreadable
 from rlsys.dataflow import graph_store
@@ -28,7 +30,7 @@ from rlsys.dataflow.stages import Head, Model
 from rlsys.engines.context import context_length
 from rlsys.engines.generation.kv_cache import room
 from rlsys.engines.model_tensors import model_tensors
-from rlsys.hf_config import largest
+from rlsys.hf_config import largest, numbers
 from rlsys.run_directory import MAX_WAITING
 
 # Rows of any length leave gaps in the store's memory; this share of it is promised to rows.
@@ -121,20 +123,22 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        _check_sizes(config)
         with torch.device("meta"):
             if head == "logits":
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             else:
                 model = scalar_class(config)(config)
+        text = config.get_text_config()
+        num_heads = largest(text, "num_attention_heads", default=1)
+        head_dim = largest(text, "head_dim", default=text.hidden_size // num_heads)
+        num_kv_heads = largest(text, "num_key_value_heads", default=num_heads)
+        kv_values_per_token = 2 * text.num_hidden_layers * num_kv_heads * head_dim
     except unreadable() as error:
         raise ValueError(
             f"{setting}={path!r} holds no {'causal ' if head == 'logits' else ''}language model "
             f"({in_short(error)}); give a Hugging Face model directory or hub name."
         ) from error
-    text = config.get_text_config()
-    num_heads = largest(text, "num_attention_heads", default=1)
-    head_dim = largest(text, "head_dim", default=text.hidden_size // num_heads)
-    num_kv_heads = largest(text, "num_key_value_heads", default=num_heads)
     return ModelShape(
         num_parameters=num_parameters(model),
         buffer_bytes=sum(
@@ -149,10 +153,25 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
             and module is not model.get_output_embeddings()
             and name != SCALAR_HEAD
         },
-        kv_values_per_token=2 * text.num_hidden_layers * num_kv_heads * head_dim,
+        kv_values_per_token=kv_values_per_token,
         max_context=context_length(config),
         config=config,
     )
+
+
+# Sizes that every model has, in config.json; a layer's own value may be another.
+SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
+def _check_sizes(config: Any) -> None:
+    """Raise ValueError for a size of a model that is not positive."""
+    text = config.get_text_config()
+    for name in (*SIZES, "num_key_value_heads", "head_dim", "intermediate_size"):
+        for number in numbers(text, name):
+            require(
+                number > 0 or (number == 0 and name not in (*SIZES, "head_dim")),
+                f"config.json has {name}={number}; restore it",
+            )
 
 
 def num_parameters(module: torch.nn.Module) -> int:
@@ -399,3 +418,22 @@ def store_bytes(config: RunConfig, flow: Dataflow) -> int:
     in_flight = num_groups * config.group_size * row_bytes(config, flow)
     most = int(config.cluster.store_gib * 2**30)
     return min(most, max(MIN_STORE_BYTES, int(2 * in_flight / STORE_FILL)))
+
+
+def check_store(config: RunConfig, flow: Dataflow) -> None:
+    """Raise ValueError where the store of a node cannot hold one group, or a machine's store not
+    the groups of one step."""
+    each = config.group_size * row_bytes(config, flow)
+    room = int(store_bytes(config, flow) * STORE_FILL)
+    one_node = config.cluster.address is None and "RAY_ADDRESS" not in os.environ
+    num_groups = config.prompts_per_step if one_node else 1
+    if num_groups * each <= room:
+        return
+    needed = ceil_to(num_groups * each / STORE_FILL / 2**30, 4)
+    what = f"a step of {num_groups} groups" if num_groups > 1 else "one group"
+    raise ValueError(
+        f"cluster.store_gib={config.cluster.store_gib:g}: {what} of group_size={config.group_size} "
+        f"rollouts, with data.max_prompt_tokens={config.data.max_prompt_tokens} and "
+        f"sampling.max_tokens={config.sampling.max_tokens}, needs {needed:g} GiB. Raise it, or "
+        "lower one of these."
+    )

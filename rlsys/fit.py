@@ -94,6 +94,7 @@ class Shortage:
 
     message: str  # what is needed, what there is, and what is missing
     demand: Demand | None = None  # that takes the most of it
+    is_of_cpus: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

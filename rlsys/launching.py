@@ -25,6 +25,7 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import check_rows
 from rlsys.errors import RunFailed
 from rlsys.fields import checked
+from rlsys.machine import is_machine
 from rlsys.pipes import let_go_of_stdout
 from rlsys.rewards.reward import as_rewards
 from rlsys.run_directory import RunFiles
@@ -191,7 +192,7 @@ def launch(
     if held_out is not None:
         fix = "rlsys.HeldOut(rows=..., rewards=...), or leave it out"
         _check_kind("held_out", held_out, HeldOut, fix)
-    if not isinstance(dry_run, str):
+    if not (isinstance(dry_run, str) and is_machine(dry_run)):
         _check_kind("dry_run", dry_run, bool, 'True, False, or a machine such as "8xH100"')
     with _alone(config.name):
         result: RunResult = _actors_package("launch").launch(

@@ -84,6 +84,15 @@ def parse_machine(text: str) -> Machine:
     return Machine(name=f"a machine with {text}", devices=(device,) * count)
 
 
+def is_machine(text: str) -> bool:
+    """Return whether `parse_machine` takes the text."""
+    try:
+        parse_machine(text)
+    except ValueError:
+        return False
+    return True
+
+
 def this_machine(*, with_devices: bool) -> Machine:
     """Return what this machine, or the container around this process, has.
 

@@ -452,6 +452,9 @@ class ObserveConfig:
 # vLLM samples at the lowest where a lower one is asked for, and refuses what is above the highest.
 VLLM_TEMPERATURES = (0.01, 2.0)
 
+# Rollouts of one step: beyond any run, within what a controller can count one by one.
+MAX_ROLLOUTS = 2**22
+
 # A length of time, such as 90s, 10min or 1.5h.
 TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -522,6 +525,11 @@ class RunConfig:
         )
         require(
             self.group_size >= 1, f"group_size={self.group_size} samples nothing; use at least 1."
+        )
+        require(
+            self.rollouts_per_step <= MAX_ROLLOUTS,
+            f"prompts_per_step={self.prompts_per_step} and group_size={self.group_size} are "
+            f"{self.rollouts_per_step} rollouts a step; use at most {MAX_ROLLOUTS}.",
         )
         lowest, highest = VLLM_TEMPERATURES
         require(
