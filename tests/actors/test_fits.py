@@ -13,7 +13,7 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config
 
 import rlsys
-from actors import capacity, demands
+from actors import demands
 from actors.capacity import Capacity, check_run, machines_of, unwritable
 from actors.demands import CONTEXT_BYTES
 from recipes import arithmetic
@@ -271,7 +271,7 @@ def test_a_directory_that_cannot_be_written_is_refused(
     def refuse(path: Any, flags: int, mode: int = 0o777) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(capacity.os, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     assert unwritable(tmp_path) == os.strerror(errno.EROFS)
 
 

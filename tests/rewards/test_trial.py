@@ -25,6 +25,10 @@ from rlsys.rewards.trial import try_rewards
 from rlsys.user_functions import number_of
 
 
+def named(name: str, function: Any) -> Any:
+    return reward(name=name)(function)
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -58,7 +62,7 @@ from rlsys.user_functions import number_of
 )
 def test_numbers_are_numbers_whoever_made_them(value: object, expected: float | None) -> None:
     assert number_of(value) == expected
-    (one,) = as_rewards([reward(name="mine")(lambda rollout: value)])
+    (one,) = as_rewards([named("mine", lambda rollout: value)])
     outcome = components_of(one, value)
     if expected is None:
         assert isinstance(outcome, RewardFailure)
@@ -96,7 +100,7 @@ def test_rewards_that_return_numbers_are_quiet() -> None:
     "value", [None, (1.0, 2.0), np.array([1.0]), "0.5", Decimal, {"part": None}, {}]
 )
 def test_what_is_no_number_is_refused_by_the_rewards_name(value: object) -> None:
-    bad = reward(name="mine")(lambda rollout: value)
+    bad = named("mine", lambda rollout: value)
     good = reward(name="other")(lambda rollout: 1.0)
     with pytest.raises(ValueError, match=r"reward mine returned .*; return a number"):
         tried(good, bad)
@@ -106,7 +110,7 @@ def test_every_mistake_is_named_and_doubts_are_warnings() -> None:
     def raises(rollout: Any) -> float:
         raise KeyError("answer")
 
-    none, text = reward(name="none")(lambda _: None), reward(name="text")(lambda _: "1")
+    none, text = named("none", lambda _: None), named("text", lambda _: "1")
     with pytest.raises(ValueError, match=r"(?s)none.*text"):
         tried(raises, none, text)
     (warning,) = tried(raises, lambda _: 1.0)
@@ -155,14 +159,14 @@ def test_functions_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
             return (exec, ("raise ImportError('no such library')",))
 
     broken = Unloadable()
-    slow = reward(name="slow", timeout_s=120)(lambda _, one=broken: 1.0)  # type: ignore[misc]
+    slow = reward(name="slow", timeout_s=120)(lambda _, one=broken: 1.0)
     with pytest.raises(ValueError, match="no such library"):
         tried(slow)
 
 
 def test_a_dry_run_and_a_start_refuse_before_anything_is_started(tmp_path: Path) -> None:
     def nothing(config: QuickstartConfig, rewards: Any, *, rows: Any) -> rlsys.Dataflow:
-        bad = reward(name="nothing")(lambda rollout: None)  # type: ignore[arg-type, return-value]
+        bad = named("nothing", lambda rollout: None)
         flow: rlsys.Dataflow = grpo(config, [bad], rows=rows)
         return flow
 

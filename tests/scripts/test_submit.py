@@ -69,13 +69,13 @@ def test_a_submission_ends_with_the_cause_and_the_option(
 ) -> None:
     monkeypatch.setattr(submit, "agent_fault", lambda address: f"port {taken} is used")
     with pytest.raises(RuntimeError, match=r"--dashboard-agent-listen-port") as refused:
-        submit.submit(NoAgent(), "python x.py", {}, LOCAL)  # type: ignore[arg-type]
+        submit.submit(NoAgent(), "python x.py", {}, LOCAL)
     assert str(taken) in str(refused.value)
     assert "500" not in str(refused.value)
     monkeypatch.setattr(submit, "agent_fault", lambda address: None)
     monkeypatch.setattr(submit, "AGENT_TIMEOUT_S", -1.0)
     with pytest.raises(RuntimeError, match=r"52365") as refused:
-        submit.submit(NoAgent(), "python x.py", {}, LOCAL)  # type: ignore[arg-type]
+        submit.submit(NoAgent(), "python x.py", {}, LOCAL)
     assert "500" not in str(refused.value)
 
 
