@@ -17,12 +17,12 @@ import itertools
 import os
 import reprlib
 import shutil
+import stat
 import sys
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from rlsys.fields import (
@@ -35,7 +35,6 @@ from rlsys.fields import (
     split_optional,
     unknown_name,
 )
-from rlsys.growing_file import ordinary
 from rlsys.json_text import parse_json
 from rlsys.pipes import let_go_of_stdout
 
@@ -194,14 +193,16 @@ def _read_file(cls: type[Any], path: str) -> dict[str, Any]:
     try:
         if path.endswith((".yaml", ".yml")):
             raise ValueError("it is YAML; give TOML, such as --dry-run prints, or JSON.")
-        file = ordinary(Path(path))  # a pipe or /dev/zero would be read for ever
-        num_bytes = file.stat().st_size
-        if num_bytes > MAX_FILE_BYTES:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise ValueError("it is no ordinary file, and may never end; give one.")
+        if found.st_size > MAX_FILE_BYTES:
             raise ValueError(
-                f"it has {num_bytes:,} bytes, and a configuration at most {MAX_FILE_BYTES:,}; give "
-                "a file that --dry-run has printed, or a run's config.json."
+                f"it has {found.st_size:,} bytes, and a configuration at most {MAX_FILE_BYTES:,}; "
+                "give a file that --dry-run has printed, or a run's config.json."
             )
-        flat = flatten(cls, _with_underscores(_tables(file.read_text(encoding="utf-8"))))
+        with open(path, encoding="utf-8") as file:  # a directory is refused here
+            flat = flatten(cls, _with_underscores(_tables(file.read())))
     except OSError as error:
         raise ValueError(
             f"--config {path!r}: {error.strerror}; give a TOML file, or a run's config.json."
