@@ -15,6 +15,7 @@ from rlsys.environments.environment import Environment
 from rlsys.estimate import (
     MemoryEstimate,
     ModelShape,
+    ReplicaMemory,
     checkpoint_bytes,
     estimate_memory,
     partner_bytes,
@@ -30,6 +31,8 @@ from rlsys.observe.diagnosis import foresee
 from rlsys.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
+from .capacity import Capacity
+from .demands import CONTEXT_BYTES, LIBRARIES_BYTES
 from .factories import needs, partners_of, role_needs
 
 
@@ -42,9 +45,20 @@ def describe(
     warnings: Sequence[str],
     *,
     as_given: RunConfig,
+    capacity: Capacity | None = None,
 ) -> str:
-    """`warnings`: beside those of the settings themselves. `as_given`: the configuration without
-    what is made only for this run."""
+    """Return what --dry-run prints.
+
+    Args:
+        config: What would run.
+        flow: Its graph.
+        shape: Of its main model.
+        prompts: Its data.
+        tokenizer: The policy's.
+        warnings: Those beside the ones that follow from the settings alone.
+        as_given: The configuration without what is made only for this run.
+        capacity: What the machines hold; None where the nodes are not known yet.
+    """
     ranks, replicas = needs(config, flow)
     roles = [need for needs in role_needs(config, flow).values() for need in needs]
     memory = estimate_memory(config, shape)
@@ -62,9 +76,11 @@ def describe(
         f"published weights {_size(memory.published_bytes)}  {versions_text(memory)}",
         f"  packed          {_size(memory.packed_bytes)}  beside them, for replicas on other nodes",
         f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
-        f"rollout replica   {_size(memory.replica_bytes)}  weights and a full KV cache",
+        *_replica(memory.replica),
         f"store, per node   {_size(store_bytes(config, flow))}  in shared memory",
         f"checkpoint        {_size(checkpoint_bytes(config, flow, shape))}  on disk",
+        "",
+        *_together(capacity),
         "",
         *_links(config, flow, shape),
         *_data(flow, prompts, tokenizer),
@@ -73,6 +89,37 @@ def describe(
     return "\n".join(
         ["# configuration", to_toml(as_given), *(f"# {fact}".rstrip() for fact in facts)]
     )
+
+
+def _replica(memory: ReplicaMemory) -> Iterator[str]:
+    weights = _size(memory.weight_bytes).strip()
+    if memory.cache_bytes is None:
+        yield (
+            f"rollout replica     {memory.device_frac:7.0%}      of each of its GPUs "
+            f"(rollout.gpu_memory_frac): weights {weights}, the rest keys and values"
+        )
+        return
+    cache = _size(memory.cache_bytes).strip()
+    yield (
+        f"rollout replica   {_size(memory.num_bytes)}  weights {weights}, keys and values {cache} "
+        "(rollout.kv_cache_gib at most)"
+    )
+
+
+def _together(capacity: Capacity | None) -> Iterator[str]:
+    """Return the sums of each node and device, and whether the run fits."""
+    yield (
+        f"all processes, with {_size(LIBRARIES_BYTES).strip()} of libraries each and "
+        f"{_size(CONTEXT_BYTES).strip()} of CUDA on each GPU"
+    )
+    if capacity is None:
+        yield (
+            "not compared: the run joins a cluster, whose nodes are compared before it starts; "
+            "name a node to compare with, such as --dry-run 8xH100"
+        )
+        return
+    yield from capacity.layout.describe()
+    yield f"verdict: {capacity.verdict}"
 
 
 def versions_text(memory: MemoryEstimate) -> str:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from rlsys import by_value
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import RunConfig
@@ -25,7 +27,7 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.graph_store import open_store
 from rlsys.dataflow.stages import GenerateStage, ScoreStage
 from rlsys.errors import first_error
-from rlsys.estimate import STORE_FILL, row_bytes, store_bytes
+from rlsys.estimate import STORE_FILL, model_shape, row_bytes, store_bytes
 from rlsys.exported import seal_export
 from rlsys.held_out import environment_of, rewards_of
 from rlsys.held_out_loss import held_out_loss
@@ -43,6 +45,7 @@ from rlsys.workers import Fleet, LearnerDied, Replica, ReplicaDied
 
 from . import carry_over
 from .books import Books, open_books
+from .capacity import machines_of, require_fit, stated_machine
 from .cluster import connected
 from .evaluating import EvaluationFactory, Evaluator
 from .factories import needs, partners_of, role_needs
@@ -77,6 +80,7 @@ class Job:
         self._held_out = held_out
         self._directory = directory
         self._prompts = prompts
+        self._order = prompts.order  # reads all rows, which no checkpoint waits for
         self._tokenizer = tokenizer
         self._console = console
         self._checkpoints = Checkpoints(
@@ -120,6 +124,7 @@ class Job:
                 warning = cluster.enter_context(connected(config.cluster, asked_cpus=asked))
                 cancel_on_signals()  # again: since Ray's start they interrupt system calls
                 await cluster.enter_async_context(ends_with_ray(last_words))
+                self._check_cluster()
                 places = await cluster.enter_async_context(
                     reserved(
                         ranks,
@@ -150,6 +155,15 @@ class Job:
                     await self._export(team.learners[model], self._directory.hf_of(model))
             with self._console.phase("Exporting the model"):
                 await self._export(team.learner, self._directory.hf)
+
+    def _check_cluster(self) -> None:
+        """Raise ValueError where the run does not fit onto the GPUs of a cluster that was joined.
+        This machine alone was compared before."""
+        if stated_machine(self._config, self._flow, False) is not None:
+            return
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        shape = model_shape(self._config.model.path, self._flow.main.head)
+        require_fit(self._config, self._flow, shape, machines_of(nodes))
 
     async def _export(self, learner: RayLearner, directory: Path) -> None:
         await learner.export_the_end(directory)
@@ -379,7 +393,7 @@ class Job:
         # Of the moment to which the open work belongs: training goes on while it is written.
         state = State(
             step=step,
-            prompts=self._prompts.order,
+            prompts=self._order,
             records=books.tallies(),
             external=prompts.tally if isinstance(prompts, ExternalPrompts) else None,
             retired=curriculum.retired,

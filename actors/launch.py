@@ -46,7 +46,9 @@ from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, PoolDied, ReplicaDied, RowsLost
 
 from .calls import WorkerError
+from .capacity import check_run, require_fit, stated_machine
 from .cluster import check_limits, check_runs_dir
+from .inputs import Inputs, check_exports, tried_rewards
 from .job import Job
 from .preparation import (
     check_held_out,
@@ -85,7 +87,7 @@ def launch(
     own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
     held_out: HeldOut | None = None,
-    dry_run: bool = False,
+    dry_run: bool | str = False,
 ) -> RunResult:
     """See rlsys.launch, which calls it for one run at a time."""
     require(
@@ -100,7 +102,7 @@ def launch(
     )
     held_out = held_out or HeldOut()
     if dry_run:
-        work = functools.partial(_dry_run, config, flow, own_model, warm_start, held_out)
+        work = functools.partial(_dry_run, config, flow, own_model, warm_start, held_out, dry_run)
     else:
         work = functools.partial(_run, config, flow, own_model, warm_start, held_out)
     try:
@@ -119,11 +121,18 @@ async def _dry_run(
     own_model: OwnModel | None,
     warm_start: WarmStart | None,
     held_out: HeldOut,
+    stated: str | bool,
 ) -> RunResult:
-    from .dry_run import describe  # seconds, which no run needs
+    """Print what the run would be. `stated`: the machine to compare with, as --dry-run names it.
 
+    Raises ValueError after that where the run does not fit.
+    """
+    from .dry_run import describe
+
+    machine = stated_machine(config, flow, stated)
     check_runs_dir(config.runs_dir)
     files = RunFiles(Path(config.runs_dir) / config.name)
+    lacking: list[str] = []
     with (
         signals_raise(),
         hub_of(config, flow),
@@ -132,17 +141,29 @@ async def _dry_run(
         ready = with_model(
             config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
         )
-        shape = model_shape(ready.model.path, flow.main.head)
-        tokenizer = load_policy_tokenizer(ready.model.path, ready.data.template_options)
-        lacking: list[str] = []
-        prompts = load_prompts(config, flow, tokenizer, shape, lacking)
-        check_held_out(ready, flow, held_out, tokenizer, shape)
-        check_warm_start(warm_start, tokenizer)
-        warnings = [*lacking, *_taken(config)]
+        read = _read(ready, flow, held_out, warm_start, lacking)
+        warnings = [*lacking, *read.warnings, *_taken(config)]
         continues = config.resume is not False and files.has_checkpoint
         if continues and not files.has_finished(config.num_steps):
-            _history(files, config, flow, prompts)
-        print(describe(ready, flow, shape, prompts, tokenizer, warnings, as_given=config))
+            _history(files, config, flow, read.prompts)
+        capacity = None
+        if machine is not None:
+            room = disk_bytes(ready, flow, read.shape, warm_start=warm_start is not None)
+            room = 0 if continues else room  # new checkpoints take the places of the old ones
+            capacity = check_run(ready, flow, read.shape, [machine], disk_bytes=room)
+        text = describe(
+            ready,
+            flow,
+            read.shape,
+            read.prompts,
+            read.tokenizer,
+            warnings,
+            as_given=config,
+            capacity=capacity,
+        )
+    print(text, flush=True)
+    if capacity is not None:  # whose processes may take turns on fewer cores elsewhere
+        require(not capacity.refusals, f"the run {capacity.verdict}")
     return RunResult(outcome="dry run", files=files, metrics=())
 
 
@@ -235,6 +256,26 @@ def _readable(path: Path) -> list[dict[str, float]]:
     return lines
 
 
+def _read(
+    config: RunConfig,
+    flow: Dataflow,
+    held_out: HeldOut,
+    warm_start: WarmStart | None,
+    lacking: list[str] | None = None,
+) -> Inputs:
+    """Read and check what the run begins with, and try its rewards. Raises ValueError for mistakes;
+    see `load_prompts` for `lacking`."""
+    shape = model_shape(config.model.path, flow.main.head)
+    tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
+    # The list where there is one: then its model may be yet to come.
+    prompts = load_prompts(config, flow, tokenizer, shape, *([] if lacking is None else [lacking]))
+    check_held_out(config, flow, held_out, tokenizer, shape)
+    check_warm_start(warm_start, tokenizer)
+    warnings = check_exports(config, flow, shape, tokenizer)
+    warnings += run_to_end(lambda: tried_rewards(config, flow, held_out, prompts, tokenizer))
+    return Inputs(shape=shape, tokenizer=tokenizer, prompts=prompts, warnings=tuple(warnings))
+
+
 def _prepare(
     stack: contextlib.ExitStack,
     console: RunConsole,
@@ -253,11 +294,10 @@ def _prepare(
         ready = with_model(
             config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
         )
-        shape = model_shape(ready.model.path, flow.main.head)
-        tokenizer = load_policy_tokenizer(ready.model.path, ready.data.template_options)
-        prompts = load_prompts(config, flow, tokenizer, shape)
-        check_held_out(ready, flow, held_out, tokenizer, shape)
-        check_warm_start(warm_start, tokenizer)
+        read = _read(ready, flow, held_out, warm_start)
+    if (machine := stated_machine(config, flow, False)) is not None:
+        with console.phase("Comparing the run with this machine"):
+            require_fit(ready, flow, read.shape, [machine])
     directory = stack.enter_context(
         RunDirectory.open(
             config.runs_dir,
@@ -265,7 +305,7 @@ def _prepare(
             to_dict(config),
             resume=config.resume,
             defaults=leaf_defaults(type(config)),
-            required_bytes=disk_bytes(ready, flow, shape, warm_start=warm_start is not None),
+            required_bytes=disk_bytes(ready, flow, read.shape, warm_start=warm_start is not None),
         )
     )
     continues = config.resume is not False
@@ -287,14 +327,16 @@ def _prepare(
     history = None
     if continues and directory.has_checkpoint:
         with console.phase("Reading the run's history"):
-            history = _history(directory, config, flow, prompts)
+            history = _history(directory, config, flow, read.prompts)
         directory.write_config(to_dict(config))
         console.note(where_it_goes_on(history, config, directory))
         for warning in models_written_since(history.checkpoint, flow):
             console.warn(warning)
-    for warning in foresee(config):
+    for warning in [*foresee(config), *read.warnings]:
         console.warn(warning)
-    return directory, Job(ready, flow, held_out, directory, history, prompts, tokenizer, console)
+    return directory, Job(
+        ready, flow, held_out, directory, history, read.prompts, read.tokenizer, console
+    )
 
 
 def _history(files: RunFiles, config: RunConfig, flow: Dataflow, prompts: RowSource) -> History:

@@ -41,7 +41,7 @@ from rlsys.environ import variables
 from rlsys.interrupts import INTERRUPTED
 
 from .janitor import janitor, users_of
-from .signals import signals_raise
+from .signals import signals_raise, with_own_handlers
 
 logger = logging.getLogger(__name__)
 
@@ -281,6 +281,8 @@ def _init(directory: Path, num_cpus: int | None) -> None:
     # The only way to keep Ray's processes, and not just its dashboard, off the other interfaces:
     # it does so on systems where it supports no clusters.
     ray_constants.ENABLE_RAY_CLUSTER, before = False, ray_constants.ENABLE_RAY_CLUSTER
+    connect = ray_worker.connect
+    ray_worker.connect = functools.partial(with_own_handlers, connect)
     try:
         ray.init(
             address="local",
@@ -293,6 +295,7 @@ def _init(directory: Path, num_cpus: int | None) -> None:
         )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+        ray_worker.connect = connect
 
 
 def _said(directory: Path) -> str:

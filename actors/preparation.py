@@ -47,7 +47,7 @@ from rlsys.environments.environment import Environment
 from rlsys.environments.host import environment_template
 from rlsys.environments.tool_use import ToolUse
 from rlsys.errors import Mistakes
-from rlsys.estimate import ModelShape, model_shape
+from rlsys.estimate import ModelShape, check_store, model_shape
 from rlsys.held_out import environment_of, evaluation_config, rewards_of
 from rlsys.held_out_loss import held_out_loss
 from rlsys.launching import HeldOut, WarmStart
@@ -183,6 +183,7 @@ def load_prompts(
             routing = replayable_routing(shape.config)
             flow.replay_routing(routing.width, routing.dtype.itemsize)
         flow.check()
+        check_store(config, flow)
     for scored in flow.all(ScoreStage):
         with mistakes.noted():
             pack_rewards(scored.rewards)  # raises for those that cannot travel

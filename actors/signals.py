@@ -8,10 +8,13 @@ import logging
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any, TypeVar
 
 from ray._private import utils as ray_utils
+
+T = TypeVar("T")
 
 LOOK_EVERY_S = 0.5  # whether the main thread still runs
 
@@ -80,6 +83,24 @@ def signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
         if received:
             raise asyncio.CancelledError(signal.Signals(received[0]).name)
+
+
+def with_own_handlers(call: Callable[..., T], *args: Any, **named: Any) -> T:
+    """Call a function of Ray's that installs handlers in C++, and put Python's back.
+
+    Those handlers print a stack trace and end the process. Signals that come meanwhile wait until
+    Python's are there again.
+    """
+    if not _is_main():
+        return call(*args, **named)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        return call(*args, **named)
+    finally:
+        for number in ENDING:
+            if (handler := signal.getsignal(number)) is not None:
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _check_wanted() -> None:

@@ -163,7 +163,7 @@ def run(
     algorithm: Algorithm,
     *,
     own_model: OwnModel = MODEL,
-    dry_run: bool = False,
+    dry_run: bool | str = False,
 ) -> RunResult:
     return rlsys.launch(
         cfg,

@@ -17,9 +17,12 @@ START_S = 60.0
 
 
 def run_to_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of `work()`, or its error. Ctrl-C cancels it, waits for it to end in good order,
-    and raises KeyboardInterrupt. Where a loop runs in this thread already, as in a notebook, a
-    thread of its own runs the work meanwhile."""
+    """Return the result of `work()`, or raise its error.
+
+    Ctrl-C, or a signal that raises CancelledError here, cancels the work, waits for it to end in
+    good order, and is raised again. Where a loop runs in this thread already, as in a notebook, a
+    thread of its own runs the work meanwhile.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -60,7 +63,7 @@ def _in_a_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         thread.start()
         return ended.result()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         loop, task = started.result(START_S)
         with contextlib.suppress(RuntimeError):  # the loop has just closed
             loop.call_soon_threadsafe(task.cancel)

@@ -17,6 +17,7 @@ import itertools
 import os
 import reprlib
 import shutil
+import stat
 import sys
 import textwrap
 import tomllib
@@ -42,6 +43,8 @@ C = TypeVar("C")
 
 MAX_WIDTH = 80  # columns of --help
 
+MAX_FILE_BYTES = 2**20  # of a file for --config
+
 # Beside true and false, and for resume: --resume yes.
 SPELLINGS = {"yes": "true", "no": "false"}
 
@@ -49,7 +52,7 @@ SPELLINGS = {"yes": "true", "no": "false"}
 @dataclass(frozen=True, kw_only=True)
 class Parsed(Generic[C]):
     config: C
-    dry_run: bool
+    dry_run: bool | str  # a text names the machine to compare the run with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +61,10 @@ class CommandOptions:
 
     config: str | None = None
     """File with fields: TOML, or a run's config.json. The command line wins over it."""
-    dry_run: bool = False
+    dry_run: str | None = None
     """Read the model's shape and the data, print the configuration (a file for --config), the
-    graph, the placement, the memory and one prompt, and exit. Nothing is written."""
+    graph, the placement, the memory, whether it fits, and one prompt, and exit. Nothing is written.
+    With a value: compare with that machine, such as 8xH100 or 4x24GiB, instead of this one."""
 
 
 def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = None) -> Parsed[C]:
@@ -84,12 +88,30 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = 
         raise SystemExit(0)
     try:
         given = _read_arguments([*leaves(CommandOptions), *leaves(cls)], arguments)
-        path, dry_run = given.pop("config", None), given.pop("dry_run", False)
+        path, dry_run = given.pop("config", None), _dry_run(given.pop("dry_run", None))
         overrides = {**({} if path is None else _read_file(cls, path)), **given}
         return Parsed(config=build(cls, overrides), dry_run=dry_run)
     except ValueError as error:
         print(f"{_program()}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _dry_run(text: str | None) -> bool | str:
+    """Return whether it is a dry run, or the machine that one names. Raises ValueError for a text
+    that names none."""
+    if text is None or (word := _spelled(text)) in ("false", "none"):
+        return False
+    if word == "true":
+        return True
+    from rlsys.machine import parse_machine
+
+    try:
+        parse_machine(text)
+    except ValueError as error:
+        raise ValueError(
+            f"--dry-run {text!r} does not fit; give true or false, or a machine: {error}"
+        ) from None
+    return text
 
 
 def _program() -> str:
@@ -121,7 +143,7 @@ def _read_arguments(options: Sequence[Leaf], arguments: Sequence[str]) -> dict[s
         if not equals:
             is_bare = not rest or rest[0].startswith("--")
             words = choices(leaf.type) or {}
-            if "true" in words and is_bare:
+            if is_bare and ("true" in words or leaf.name == "dry_run"):
                 text = "true"
             elif is_bare:
                 raise ValueError(f"{option} has no value; give {expected(leaf.type)}.")
@@ -161,6 +183,8 @@ def _read_text(text: str, annotation: Any, option: str) -> Any:
             return tuple(_read_text(item, get_args(inner)[0], option) for item in items)
         if words := choices(inner):
             return words[text if text in words else _spelled(text)]
+        if inner == int | str:
+            return text
         if inner is not str and not text.isascii():  # Python reads digits of every script
             raise ValueError(text)
         return inner(text)
@@ -177,7 +201,15 @@ def _read_file(cls: type[Any], path: str) -> dict[str, Any]:
     try:
         if path.endswith((".yaml", ".yml")):
             raise ValueError("it is YAML; give TOML, such as --dry-run prints, or JSON.")
-        with open(path, encoding="utf-8") as file:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise ValueError("it is no ordinary file, and may never end; give one.")
+        if found.st_size > MAX_FILE_BYTES:
+            raise ValueError(
+                f"it has {found.st_size:,} bytes, and a configuration at most {MAX_FILE_BYTES:,}; "
+                "give a file that --dry-run has printed, or a run's config.json."
+            )
+        with open(path, encoding="utf-8") as file:  # a directory is refused here
             flat = flatten(cls, _with_underscores(_tables(file.read())))
     except OSError as error:
         raise ValueError(
@@ -243,7 +275,7 @@ def help_text(cls: type[Any], *, doc: str = "") -> str:
         for leaf in members:
             docs = field_docs(leaf.owner)
             description = f"{docs.get(leaf.name.rpartition('.')[2], '')} [{_default(leaf)}]"
-            blocks[-1] += f"\n  {_option(leaf)} {_metavar(leaf.type)}\n" + textwrap.indent(
+            blocks[-1] += f"\n  {_option(leaf)} {_metavar(leaf)}\n" + textwrap.indent(
                 textwrap.fill(description, width - 8, break_on_hyphens=False), " " * 8
             )
     return "\n\n".join(blocks)
@@ -283,7 +315,10 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
     return docs
 
 
-def _metavar(annotation: Any) -> str:
+def _metavar(leaf: Leaf) -> str:
+    if leaf.name == "dry_run":
+        return "[MACHINE]"
+    annotation = leaf.type
     inner, optional = split_optional(annotation)
     if words := choices(inner):
         text = "|".join(words)
@@ -292,7 +327,7 @@ def _metavar(annotation: Any) -> str:
     elif get_origin(inner) is tuple:
         text = "A,B,..."
     else:
-        text = {int: "INT", float: "FLOAT", str: "TEXT"}[inner]
+        text = {int: "INT", float: "FLOAT", str: "TEXT", int | str: "INT|TEXT"}[inner]
     return f"{text}|none" if optional else text
 
 

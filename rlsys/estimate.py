@@ -6,20 +6,31 @@ Out: bytes of actors, of the store, of checkpoints. A trainer's ranks: rank_esti
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from rlsys.config import ModelConfig, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.config import (
+    ModelConfig,
+    RoleConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainedRoleConfig,
+    TrainerConfig,
+    require,
+)
 from rlsys.data.hub import check_model_path, in_short, unreadable
 from rlsys.dataflow import graph_store
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import Head, Model
 from rlsys.engines.context import context_length
+from rlsys.engines.generation.kv_cache import room
 from rlsys.engines.model_tensors import model_tensors
-from rlsys.hf_config import largest
+from rlsys.hf_config import largest, numbers
 from rlsys.run_directory import MAX_WAITING
 
 # Rows of any length leave gaps in the store's memory; this share of it is promised to rows.
@@ -59,7 +70,45 @@ class MemoryEstimate:
     lies_in_share: bool  # the newest of them is the rank's own weights, and counts as theirs
     packed_bytes: int  # for replicas on other nodes, over the ranks' hosts
     snapshot_bytes: int  # per trainer rank, in the host's memory
-    replica_bytes: int
+    replica: ReplicaMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaMemory:
+    """Memory that one replica's engine takes, beside the interpreter and libraries.
+
+    cache_bytes is None for vLLM on GPUs: it takes `device_frac` of each of its `num_devices`
+    devices, and keys and values have of that what the weights leave.
+    """
+
+    weight_bytes: int
+    cache_bytes: int | None
+    token_bytes: int  # keys and values of one token
+    longest: int  # tokens of the longest sequence
+    num_devices: int = 1
+    device_frac: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Weights and cache; without the cache where a share of a device decides about it."""
+        return self.weight_bytes + (self.cache_bytes or 0)
+
+    @property
+    def least_cache_bytes(self) -> int:
+        """Keys and values of one sequence at its longest, in the blocks of an engine."""
+        return room(self.longest) * self.token_bytes
+
+    def on_each_device(self, device_bytes: int) -> int:
+        """Return what it takes of each of its devices, if they have `device_bytes`."""
+        if self.cache_bytes is None:
+            return int(self.device_frac * device_bytes)
+        return self.num_bytes // self.num_devices
+
+    def cache_on(self, device_bytes: int) -> int:
+        """Return the memory of keys and values, over all its devices."""
+        if self.cache_bytes is not None:
+            return self.cache_bytes
+        return self.num_devices * self.on_each_device(device_bytes) - self.weight_bytes
 
 
 def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path") -> ModelShape:
@@ -74,20 +123,22 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        _check_sizes(config)
         with torch.device("meta"):
             if head == "logits":
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             else:
                 model = scalar_class(config)(config)
+        text = config.get_text_config()
+        num_heads = largest(text, "num_attention_heads", default=1)
+        head_dim = largest(text, "head_dim", default=text.hidden_size // num_heads)
+        num_kv_heads = largest(text, "num_key_value_heads", default=num_heads)
+        kv_values_per_token = 2 * text.num_hidden_layers * num_kv_heads * head_dim
     except unreadable() as error:
         raise ValueError(
             f"{setting}={path!r} holds no {'causal ' if head == 'logits' else ''}language model "
             f"({in_short(error)}); give a Hugging Face model directory or hub name."
         ) from error
-    text = config.get_text_config()
-    num_heads = largest(text, "num_attention_heads", default=1)
-    head_dim = largest(text, "head_dim", default=text.hidden_size // num_heads)
-    num_kv_heads = largest(text, "num_key_value_heads", default=num_heads)
     return ModelShape(
         num_parameters=num_parameters(model),
         buffer_bytes=sum(
@@ -98,10 +149,25 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
         linear_layers={
             name: sum(module.weight.shape) for name, module in adaptable_layers(model).items()
         },
-        kv_values_per_token=2 * text.num_hidden_layers * num_kv_heads * head_dim,
+        kv_values_per_token=kv_values_per_token,
         max_context=context_length(config),
         config=config,
     )
+
+
+# Sizes that every model has, in config.json; a layer's own value may be another.
+SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
+def _check_sizes(config: Any) -> None:
+    """Raise ValueError for a size of a model that is not positive."""
+    text = config.get_text_config()
+    for name in (*SIZES, "num_key_value_heads", "head_dim", "intermediate_size"):
+        for number in numbers(text, name):
+            require(
+                number > 0 or (number == 0 and name not in (*SIZES, "head_dim")),
+                f"config.json has {name}={number}; restore it",
+            )
 
 
 def num_parameters(module: torch.nn.Module) -> int:
@@ -111,11 +177,6 @@ def num_parameters(module: torch.nn.Module) -> int:
 def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     """Of the main model, beside what its ranks train with and checkpoints hold."""
     itemsize = getattr(torch, config.model.dtype).itemsize
-    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    if config.rollout.engine == "vllm":
-        cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
-    else:
-        cache_bytes = longest * config.rollout.max_running * shape.kv_values_per_token * itemsize
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     lies_in_share = _lies_in_share(config)
     return MemoryEstimate(
@@ -123,8 +184,89 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
         lies_in_share=lies_in_share,
         packed_bytes=NUM_PACKED * shape.num_parameters * itemsize,
         snapshot_bytes=snapshot_bytes(config, own, shape),
-        replica_bytes=shape.num_parameters * itemsize + cache_bytes,
+        replica=replica_memory(config, config.rollout, shape),
     )
+
+
+def replica_memory(config: RunConfig, rollout: RolloutConfig, shape: ModelShape) -> ReplicaMemory:
+    """Return what one engine with these settings takes for a model of this shape.
+
+    The torch engine fills kv_cache_gib, or what max_running sequences take if that is less.
+    """
+    itemsize: int = getattr(torch, config.model.dtype).itemsize
+    longest = min(config.data.max_prompt_tokens + config.sampling.max_tokens, shape.max_context)
+    token_bytes = _cached_values(shape, rollout.engine) * itemsize
+    cache_bytes: int | None = int(rollout.kv_cache_gib * 2**30)
+    if rollout.engine == "torch":
+        assert cache_bytes is not None
+        cache_bytes = min(cache_bytes, rollout.max_running * room(longest) * token_bytes)
+    elif rollout.num_gpus:
+        cache_bytes = None
+    else:
+        cache_bytes = int(rollout.kv_cache_gib * 2**30) * rollout.tensor_parallel  # each rank's
+    return ReplicaMemory(
+        weight_bytes=shape.num_parameters * (1 if rollout.quantization else itemsize),
+        cache_bytes=cache_bytes,
+        token_bytes=token_bytes,
+        longest=longest,
+        num_devices=rollout.tensor_parallel if rollout.engine == "vllm" else 1,
+        device_frac=rollout.gpu_memory_frac if cache_bytes is None else 0.0,
+    )
+
+
+def _cached_values(shape: ModelShape, engine: str) -> int:
+    """Return elements of keys and values that an engine keeps of each token of a long sequence.
+
+    Layers with a state of one size keep none. vLLM compresses latent attention (MLA), and keeps no
+    more than a window of layers that see no further.
+    """
+    text = shape.config.get_text_config() if shape.config is not None else None
+    kinds = [str(kind) for kind in getattr(text, "layer_types", None) or ["full_attention"]]
+    rank = getattr(text, "kv_lora_rank", None)
+    if engine == "vllm" and text is not None and rank:
+        return int(text.num_hidden_layers * (rank + getattr(text, "qk_rope_head_dim", 0)))
+    if engine == "vllm":
+        kept = sum(kind == "full_attention" for kind in kinds)
+    else:
+        kept = sum("attention" in kind and "linear" not in kind for kind in kinds)
+    return max(1, shape.kv_values_per_token * kept // len(kinds))
+
+
+def cache_fault(config: RunConfig, shape: ModelShape, device_bytes: int | None) -> str | None:
+    """Return why the replicas' cache cannot hold one sequence at its longest, with the fix.
+
+    `device_bytes`: memory of a replica's GPU, None where it is not known.
+    """
+    replica, rollout = replica_memory(config, config.rollout, shape), config.rollout
+    least, one = replica.least_cache_bytes, f"one sequence of {replica.longest} tokens"
+    if replica.cache_bytes is None:
+        if device_bytes is None or replica.cache_on(device_bytes) >= least:
+            return None
+        frac = (replica.weight_bytes + least) / (replica.num_devices * device_bytes)
+        fix = "use a larger card, or more of them (rollout.tensor_parallel)"
+        if frac <= 0.95:
+            fix = f"use rollout.gpu_memory_frac={ceil_to(frac, 2)} or more"
+        return (
+            f"rollout.gpu_memory_frac={rollout.gpu_memory_frac}: a share of "
+            f"{replica.on_each_device(device_bytes) / 2**30:.1f} GiB does not hold the weights "
+            f"({replica.weight_bytes / replica.num_devices / 2**30:.1f} GiB) and {one} "
+            f"({least / replica.num_devices / 2**30:.3f} GiB); {fix}"
+        )
+    given = int(rollout.kv_cache_gib * 2**30)
+    if given >= least // replica.num_devices:
+        return None
+    enough = ceil_to(least / replica.num_devices / 2**30, 4)
+    return (
+        f"rollout.kv_cache_gib={rollout.kv_cache_gib}: keys and values of {one} take {enough} GiB "
+        f"({replica.token_bytes:,} bytes a token); use rollout.kv_cache_gib={enough} or more, or "
+        "lower sampling.max_tokens or data.max_prompt_tokens"
+    )
+
+
+def ceil_to(number: float, digits: int) -> float:
+    """Round up."""
+    scale: float = 10.0**digits
+    return math.ceil(number * scale) / scale
 
 
 def _lies_in_share(config: RunConfig) -> bool:
@@ -144,7 +286,7 @@ def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:
     start again, beside the one that a checkpoint is written from while the run goes on."""
     if not trainer.snapshot_every:
         return 0
-    return 3 if config.checkpoint_every else 2
+    return 2 if config.checkpoint_every == 0 else 3
 
 
 def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_start: bool) -> int:
@@ -203,7 +345,7 @@ def partner_bytes(config: RunConfig, model: Model) -> int:
     """Of each engine of another model that plays a seat: weights and a full KV cache."""
     if isinstance(model.config, RoleConfig):
         return worker_bytes(config, model) + kv_cache_bytes(model.config, role_shape(config, model))
-    return _policy_memory(config, model).replica_bytes
+    return _policy_memory(config, model).replica.num_bytes
 
 
 def partner_published_bytes(config: RunConfig, model: Model) -> int:
@@ -272,3 +414,22 @@ def store_bytes(config: RunConfig, flow: Dataflow) -> int:
     in_flight = num_groups * config.group_size * row_bytes(config, flow)
     most = int(config.cluster.store_gib * 2**30)
     return min(most, max(MIN_STORE_BYTES, int(2 * in_flight / STORE_FILL)))
+
+
+def check_store(config: RunConfig, flow: Dataflow) -> None:
+    """Raise ValueError where the store of a node cannot hold one group, or a machine's store not
+    the groups of one step."""
+    each = config.group_size * row_bytes(config, flow)
+    room = int(store_bytes(config, flow) * STORE_FILL)
+    one_node = config.cluster.address is None and "RAY_ADDRESS" not in os.environ
+    num_groups = config.prompts_per_step if one_node else 1
+    if num_groups * each <= room:
+        return
+    needed = ceil_to(num_groups * each / STORE_FILL / 2**30, 4)
+    what = f"a step of {num_groups} groups" if num_groups > 1 else "one group"
+    raise ValueError(
+        f"cluster.store_gib={config.cluster.store_gib:g}: {what} of group_size={config.group_size} "
+        f"rollouts, with data.max_prompt_tokens={config.data.max_prompt_tokens} and "
+        f"sampling.max_tokens={config.sampling.max_tokens}, needs {needed:g} GiB. Raise it, or "
+        "lower one of these."
+    )

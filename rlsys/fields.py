@@ -4,7 +4,7 @@ In: a frozen dataclass whose fields are plain values or further dataclasses (sec
 Out: leaves with name, type and default; instances built from overrides; TOML.
 
 A leaf is addressed by its dotted name, such as "trainer.learning_rate". Leaf types: bool, int,
-float, str, Literal, bool | Literal, tuple[X, ...], and X | None of those.
+float, str, Literal, bool | Literal, int | str, tuple[X, ...], and X | None of those.
 """
 
 from __future__ import annotations
@@ -90,7 +90,12 @@ def expected(annotation: Any) -> str:
     elif get_origin(inner) is tuple:
         text = f"a list, each item {expected(get_args(inner)[0])}"
     else:
-        names = {int: "a whole number", float: "a number", str: "text"}
+        names = {
+            int: "a whole number",
+            float: "a number",
+            str: "text",
+            int | str: "a whole number, or text",
+        }
         if inner not in names:
             raise TypeError(f"{annotation} is no type for a field; see rlsys.fields.")
         text = names[inner]
@@ -118,7 +123,9 @@ def checked(value: Any, annotation: Any, name: str) -> Any:
         return _checked_int(value, name)
     elif inner is float and type(value) in (int, float):
         return _checked_float(value, name)
-    elif inner is str and isinstance(value, str):
+    elif inner == int | str and (type(value) is int or str(value).isdecimal()):
+        return _checked_int(int(value), name)
+    elif inner in (str, int | str) and isinstance(value, str):
         return _checked_text(value, name)
     raise ValueError(f"{name}={value!r} does not fit; give {expected(annotation)}.")
 

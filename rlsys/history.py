@@ -69,7 +69,9 @@ def read_state(checkpoint: Checkpoint) -> State:
         if entry["step"] != checkpoint.step:
             raise ValueError(f"it is of step {entry['step']}")
         prompts = {name: entry["prompts"][name] for name in ("seed", "num_prompts")}
-        least = {"seed": 0, "num_prompts": 1}
+        if "checksum" in entry["prompts"]:  # which earlier versions did not write
+            prompts["checksum"] = entry["prompts"]["checksum"]
+        least = {"seed": 0, "num_prompts": 1, "checksum": 0}
         if any(type(value) is not int or value < least[name] for name, value in prompts.items()):
             raise ValueError(f"prompts are {prompts}")
         retired = entry["retired"]

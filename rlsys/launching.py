@@ -25,6 +25,7 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import check_rows
 from rlsys.errors import RunFailed
 from rlsys.fields import checked
+from rlsys.machine import is_machine
 from rlsys.pipes import let_go_of_stdout
 from rlsys.rewards.reward import as_rewards
 from rlsys.run_directory import RunFiles
@@ -161,19 +162,21 @@ def launch(
     own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
     held_out: HeldOut | None = None,
-    dry_run: bool = False,
+    dry_run: bool | str = False,
 ) -> RunResult:
     """Run to the last optimizer step, and return what came of it.
 
     `own_model` is trained where config.model.path is empty. `held_out` says what is evaluated
     beside training, where config.evaluation does not say it. With `dry_run` nothing is started and
-    nothing written: the configuration, the graph, the placement, the memory and one prompt are
-    printed. Works in any thread, in a notebook too, for one run at a time.
+    nothing written: the configuration, the graph, the placement, the memory, whether it fits, and
+    one prompt are printed. It is compared with this machine, or with the one that `dry_run` names,
+    such as "8xH100" or "4x24GiB". Works in any thread, in a notebook too, for one run at a time.
 
     Raises ValueError for a mistake in the configuration, the model, the data or the rewards, before
-    Ray starts where it can be told by then; RunFailed for a run that could not go on; and
-    KeyboardInterrupt, in the main thread, for Ctrl-C and SIGTERM, in another one when the main
-    thread has ended. Every process that was started is ended by then.
+    Ray starts where it can be told by then, and for a run that does not fit onto its machines;
+    RunFailed for a run that could not go on; and KeyboardInterrupt, in the main thread, for Ctrl-C
+    and SIGTERM, in another one when the main thread has ended. Every process that was started is
+    ended by then.
 
     This process itself ends, a notebook's kernel too, in one case: a run of its own Ray is inside a
     call of Ray's that is never answered, because Ray's processes have died or a signal came to all
@@ -189,7 +192,8 @@ def launch(
     if held_out is not None:
         fix = "rlsys.HeldOut(rows=..., rewards=...), or leave it out"
         _check_kind("held_out", held_out, HeldOut, fix)
-    _check_kind("dry_run", dry_run, bool, "True or False")
+    if not (isinstance(dry_run, str) and is_machine(dry_run)):
+        _check_kind("dry_run", dry_run, bool, 'True, False, or a machine such as "8xH100"')
     with _alone(config.name):
         result: RunResult = _actors_package("launch").launch(
             config,

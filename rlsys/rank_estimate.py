@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from rlsys.config import RunConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.config import (
+    Checkpointing,
+    Precision,
+    RunConfig,
+    TrainedRoleConfig,
+    TrainerConfig,
+)
 from rlsys.dataflow.stages import Head
 from rlsys.engines.training.pass_memory import (
     Passes,
@@ -23,6 +30,7 @@ from rlsys.estimate import MASTER_BYTES, ModelShape, moment_bytes, num_shards, n
 from rlsys.layout.holdings import Box, Holder
 from rlsys.layout.link_bytes import size_text
 from rlsys.layout.plan import plan
+from rlsys.mesh import Layout
 
 GRAD_BYTES = 4  # per parameter, float32
 
@@ -116,14 +124,14 @@ def estimate_rank(
     long as they can be."""
     model, trainer = trained.model, trained.trainer
     try:
-        rank = fullest_rank(
+        rank = _fullest_rank(
             shape.config,
-            head=head,
-            dtype=model.dtype,
-            checkpointing=model.checkpointing(on_gpu=trainer.num_gpus > 0),
-            layout=trainer.parallel,
-            passes=_passes(config, trainer, shape),
-            on_gpu=trainer.num_gpus > 0,
+            head,
+            model.dtype,
+            model.checkpointing(on_gpu=trainer.num_gpus > 0),
+            trainer.parallel,
+            _passes(config, trainer, shape),
+            trainer.num_gpus > 0,
         )
     except ValueError as error:
         even = shape.num_parameters // num_shards(trainer)
@@ -140,6 +148,37 @@ def estimate_rank(
         untold=rank.untold,
         on_gpu=trainer.num_gpus > 0,
     )
+
+
+# Of one model, whose description is the first part of the key.
+_FOUND: dict[tuple[object, ...], RankBytes] = {}
+MAX_FOUND = 64
+
+
+def _fullest_rank(
+    config: Any,
+    head: Head,
+    dtype: Precision,
+    checkpointing: Checkpointing,
+    layout: Layout,
+    passes: Passes,
+    on_gpu: bool,
+) -> RankBytes:
+    """Return what `fullest_rank` finds, which takes up to a minute, once for equal arguments."""
+    key = (config.to_json_string(), head, dtype, checkpointing, layout, passes, on_gpu)
+    if key not in _FOUND:
+        if len(_FOUND) == MAX_FOUND:
+            _FOUND.clear()
+        _FOUND[key] = fullest_rank(
+            config,
+            head=head,
+            dtype=dtype,
+            checkpointing=checkpointing,
+            layout=layout,
+            passes=passes,
+            on_gpu=on_gpu,
+        )
+    return _FOUND[key]
 
 
 def _passes(config: RunConfig, trainer: TrainerConfig, shape: ModelShape) -> Passes:

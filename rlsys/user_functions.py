@@ -10,11 +10,13 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import math
 import os
 import re
 import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable
+from numbers import Real
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -54,6 +56,22 @@ def name_of(function: object) -> str:
     unnamed = kind.__name__ if kind.__repr__ is object.__repr__ else str(function)
     name: str = getattr(function, "__name__", unnamed)
     return name
+
+
+def number_of(value: object) -> float | None:
+    """Return a number that a function gave, as a float: of Python's, of numpy's, or of a tensor or
+    array without dimensions. None for everything else; infinite where a float cannot hold it."""
+    if getattr(value, "shape", None) == () and callable(item := getattr(value, "item", None)):
+        try:
+            value = item()
+        except (RuntimeError, ValueError, TypeError):  # such as a tensor on the meta device
+            return None
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def misfit(function: Callable[..., Any], *arguments: object, **named: object) -> TypeError | None:

@@ -111,7 +111,17 @@ def check_amount(
     return Check("ok", subject, found)
 
 
-def check_port(port: int, purpose: str) -> Check:
+# Ports of a cluster's head node, what each is for, and the option of `ray start` that changes it.
+PORTS = (
+    (6379, "ray start --head", "--port"),
+    (8265, "Ray's dashboard and job submission", "--dashboard-port"),
+    (52365, "Ray's agent, without which no job is taken", "--dashboard-agent-listen-port"),
+    (10001, "Ray's client server", "--ray-client-server-port"),
+)
+
+
+def check_port(port: int, purpose: str, option: str = "--port") -> Check:
+    """Whether a port is free. A run on this machine alone needs none of them."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         taken = probe.connect_ex(("127.0.0.1", port)) == 0
@@ -120,7 +130,8 @@ def check_port(port: int, purpose: str) -> Check:
             "warn",
             f"port {port}",
             f"in use: a Ray cluster, or another program ({purpose})",
-            'join the cluster with --cluster.address auto, or end the program before "ray start"',
+            "join the cluster with --cluster.address auto; or end the program, or give another "
+            f"port: ray start --head {option}=PORT",
         )
     return Check("ok", f"port {port}", f"free ({purpose})")
 
@@ -229,8 +240,7 @@ def checks(runs_dir: Path) -> Iterator[Check]:
     yield check_memory()
     yield check_shared_memory(Path("/dev/shm"))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield check_port(6379, "ray start --head")
-    yield check_port(8265, "Ray's dashboard and job submission")
+    yield from (check_port(*port) for port in PORTS)
     yield check_runs_dir(runs_dir)
 
 

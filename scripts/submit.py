@@ -7,13 +7,18 @@ directory that it lies in, and the checkout's packages beside it.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import os
 import shlex
+import socket
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ray.job_submission import JobStatus, JobSubmissionClient
 
@@ -25,6 +30,12 @@ USAGE = "usage: bash scripts/submit.sh RECIPE.py [ARGS...]"
 # A head node takes jobs some seconds after `ray start` has returned; on a busy machine, later.
 AGENT_TIMEOUT_S = 90.0
 NO_AGENT = "No available agent"
+
+# The head node's agent takes jobs. It ends where another program has this port.
+AGENT_PORT = 52365
+AGENT_OPTION = "--dashboard-agent-listen-port"
+LOCAL = ("127.0.0.1", "localhost", "::1", socket.gethostname())
+PROBE_TIMEOUT_S = 2.0
 
 # Between a job's last line and its status.
 STATUS_TIMEOUT_S = 30.0
@@ -64,16 +75,54 @@ def connect(address: str) -> JobSubmissionClient:
         ) from error
 
 
-def submit(client: JobSubmissionClient, entrypoint: str, environment: dict[str, Any]) -> str:
-    """The job's id. Waits until the head node takes jobs; raises RuntimeError where it does not."""
+def agent_fault(address: str, port: int = AGENT_PORT) -> str | None:
+    """Return why the head node's agent cannot run, where this is the head node and another program
+    has the agent's port."""
+    if urlsplit(address).hostname not in LOCAL:
+        return None
+    url = f"http://127.0.0.1:{port}/api/local_raylet_healthz"
+    try:
+        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S) as answer:
+            if answer.status == 200:  # an agent
+                return None
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ConnectionRefusedError):  # nothing is there yet
+            return None
+    except (OSError, http.client.HTTPException):  # another program, which speaks no HTTP
+        pass
+    return f"port {port} is used by another program, so Ray's agent, which takes jobs, has ended"
+
+
+def agent_advice(port: int = AGENT_PORT) -> str:
+    """Return how to start a head node whose agent has a port."""
+    return (
+        f"End that program, or restart the head node with another port: ray stop; ray start --head "
+        f"{AGENT_OPTION}={port + 1}. python scripts/doctor.py checks every port"
+    )
+
+
+def submit(
+    client: JobSubmissionClient, entrypoint: str, environment: dict[str, Any], address: str
+) -> str:
+    """Return the job's id. Wait until the head node takes jobs; raise RuntimeError where it does
+    not, with the cause."""
     deadline = time.monotonic() + AGENT_TIMEOUT_S
     told = False
     while True:
         try:
             return str(client.submit_job(entrypoint=entrypoint, runtime_env=environment))
         except RuntimeError as error:
-            if NO_AGENT not in str(error) or time.monotonic() > deadline:
+            if NO_AGENT not in str(error):
                 raise
+            if (fault := agent_fault(address)) is not None:
+                raise RuntimeError(f"{fault}. {agent_advice()}") from error
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the cluster at {address} took no job within {AGENT_TIMEOUT_S:g} s: the agent "
+                    f"of its head node does not run. If another program, or another cluster, has "
+                    f"its port {AGENT_PORT}: {agent_advice()}. Its log is "
+                    "/tmp/ray/session_latest/logs/dashboard_agent.log there"
+                ) from error
         if not told:
             print("The cluster has just started; waiting until it takes jobs ...", flush=True)
             told = True
@@ -107,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
     entrypoint = shlex.join(["python", recipe, *arguments[1:]])
     try:
         client = connect(address)
-        job = submit(client, entrypoint, environment)
+        job = submit(client, entrypoint, environment, address)
         print(f"Job {job} was submitted to {address}.", flush=True)
         asyncio.run(follow(client, job))
         status = final_status(client, job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,9 +26,9 @@ async def trained(w: World, num_steps: int) -> None:
     await until(w, lambda: len(w.observer.steps) >= num_steps)
 
 
-def slow(write_s: float, **changes: Any) -> tuple[World, SimulatedDisk]:
+def slow(write_s: float, seed: int = 0, **changes: Any) -> tuple[World, SimulatedDisk]:
     """`write_s`: of a checkpoint; an optimizer step takes about as long as sampling for it."""
-    w = world(**changes)
+    w = world(seed, **changes)
     w.learner.step_s = 1.0
     disk = SimulatedDisk(learner=w.learner, write_s=write_s)
     w.writes = lambda step, work: disk.write(step)
@@ -167,3 +168,67 @@ def test_a_cancelled_run_gives_the_write_up() -> None:
 
     run_in_virtual_time(run())
     assert w.checkpoints == []
+
+
+def test_a_run_that_dies_at_its_last_step_but_one_has_a_recent_checkpoint() -> None:
+    """Steps take 60 s or more; by default a checkpoint is at most 10 minutes and a step old."""
+    w, disk = slow(5.0, num_steps=100)
+    w.learner.step_s = 60.0
+    begun_s: dict[int, float] = {}
+
+    async def write(step: int, work: OpenWork) -> None:
+        begun_s[step] = asyncio.get_running_loop().time()
+        await disk.write(step)
+
+    w.writes = write
+
+    async def until_it_dies() -> None:
+        run = asyncio.create_task(w.run())
+        await asyncio.sleep(0)
+        await trained(w, 99)
+        died_s = asyncio.get_running_loop().time()
+        run.cancel()
+        await asyncio.wait([run])
+        assert w.checkpoints == disk.begun
+        assert 8 <= len(w.checkpoints) <= 10
+        assert died_s - begun_s[w.checkpoints[-1]] <= 600 + 2 * 70
+
+    run_in_virtual_time(until_it_dies())
+
+
+def test_time_between_checkpoints_counts_from_the_last() -> None:
+    """Steps of 7 s, checkpoints every 20 s: after each third, or fourth where they wait."""
+    w, _ = slow(0.0, num_steps=10, checkpoint_every="20s", asynchrony=AsyncConfig(max_staleness=0))
+    for replica in w.replicas:
+        replica.latency_s = lambda: 1.0
+    w.learner.step_s = 7.0
+    run_in_virtual_time(w.run())
+    steps = w.checkpoints
+    assert steps[-1] == 10
+    assert all(2 <= later - earlier <= 4 for earlier, later in pairwise([0, *steps[:-1]]))
+
+
+@pytest.mark.parametrize("every", [0, "20s", 2])
+def test_a_copy_belongs_to_the_step_that_it_is_taken_after(every: int | str) -> None:
+    """SimulatedDisk asserts it; a step that is decided about twice would be overlapped by the
+    next."""
+    for seed in range(5):
+        w, _ = slow(3.0, seed=seed, num_steps=12, checkpoint_every=every, num_replicas=2)
+        w.learner.step_s = 7.0
+        run_in_virtual_time(w.run())
+        assert w.checkpoints[-1] == 12
+
+
+def test_steps_that_are_trained_again_are_checkpointed_again() -> None:
+    w, _ = slow(0.0, num_steps=12, checkpoint_every="20s")
+    w.learner.step_s = 7.0
+    w.learner.loses = 2
+
+    async def die(w: World) -> None:
+        await trained(w, 8)
+        w.learner.die()
+
+    w.chaos = die
+    run_in_virtual_time(w.run())
+    assert w.checkpoints[-1] == 12
+    assert w.ledger.num_trained == 12 * 4

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rlsys.cli import parse
 from rlsys.config import (
     AsyncConfig,
     ClusterConfig,
@@ -23,7 +25,7 @@ from rlsys.config import (
     SamplingConfig,
     TrainerConfig,
 )
-from rlsys.fields import from_dict, to_dict
+from rlsys.fields import from_dict, to_dict, to_toml
 from rlsys.types import SamplingParams
 
 
@@ -178,6 +180,9 @@ from rlsys.types import SamplingParams
         ),
         (RunConfig, {"placement": "beside"}, "placement='beside' does not fit; give one of"),
         (RunConfig, {"checkpoint_every": -1}, "checkpoint_every=-1"),
+        (RunConfig, {"checkpoint_every": "soon"}, "checkpoint_every='soon'"),
+        (RunConfig, {"checkpoint_every": "0min"}, "checkpoint_every='0min'"),
+        (RunConfig, {"checkpoint_every": 2.5}, "checkpoint_every=2.5"),
         (RunConfig, {"keep_checkpoints": 0}, "keep_checkpoints=0"),
         (RunConfig, {"name": "a" * 201}, "has 201 characters"),
         (RunConfig, {"runs_dir": ""}, "runs_dir=''"),
@@ -272,3 +277,28 @@ def test_sampling_parameters_are_those_configured() -> None:
 
 def test_rollouts_per_step() -> None:
     assert RunConfig(prompts_per_step=3, group_size=5).rollouts_per_step == 15
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "seconds"),
+    [
+        ("10min", None, 600.0),
+        ("90s", None, 90.0),
+        ("1.5 h", None, 5400.0),
+        (0, 0, None),
+        (50, 50, None),
+        ("50", 50, None),
+    ],
+)
+def test_checkpoints_come_by_time_or_steps(
+    every: int | str, steps: int | None, seconds: float | None
+) -> None:
+    config = RunConfig(checkpoint_every=every)
+    assert (config.checkpoint_steps, config.checkpoint_s) == (steps, seconds)
+    assert from_dict(RunConfig, to_dict(config)) == config
+    assert parse(RunConfig, [f"--checkpoint-every={every}"]).config == config
+    assert tomllib.loads(to_toml(config))["checkpoint_every"] == config.checkpoint_every
+
+
+def test_a_run_of_many_hours_has_checkpoints_by_default() -> None:
+    assert RunConfig().checkpoint_s == 600

@@ -154,10 +154,11 @@ def test_roles_are_in_every_line_that_they_take_part_in(
 
 
 @pytest.mark.parametrize(
-    ("snapshot_every", "checkpoint_every", "expected"), [(1, 0, 2), (1, 5, 3), (0, 5, 0)]
+    ("snapshot_every", "checkpoint_every", "expected"),
+    [(1, 0, 2), (1, 5, 3), (1, "10min", 3), (0, 5, 0)],
 )
 def test_a_snapshot_more_where_checkpoints_are_written_from_one(
-    snapshot_every: int, checkpoint_every: int, expected: int
+    snapshot_every: int, checkpoint_every: int | str, expected: int
 ) -> None:
     trainer = TrainerConfig(snapshot_every=snapshot_every)
     config = GRPOConfig(trainer=trainer, checkpoint_every=checkpoint_every)

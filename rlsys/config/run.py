@@ -458,6 +458,13 @@ class ObserveConfig(Section):
 # vLLM samples at the lowest where a lower one is asked for, and refuses what is above the highest.
 VLLM_TEMPERATURES = (0.01, 2.0)
 
+# Rollouts of one step: beyond any run, within what a controller can count one by one.
+MAX_ROLLOUTS = 2**22
+
+# A length of time, such as 90s, 10min or 1.5h.
+TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
+UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 MAX_NAME = 200  # file systems take 255 bytes, and files beside it have longer names
 
@@ -479,8 +486,9 @@ class RunConfig(Section):
     """Rollouts per prompt; one step trains prompts_per_step * group_size rollouts."""
     seed: int = 0
     """Of data order, sampling and initialisation."""
-    checkpoint_every: int = 0
-    """Optimizer steps between checkpoints; 0: only at the end."""
+    checkpoint_every: int | str = "10min"
+    """Time between checkpoints (90s, 10min, 1h), or optimizer steps (50); there is one at the end
+    too. 0: only at the end."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept on disk."""
     runs_dir: str = "runs"
@@ -524,6 +532,11 @@ class RunConfig(Section):
         require(
             self.group_size >= 1, f"group_size={self.group_size} samples nothing; use at least 1."
         )
+        require(
+            self.rollouts_per_step <= MAX_ROLLOUTS,
+            f"prompts_per_step={self.prompts_per_step} and group_size={self.group_size} are "
+            f"{self.rollouts_per_step} rollouts a step; use at most {MAX_ROLLOUTS}.",
+        )
         lowest, highest = VLLM_TEMPERATURES
         require(
             self.rollout.engine != "vllm" or lowest <= self.sampling.temperature <= highest,
@@ -539,8 +552,9 @@ class RunConfig(Section):
                 "number of groups; use a multiple.",
             )
         require(
-            self.checkpoint_every >= 0,
-            f"checkpoint_every={self.checkpoint_every} is negative; use 0 for the end only.",
+            self.checkpoint_steps is not None or self.checkpoint_s is not None,
+            f"checkpoint_every={self.checkpoint_every!r} is no number of steps and no time; use a "
+            "time such as 90s, 10min or 1h, steps such as 50, or 0 for the end only.",
         )
         require(
             self.keep_checkpoints >= 1,
@@ -595,6 +609,19 @@ class RunConfig(Section):
             "placement=colocated it stops where it is when training's turn comes; use "
             "weight_update=in_flight, or placement=separate.",
         )
+
+    @property
+    def checkpoint_steps(self) -> int | None:
+        """Optimizer steps between checkpoints, 0 for none; None where a time is given."""
+        every = self.checkpoint_every
+        return every if isinstance(every, int) and every >= 0 else None
+
+    @property
+    def checkpoint_s(self) -> float | None:
+        """Seconds between checkpoints; None where steps are given."""
+        match = TIME.fullmatch(str(self.checkpoint_every))
+        seconds = float(match[1]) * UNITS_S[match[2]] if match else 0.0
+        return seconds if 0 < seconds <= MAX_SECONDS else None
 
     @property
     def max_version_lag(self) -> int:

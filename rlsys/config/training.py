@@ -100,7 +100,7 @@ class TrainerConfig(Section):
     snapshot_every: int = 1
     """Optimizer steps between snapshots in memory, from which dead ranks start again in seconds;
     two of them lie in the host's memory, 12 bytes a trained parameter each (8 with bfloat16
-    moments), with checkpoint_every three. 0: one, from which checkpoints are written."""
+    moments), three unless checkpoint_every is 0. 0: one, from which checkpoints are written."""
     num_cpus: float = 1
     """CPU cores that Ray reserves for one rank; also its compute threads."""
     num_gpus: float = 0

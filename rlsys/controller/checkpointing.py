@@ -5,6 +5,10 @@
 
 The copies, the open work and all else that `begin` takes down belong to the same step. One is
 written at a time: the next waits for it. After the last step, training waits for the write too.
+
+Checkpoints come after so many steps, or when the last is so old (checkpoint_every). Whether one is
+due by time is decided once for each step, when it is first asked: training lets the next step begin
+before this one has ended only where nothing is due between them.
 """
 
 from __future__ import annotations
@@ -37,11 +41,14 @@ class Checkpointing:
         self._step = state.step  # that was begun last
         self._broken_off: LearnerDied | RowsLost | None = None  # by this, and not made up for yet
         self._changed = Signal()
+        self._last_s = self._asked_s = state.clock()  # when the last was begun, or the run
+        self._due_by_time: dict[int, bool] = {}  # by step, of those that were asked about
         self.between_steps = BetweenSteps(
             name=metrics.CHECKPOINT,
             is_due=self._is_due,
             do=self._copy,
             done=state.step,
+            undo=self._undo,
             settle=self._settle,
         )
 
@@ -72,11 +79,29 @@ class Checkpointing:
 
     def _is_due(self, step: int) -> bool:
         config = self._state.config
-        regular = config.checkpoint_every and step % config.checkpoint_every == 0
-        return bool(regular) or step == config.num_steps or self._broken_off is not None
+        is_last = step == config.num_steps
+        return is_last or self._broken_off is not None or self._is_regular(step)
+
+    def _is_regular(self, step: int) -> bool:
+        config = self._state.config
+        if config.checkpoint_s is None:
+            return bool(config.checkpoint_steps) and step % (config.checkpoint_steps or 1) == 0
+        if step not in self._due_by_time:
+            now_s = self._state.clock()
+            # The step is about to end: it takes about as long as the one before.
+            age_s = now_s - self._last_s + (now_s - self._asked_s)
+            self._asked_s = now_s
+            self._due_by_time[step] = age_s >= config.checkpoint_s
+        return self._due_by_time[step]
+
+    def _undo(self, step: int) -> None:
+        """Decide anew about steps that are trained again."""
+        self._due_by_time = {one: due for one, due in self._due_by_time.items() if one <= step}
 
     async def _copy(self, step: int) -> None:
         await self._settle()
+        self._last_s = self._state.clock()
+        self._due_by_time = {one: due for one, due in self._due_by_time.items() if one >= step}
         write = await self._begin(step)
         waits = self._broken_off is not None or step == self._state.config.num_steps
         self._broken_off = None

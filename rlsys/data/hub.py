@@ -41,6 +41,8 @@ def unreadable() -> tuple[type[Exception], ...]:
         AttributeError,
         ImportError,
         RuntimeError,
+        ArithmeticError,  # of sizes of 0
+        AssertionError,
         StrictDataclassError,
         SafetensorError,
         UnpicklingError,  # of .bin files with more than tensors, which are not run

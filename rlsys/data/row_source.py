@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlsys.config import DataConfig, require
+from rlsys.data.checksum import rows_checksum
 from rlsys.data.joined import JoinedRows
 from rlsys.data.mixture import mixed
 from rlsys.data.rows import load_rows
@@ -135,19 +136,28 @@ class RowSource(ABC):
             position = int(epoch_order(self._seed, epoch, len(self))[position])
         return int(self._admitted[position])
 
-    @property
+    @functools.cached_property
     def order(self) -> dict[str, int]:
-        """What decides which prompt has which index; a checkpoint keeps it for `check_order`."""
-        return {"seed": self._seed, "num_prompts": len(self)}
+        """What decides which prompt has which index; a checkpoint keeps it for `check_order`.
+        Reads all rows."""
+        checksum = rows_checksum(self._rows)
+        return {"seed": self._seed, "num_prompts": len(self), "checksum": checksum}
 
     def check_order(self, order: Mapping[str, int]) -> None:
-        """Raises ValueError if the order was another: other data, or another seed."""
-        for key, value in self.order.items():
+        """Raise ValueError if the order was another: other data, or another seed. A checkpoint of
+        an earlier version has no checksum."""
+        for key in ("seed", "num_prompts"):
             require(
-                order[key] == value,
+                order[key] == self.order[key],
                 f"the checkpoint's order of prompts has {key}={order[key]}, but {self.where} has "
-                f"{key}={value}; resume with the same data and seed.",
+                f"{key}={self.order[key]}; resume with the same data and seed.",
             )
+        require(
+            order.get("checksum", self.order["checksum"]) == self.order["checksum"],
+            f"{self.where} has other rows than when the run began, though as many (checksum "
+            f"{order.get('checksum')} then, {self.order['checksum']} now). Restore the data, or "
+            "start a new run under another --name.",
+        )
 
     def _epoch(self, admitted: Int32Array) -> Int32Array:
         """Return the rows of one epoch, made of those that may be used."""

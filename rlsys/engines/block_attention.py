@@ -169,13 +169,15 @@ def flex_along_tree(
     def sees(_batch: Any, _head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (k <= q) & (q < ends[k]) & (positions[k] >= firsts[q])
 
-    attended: Any = flex_attention(
+    attend: Any = flex_attention
+    lists: Any = blocks
+    attended: Any = attend(
         query,
         key,
         value,
         score_mod=score,
         block_mask=BlockMask(
-            (query.shape[2], key.shape[2]), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees
+            (query.shape[2], key.shape[2]), *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees
         ),
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],

@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any
-
-import numpy as np
 
 from rlsys.config import DataConfig, require
 from rlsys.data.render import PromptRenderer
@@ -30,7 +26,7 @@ from rlsys.text.chat_template import ending_of, template_text
 from rlsys.text.guarded import TextEncoder
 from rlsys.text.tokenizer_boundary import TokenizerBoundary, check_encodable
 from rlsys.types import GenerationRequest, Rollout, SamplingParams
-from rlsys.user_functions import name_of, printable
+from rlsys.user_functions import name_of, number_of, printable
 
 Verdict = float | RewardFailure
 
@@ -188,13 +184,10 @@ def score(stage: JudgeStage, reply: str) -> Verdict:
             f"max_tokens={stage.max_tokens}, or take a judge that keeps to what it is asked."
         )
         return _failure(stage, "reply", message)
-    if not isinstance(found, Real | np.bool_):  # numpy registers its numbers, but not its bool
+    number = number_of(found)
+    if number is None:
         message = f"{told} returned {reprlib.repr(found)}, no number; return a float, or None."
         return _failure(stage, "type", message)
-    try:
-        number = float(found)
-    except OverflowError:
-        number = math.inf
     if not is_usable(number):
         message = f"{told} returned {number} of a reply that ends {quoted}; return finite numbers."
         return _failure(stage, "nan", message)

@@ -16,11 +16,8 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from types import MappingProxyType
 from typing import Any, Protocol
-
-import numpy as np
 
 from rlsys.call_clock import Stopwatch
 from rlsys.environments.codec import Codec
@@ -30,7 +27,7 @@ from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, R
 from rlsys.environments.token_tree import Trajectory, joined, without_tokens
 from rlsys.text.messages import Message
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
-from rlsys.user_functions import printable
+from rlsys.user_functions import number_of, printable
 
 # Of the names of rewards: what the function returned.
 FINAL = "final"
@@ -440,6 +437,7 @@ def numbers_of(name: str, returned: object, *, or_none: bool) -> dict[str, float
 
 
 def _number(value: object, what: str) -> float:
-    if not isinstance(value, Real | np.bool_) or not math.isfinite(float(value)):
+    number = number_of(value)
+    if number is None or not math.isfinite(number):
         raise EpisodeFailed(f"{what}, which is no finite number; give a float.")
-    return float(value)
+    return number

@@ -5,18 +5,16 @@ Nothing that goes wrong ever becomes a number.
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Literal, get_args
 
 import numpy as np
 
 from rlsys.rewards.packing import PackedReward
 from rlsys.rewards.reward import Reward
-from rlsys.user_functions import Escaped, printable, raised
+from rlsys.user_functions import Escaped, number_of, printable, raised
 
 # "nan" stands for infinities too, "type" for what is no number, "crash" for the end of the process.
 # Of judges: "question" for one that it cannot read, "reply" for one without a number.
@@ -64,16 +62,13 @@ def components_of(reward: Reward, returned: object) -> Outcome:
         values = {f"{reward.name}/{key}": value for key, value in returned.items()}
     numbers: dict[str, float] = {}
     for name, value in values.items():
-        # numpy registers its numbers as Real, but not its bool.
-        if not isinstance(value, Real | np.bool_):
+        number = number_of(value)
+        if number is None:
             return _type_failure(reward, returned)
-        try:
-            numbers[name] = float(value)
-        except OverflowError:
-            numbers[name] = math.inf
-        if not is_usable(numbers[name]):
+        if not is_usable(number):
             message = f"{reward.name} returned {reprlib.repr(returned)}; return finite numbers."
             return RewardFailure(kind="nan", reward=reward.name, message=printable(message))
+        numbers[name] = number
     if not is_dict:
         return numbers
     if not numbers:
@@ -85,7 +80,7 @@ def components_of(reward: Reward, returned: object) -> Outcome:
 def _type_failure(reward: Reward, returned: object) -> RewardFailure:
     message = (
         f"{reward.name} returned {reprlib.repr(returned)} ({type(returned).__name__}); return a "
-        "float, or a dict of floats by name."
+        "number (of Python, numpy, or a tensor without dimensions), or a dict of numbers by name."
     )
     return RewardFailure(kind="type", reward=reward.name, message=printable(message))
 

@@ -20,6 +20,7 @@ import torch
 
 from rlsys.checkpoint import new_directory
 from rlsys.engines.causal_lm import telling_disk_errors
+from rlsys.engines.export_settings import save_settings
 from rlsys.engines.promises import Index, Promise, sources
 from rlsys.engines.training.ranks import Ranks
 from rlsys.json_text import dump_json
@@ -163,7 +164,5 @@ def _write_settings(
         (directory / "model.safetensors.index.json").write_text(text + "\n")
     config = copy.deepcopy(model.config)  # whose dtype is that of the float32 masters
     config.architectures, config.dtype = [type(model).__name__], dtype
-    config.save_pretrained(directory)
-    if model.can_generate():
-        model.generation_config.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(directory)
+    generation = model.generation_config if model.can_generate() else None
+    save_settings(config, generation, AutoTokenizer.from_pretrained(tokenizer_path), directory)

@@ -7,7 +7,7 @@ a message. So whoever takes much asks first.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Left for whatever else runs: Ray's processes, the interpreters, the kernel.
@@ -31,13 +31,21 @@ def available_bytes(root: Path = Path("/")) -> int:
     return min([_of_machine(root), *_of_control_groups(root)])
 
 
-def _of_machine(root: Path) -> int:
+def total_bytes(root: Path = Path("/")) -> int:
+    """Return the memory of the machine, or the limit of a control group if that is less."""
+    return min([_of_machine(root, "MemTotal"), *_of_control_groups(root, _limit_of)])
+
+
+def _of_machine(root: Path, field: str = "MemAvailable") -> int:
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return int(fields[field].split()[0]) * 1024
 
 
-def _of_control_groups(root: Path) -> Iterator[int]:
+def _of_control_groups(
+    root: Path, read: Callable[..., Iterator[int]] | None = None
+) -> Iterator[int]:
     """What each group still allows: its limit less its usage; caches of files give way."""
+    read = read or _left_in
     # Lines such as "4:memory:/some/group" (version 1) and "0::/some/group" (version 2). In a
     # container the path may be that of the host: then only the root of what is mounted is there.
     for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -50,7 +58,7 @@ def _of_control_groups(root: Path) -> Iterator[int]:
             continue
         for group in (mount / path.strip("/"), *(mount / path.strip("/")).parents):
             if group.is_relative_to(mount):
-                yield from _left_in(group, *names)
+                yield from read(group, *names)
 
 
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -66,3 +74,12 @@ def _left_in(group: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
         yield int(allowed) - int((group / usage).read_text()) + int(statistics.get(cache, 0))
     except FileNotFoundError:  # a group of the host, or the root, which has no limit
         return
+
+
+def _limit_of(group: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
+    try:
+        allowed = (group / limit).read_text().strip()
+    except FileNotFoundError:  # as in _left_in
+        return
+    if allowed != "max":
+        yield int(allowed)

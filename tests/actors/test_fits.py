@@ -1,0 +1,286 @@
+"""What is refused before anything starts, because it does not fit."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, Qwen3Config
+
+import rlsys
+from actors import demands
+from actors.capacity import Capacity, check_run, machines_of, unwritable
+from actors.demands import CONTEXT_BYTES
+from recipes import arithmetic
+from recipes.grpo import GRPOConfig, grpo
+from recipes.quickstart import QuickstartConfig
+from rlsys import DataConfig, HeldOutConfig, ModelConfig, RolloutConfig, SamplingConfig
+from rlsys.config import TrainerConfig
+from rlsys.estimate import cache_fault, estimate_memory, model_shape
+from rlsys.machine import CARDS, GIB, Machine, parse_machine
+from rlsys.rank_estimate import RankMemory
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """SmolLM2-135M by its config.json: 134,515,008 parameters, 23,040 bytes of keys and values a
+    token in 16 bits."""
+    directory = tmp_path_factory.mktemp("smollm")
+    LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def eight_b(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Qwen3-8B by its config.json."""
+    directory = tmp_path_factory.mktemp("qwen3-8b")
+    Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(directory)
+    return str(directory)
+
+
+def test_a_replica_of_the_torch_engine_has_weights_and_its_cache(smollm: str) -> None:
+    config = GRPOConfig(model=ModelConfig(path=smollm))
+    replica = estimate_memory(config, model_shape(smollm)).replica
+    assert replica.num_bytes == 134_515_008 * 4 + GIB  # 1.5 GiB
+    more = replace(config, rollout=RolloutConfig(kv_cache_gib=3.0))
+    assert estimate_memory(more, model_shape(smollm)).replica.num_bytes == 134_515_008 * 4 + 3 * GIB
+    # Four sequences of 1,024 and 256 tokens take less than a GiB.
+    few = replace(config, rollout=RolloutConfig(max_running=4))
+    expected = 134_515_008 * 4 + 4 * 1280 * 46_080
+    assert estimate_memory(few, model_shape(smollm)).replica.num_bytes == expected
+
+
+def test_a_replica_of_vllm_has_a_share_of_its_card(smollm: str) -> None:
+    rollout = RolloutConfig(engine="vllm", num_gpus=1, gpu_memory_frac=0.6)
+    config = GRPOConfig(model=ModelConfig(path=smollm), rollout=rollout)
+    replica = estimate_memory(config, model_shape(smollm)).replica
+    assert replica.on_each_device(80 * GIB) == 48 * GIB
+    assert replica.cache_on(80 * GIB) == 48 * GIB - 134_515_008 * 4
+    on_cpu = replace(config, rollout=replace(rollout, num_gpus=0, kv_cache_gib=2.0))
+    cpu = estimate_memory(on_cpu, model_shape(smollm)).replica
+    assert cpu.num_bytes == 134_515_008 * 4 + 2 * GIB
+
+
+def test_a_cache_below_one_sequence_is_refused_with_the_size_that_fits(smollm: str) -> None:
+    """1,280 tokens of 46,080 bytes are 0.05493 GiB."""
+    config = GRPOConfig(model=ModelConfig(path=smollm), rollout=RolloutConfig(kv_cache_gib=0.001))
+    shape = model_shape(smollm)
+    fault = cache_fault(config, shape, None)
+    assert fault is not None
+    assert "rollout.kv_cache_gib=0.001" in fault
+    assert "rollout.kv_cache_gib=0.055 " in fault
+    enough = replace(config, rollout=RolloutConfig(kv_cache_gib=0.055))
+    assert cache_fault(enough, shape, None) is None
+    # A share of a card: 538 MB of weights and 59 MB do not fit into 10 % of 4 GiB.
+    share = RolloutConfig(engine="vllm", num_gpus=1, gpu_memory_frac=0.1)
+    on_card = replace(config, rollout=share)
+    fault = cache_fault(on_card, shape, 4 * GIB)
+    assert fault is not None
+    assert "rollout.gpu_memory_frac=0.14 " in fault
+    wider = replace(on_card, rollout=replace(share, gpu_memory_frac=0.14))
+    assert cache_fault(wider, shape, 4 * GIB) is None
+
+
+def checked(config: GRPOConfig, machine: str) -> Capacity:
+    flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])
+    return check_run(config, flow, model_shape(config.model.path), [parse_machine(machine)])
+
+
+def ranks_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes 8 GiB, and `gib` of passes of 16,384 tokens."""
+
+    def estimated(config: Any, trained: Any, shape: Any, head: Any) -> RankMemory:
+        passes = gib * trained.trainer.micro_batch_tokens / 16384
+        if trained.model.gradient_checkpointing == "full":
+            passes /= 2
+        return RankMemory(
+            weights=2 * GIB,
+            gradients=2 * GIB,
+            moments=4 * GIB,
+            passes=int(passes * GIB),
+            on_gpu=trained.trainer.num_gpus > 0,
+        )
+
+    monkeypatch.setattr(demands, "estimate_rank", estimated)
+    monkeypatch.setattr("actors.advice.estimate_rank", estimated)
+
+
+def separate(path: str, **rollout: Any) -> GRPOConfig:
+    return GRPOConfig(
+        model=ModelConfig(path=path, dtype="bfloat16"),
+        trainer=TrainerConfig(layout="dp2", num_gpus=1),
+        rollout=RolloutConfig(engine="vllm", num_replicas=2, num_gpus=1, **rollout),
+    )
+
+
+def test_the_smallest_change_is_named_and_fits(
+    smollm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 + 0.7 GiB and passes of 24 GiB: 24 GiB hold passes of half the tokens."""
+    ranks_of(24, monkeypatch)
+    config = separate(smollm)
+    assert checked(config, "4x40GiB").fits
+    short = checked(config, "4x24GiB")
+    assert not short.fits
+    assert "8.7 GiB are missing" in short.verdict
+    assert short.advice.endswith("--trainer.micro-batch-tokens 8192.")
+    fewer = replace(config, trainer=replace(config.trainer, micro_batch_tokens=8192))
+    assert checked(fewer, "4x24GiB").fits
+    # 18 GiB hold neither; 8.7 and 9 do, with what passes of 4,096 and recomputation leave.
+    again = checked(config, "4x12GiB")
+    assert again.advice.endswith("--trainer.micro-batch-tokens 2048.")
+    # Nothing helps where the state alone is too large, but its moments can go to the host.
+    tight = checked(config, "4x7GiB")
+    assert "--trainer.optimizer-state cpu_float32" in tight.advice
+    assert checked(config, "4x4GiB").advice.endswith("4 x A100-40G.")
+
+
+def test_a_missing_gpu_is_refused_with_the_cards_that_fit(
+    smollm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks_of(24, monkeypatch)
+    short = checked(separate(smollm), "2xH100")
+    assert short.shortages[0].message.startswith("the run needs 4 GPUs")
+    assert short.advice.endswith("4 x A100-40G.")
+
+
+def test_a_replica_that_shares_its_card_is_asked_to_take_less(
+    smollm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Colocated: a rank of 32.7 GiB and 85 % of the card, of which only one is there."""
+    ranks_of(24, monkeypatch)
+    config = replace(separate(smollm), placement="colocated")
+    assert checked(config, "2x40GiB").fits
+    # Two replicas with half a card each: 2 x 85 % are 170 %.
+    halves = GRPOConfig(
+        model=ModelConfig(path=smollm, dtype="bfloat16"),
+        rollout=RolloutConfig(engine="vllm", num_replicas=2, num_gpus=0.5),
+    )
+    short = checked(halves, "1x40GiB")
+    assert short.advice.endswith("--rollout.gpu-memory-frac 0.48.")
+    fewer = replace(halves, rollout=replace(halves.rollout, gpu_memory_frac=0.48))
+    assert checked(fewer, "1x40GiB").fits
+
+
+@pytest.mark.slow  # a minute for each estimate of an 8B model
+def test_an_8b_model_on_four_cards(eight_b: str) -> None:
+    config = GRPOConfig(
+        model=ModelConfig(path=eight_b, dtype="bfloat16"),
+        trainer=TrainerConfig(layout="dp4", num_gpus=1),
+        rollout=RolloutConfig(engine="vllm", num_replicas=4, num_gpus=1),
+    )
+    assert checked(config, "8xH200").fits
+    short = checked(config, "8xH100")
+    assert "79.6 GiB" in short.verdict
+    assert "The smallest change that fits: --trainer.micro-batch-tokens 8192." in short.verdict
+
+
+def test_the_cards_of_a_cluster_come_from_its_nodes() -> None:
+    nodes: Sequence[dict[str, float]] = [
+        {"CPU": 8, "GPU": 2, "accelerator_type:H100": 1.0},
+        {"CPU": 8},
+        {"CPU": 8, "GPU": 1, "accelerator_type:UNKNOWN": 1.0},
+    ]
+    first, second, third = machines_of(nodes)
+    assert [one.num_bytes for one in first.devices] == [int(CARDS["H100"] * GIB)] * 2
+    assert second.devices == ()
+    assert third.devices[0].num_bytes > 10**18  # not known, and so not refused
+
+
+def test_evaluation_and_roles_are_counted(smollm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_of(1, monkeypatch)
+    config = GRPOConfig(
+        model=ModelConfig(path=smollm),
+        evaluation=HeldOutConfig(every=1, num_gpus=1),
+        rollout=RolloutConfig(num_gpus=1),
+        trainer=TrainerConfig(num_gpus=1),
+    )
+    capacity = checked(config, "3x40GiB")
+    assert capacity.layout is not None
+    (node,) = capacity.layout.nodes
+    by_name = {one.name: one for one in node.demands}
+    assert by_name["evaluation"].device_bytes == 134_515_008 * 4 + GIB + CONTEXT_BYTES
+    assert by_name["rollout-0"].device_bytes == 134_515_008 * 4 + GIB + CONTEXT_BYTES
+    assert by_name["trainer-0"].device_bytes == 9 * GIB + CONTEXT_BYTES
+
+
+def quickstart(directory: Path, **settings: Any) -> QuickstartConfig:
+    defaults: dict[str, Any] = {"runs_dir": str(directory / "runs")}
+    return QuickstartConfig(**{**defaults, **settings})
+
+
+def dry(config: QuickstartConfig, dry_run: bool | str = True) -> None:
+    arithmetic.run(config, grpo, dry_run=dry_run)
+
+
+def test_a_dry_run_ends_with_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dry(quickstart(tmp_path))
+    assert "# verdict: fits\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"rollout\.kv_cache_gib=1e-05"):
+        dry(quickstart(tmp_path, rollout=RolloutConfig(kv_cache_gib=1e-5)))
+    assert "# verdict: does not fit" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="GPU"):
+        dry(quickstart(tmp_path, trainer=TrainerConfig(num_gpus=1)))
+    dry(quickstart(tmp_path, trainer=TrainerConfig(num_gpus=1)), "1xH100")
+    dry(quickstart(tmp_path, rollout=RolloutConfig(num_cpus=10_000)))
+    assert "does not fit: the run needs 10001 CPUs" in capsys.readouterr().out
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_start_refuses_the_same(tmp_path: Path) -> None:
+    """Before the run's directory is made."""
+    with pytest.raises(ValueError, match=r"rollout\.kv_cache_gib=1e-05"):
+        arithmetic.run(quickstart(tmp_path, rollout=RolloutConfig(kv_cache_gib=1e-5)), grpo)
+    with pytest.raises(ValueError, match="GPU"):
+        arithmetic.run(quickstart(tmp_path, trainer=TrainerConfig(num_gpus=1)), grpo)
+    assert not (tmp_path / "runs" / "quickstart").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Permissions do not bind root: the kernel's answer is given instead."""
+    assert unwritable(tmp_path) == ""
+    assert [*tmp_path.iterdir()] == []
+
+    def refuse(path: Any, flags: int, mode: int = 0o777) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert unwritable(tmp_path) == os.strerror(errno.EROFS)
+
+
+def test_a_disk_that_is_too_small_is_refused(smollm: str, tmp_path: Path) -> None:
+    config = GRPOConfig(model=ModelConfig(path=smollm), runs_dir=str(tmp_path / "no" / "such"))
+    flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])
+    machine = Machine(name="this machine", devices=())
+    shape = model_shape(smollm)
+    data = replace(config, data=DataConfig(max_prompt_tokens=16), sampling=SamplingConfig())
+    found = check_run(data, flow, shape, [machine], disk_bytes=10**18)
+    assert any("runs_dir" in one.message for one in found.shortages)
+    assert check_run(data, flow, shape, [machine], disk_bytes=1).fits
