@@ -13,7 +13,15 @@ from rlsys.dataflow.stages import (
     SEATS_COLUMN,
     VERSIONS_COLUMN,
 )
-from rlsys.types import BRANCH_FIELDS, INJECTED, Float32Array, Int32Array, Rollout, TrainRow
+from rlsys.types import (
+    BRANCH_FIELDS,
+    INJECTED,
+    Float32Array,
+    Generation,
+    Int32Array,
+    Rollout,
+    TrainRow,
+)
 from rlsys.workers import Origin, RolloutText, Rows, Written
 
 from .store import StoreClient
@@ -25,8 +33,8 @@ if TYPE_CHECKING:
 FIELDS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
 OPTIONAL_FIELDS = (EXPERTS_COLUMN, BRANCHES_COLUMN)
 
-# What a function over texts is given, and what is recorded of it.
-TEXT_COLUMNS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
+# What a function over texts is given.
+TEXT_COLUMNS = ("prompt_token_ids", "token_ids")
 
 
 def read_rows(rows: Rows, store: StoreClient) -> list[TrainRow]:
@@ -68,7 +76,7 @@ def as_rollouts(
 ) -> list[Rollout]:
     """As functions over texts see them. `arrays` has the TEXT_COLUMNS of each; `tokenizer` is the
     policy's."""
-    completions = tokenizer.batch_decode(arrays["token_ids"], skip_special_tokens=True)
+    completions = _decoded(arrays["token_ids"], tokenizer)
     return [
         Rollout(
             group_id=origin.group_id,
@@ -86,13 +94,21 @@ def as_rollouts(
     ]
 
 
-def recorded(rollout: Rollout, versions: Int32Array) -> RolloutText:
+def recorded(generation: Generation, tokenizer: Any) -> RolloutText:
+    """Return the text of a sampled completion, as a reward function reads it, without its
+    prompt."""
+    (completion,) = _decoded([generation.token_ids], tokenizer)
     return RolloutText(
-        prompt=rollout.prompt_text,
-        completion=rollout.completion_text,
-        token_ids=rollout.token_ids.tolist(),
-        policy_versions=versions.tolist(),
+        prompt="",
+        completion=completion,
+        token_ids=generation.token_ids.tolist(),
+        policy_versions=generation.policy_versions.tolist(),
     )
+
+
+def _decoded(token_ids: Sequence[Int32Array], tokenizer: Any) -> list[str]:
+    texts: list[str] = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+    return texts
 
 
 def compute_columns(stage: PerBatchStage, rows: Rows, store: StoreClient) -> Written:

@@ -28,9 +28,7 @@ class PlayedOutcomes:
         group has ended."""
         outcome = rollout.outcome
         if isinstance(outcome, RewardResult):
-            note = group.rollouts[index]
-            note.components = outcome.components
-            note.text = rollout.text
+            group.rollouts[index].components = outcome.components
             self._hear(outcome)
             return True
         if outcome is not None:

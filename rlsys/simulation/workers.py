@@ -44,6 +44,7 @@ from rlsys.workers import (
     Origin,
     Part,
     ReplicaDied,
+    RolloutText,
     Rows,
     RowsLost,
     Scored,
@@ -188,6 +189,7 @@ class SimulatedReplica:
                 finish_reason=finish_reason,
                 num_injected=3 if is_baseline else 0,
                 num_by_seat=self.num_by_seat,
+                text=_simulated_text(request, self.version) if request.record else None,
             )
         )
 
@@ -324,7 +326,7 @@ class SimulatedScorer:
 
     async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
         await asyncio.sleep(self.latency_s())
-        tell({i: Scored(outcome=self.outcome(task), text=None) for i, task in enumerate(tasks)})
+        tell({i: Scored(outcome=self.outcome(task)) for i, task in enumerate(tasks)})
 
 
 @dataclass(kw_only=True)
@@ -569,6 +571,12 @@ class Record:
         self.restarts.append(reason)
         if lost_steps:
             del self.steps[step:]
+
+
+def _simulated_text(request: GenerationRequest, version: int) -> RolloutText:
+    return RolloutText(
+        prompt="", completion=request.request_id, token_ids=[7] * 3, policy_versions=[version] * 3
+    )
 
 
 def _layout(num_tokens: int, *, is_played: bool = False, num_rows: int = 1) -> Layout:
