@@ -241,7 +241,7 @@ class Recorder:
 
     def evaluated(self, line: Mapping[str, float]) -> None:
         """A model of the run was evaluated on held-out prompts: a line of evaluations.jsonl."""
-        self._wandb.log_late(line)
+        self._wandb.log_evaluation(line)
         self._console.evaluated(line)
 
     def _sampled_mean(self, trained: TrainedStep) -> dict[str, float]:
