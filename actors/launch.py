@@ -34,9 +34,11 @@ from rlsys.exported import export_faults, exported_step
 from rlsys.fields import leaf_defaults, to_dict
 from rlsys.history import some
 from rlsys.launching import HeldOut, RunResult, WarmStart
+from rlsys.metrics import STEP
 from rlsys.observe.console import Outcome, RunConsole
 from rlsys.observe.diagnosis import foresee
 from rlsys.observe.metrics import read_metrics
+from rlsys.observe.phases import progress_on_stderr
 from rlsys.observe.step_log import read_lines
 from rlsys.resuming import History, read_history
 from rlsys.run_directory import RunDirectory, RunFiles, check_open, check_room
@@ -128,6 +130,7 @@ async def _dry_run(
         signals_raise(),
         hub_of(config, flow),
         tempfile.TemporaryDirectory(prefix="rlsys-") as directory,
+        progress_on_stderr("Reading model and prompts"),
     ):
         ready = with_model(
             config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
@@ -142,7 +145,8 @@ async def _dry_run(
         continues = config.resume is not False and files.has_checkpoint
         if continues and not files.has_finished(config.num_steps):
             _history(files, config, flow, prompts)
-        print(describe(ready, flow, shape, prompts, tokenizer, warnings, as_given=config))
+        told = describe(ready, flow, shape, prompts, tokenizer, warnings, as_given=config)
+    print(told)
     return RunResult(outcome="dry run", files=files, metrics=())
 
 
@@ -181,6 +185,7 @@ async def _run(
     console = RunConsole(
         num_steps=config.num_steps,
         max_staleness=config.asynchrony.max_staleness,
+        rollouts_per_step=config.rollouts_per_step,
         samples=bool(flow.all(GenerateStage)),
         in_turns=config.placement == "colocated",
         print_every=config.observe.print_every,
@@ -268,6 +273,7 @@ def _prepare(
             required_bytes=disk_bytes(ready, flow, shape, warm_start=warm_start is not None),
         )
     )
+    console.note(f"Run directory: {directory.path}")
     continues = config.resume is not False
     is_finished = False
     if continues and exported_step(directory.hf) == config.num_steps:
@@ -290,6 +296,8 @@ def _prepare(
             history = _history(directory, config, flow, prompts)
         directory.write_config(to_dict(config))
         console.note(where_it_goes_on(history, config, directory))
+        trained = _readable(directory.metrics)
+        console.resumed([x for x in trained if x[STEP] <= history.checkpoint.step])
         for warning in models_written_since(history.checkpoint, flow):
             console.warn(warning)
     for warning in foresee(config):

@@ -174,6 +174,12 @@ def is_mean_at(name: str) -> bool:
     return re.fullmatch(r"eval/mean@\d+", name) is not None
 
 
+def num_passing(name: str) -> int:
+    """Return k of the metric "eval/pass@k", and 0 for another metric."""
+    found = re.fullmatch(r"eval/pass@(\d+)", name)
+    return int(found[1]) if found else 0
+
+
 def by_reason(line: Mapping[str, float], total: str) -> dict[str, float]:
     """The positive counts below `total` ("rollouts/dropped"), by reason, largest first."""
     prefix = total + "/"

@@ -972,7 +972,9 @@ from rlsys.observe.console import RunConsole
 
 @rlsys.main
 def main():
-    console = RunConsole(num_steps=1, max_staleness=1, print_every=1, print_samples=0)
+    console = RunConsole(
+        num_steps=1, max_staleness=1, rollouts_per_step=1, print_every=1, print_samples=0
+    )
     for number in range(100_000):
         console.note(f"line {number}")
 main()

@@ -282,8 +282,9 @@ class GenerationSide:
         for rollout in collected.finished:
             self._partials.forget(rollout.request_id)
         if collected.finished:
-            self._state.observer.tokens_generated(
-                sum(rollout.num_tokens for rollout in collected.finished)
+            self._state.observer.rollouts_sampled(
+                len(collected.finished),
+                num_tokens=sum(rollout.num_tokens for rollout in collected.finished),
             )
             self._write(collected.finished)
 

@@ -151,7 +151,8 @@ class Observer(Protocol):
 
     def step_trained(self, trained: TrainedStep) -> None: ...
 
-    def tokens_generated(self, num_tokens: int) -> None: ...
+    def rollouts_sampled(self, num_rollouts: int, *, num_tokens: int) -> None:
+        """So many rollouts have ended. Some of them may be dropped later."""
 
     def weights_loaded(
         self, manifest: WeightManifest, *, sync_s: float, pauses_s: Sequence[float]

@@ -81,8 +81,9 @@ class Recorder:
         self._actors_s: dict[str, float] = {}  # work and wait by metric, last reported
         self._sync: dict[str, float] = {}
 
-    def tokens_generated(self, num_tokens: int) -> None:
+    def rollouts_sampled(self, num_rollouts: int, *, num_tokens: int) -> None:
         self._num_generated_tokens += num_tokens
+        self._console.sampled(num_rollouts)
 
     def weights_loaded(
         self, manifest: WeightManifest, *, sync_s: float, pauses_s: Sequence[float]

@@ -114,11 +114,15 @@ def evaluation_rows(evaluations: Sequence[Mapping[str, float]]) -> list[tuple[st
 
 
 def in_words(evaluation: Mapping[str, float]) -> str:
-    """Every estimate of it with its interval, and the loss."""
+    """Return its mean reward and its pass@k of the most samples with their intervals, and its loss.
+    evaluations.jsonl has every estimate."""
+    means = [name for name in evaluation if metrics.is_mean_at(name)]
+    passes = {k: name for name in evaluation if (k := metrics.num_passing(name))}
+    most = [passes[k] for k in [max(passes, default=0)] if k > 1]
     told = [
-        f"{name.partition('/')[2]} {value:.3f} ({evaluation[f'{name}/low']:.3f} to "
+        f"{name.partition('/')[2]} {evaluation[name]:.3f} ({evaluation[f'{name}/low']:.3f} to "
         f"{evaluation[f'{name}/high']:.3f})"
-        for name, value in evaluation.items()
+        for name in [*means, *most]
         if f"{name}/low" in evaluation
     ]
     if metrics.EVAL_LOSS in evaluation:

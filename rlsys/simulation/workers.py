@@ -543,7 +543,7 @@ class Record:
         for group in trained.groups:
             self.staleness.append(_staleness(trained, group))
 
-    def tokens_generated(self, num_tokens: int) -> None:
+    def rollouts_sampled(self, num_rollouts: int, *, num_tokens: int) -> None:
         pass
 
     def weights_loaded(self, manifest: WeightManifest, **_: Any) -> None:
