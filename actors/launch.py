@@ -40,6 +40,7 @@ from rlsys.observe.diagnosis import foresee
 from rlsys.observe.metrics import read_metrics
 from rlsys.observe.phases import progress_on_stderr
 from rlsys.observe.step_log import read_lines
+from rlsys.option_names import on_command_line, option
 from rlsys.resuming import History, read_history
 from rlsys.run_directory import RunDirectory, RunFiles, check_open, check_room
 from rlsys.scoreboard import damages_of, losses_of, read_evaluations
@@ -48,7 +49,7 @@ from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, PoolDied, ReplicaDied, RowsLost
 
 from .calls import WorkerError
-from .cluster import check_limits, check_runs_dir
+from .cluster import SUBMITTED, check_limits, check_runs_dir
 from .job import Job
 from .preparation import (
     check_held_out,
@@ -342,21 +343,29 @@ def _result(directory: RunDirectory) -> RunResult:
 
 def next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
     if outcome == "finished" and PLOT.is_file():
-        return shlex.join([this_python(), _from_here(PLOT), str(directory.path)])
+        return plot_command(directory.path)
     if outcome == "finished":
         kind = "CausalLM" if flow.main.head == "logits" else "SequenceClassification"
         return f"AutoModelFor{kind}.from_pretrained({str(directory.hf)!r})"
-    again = "the same command"
+    again = "the same command" if on_command_line() else "launch again"
     if outcome == "failed":
         again = f"once the cause is mended, {again}"
     if directory.has_checkpoint:
-        return f"{again} with --resume"
+        return f"{again} with {option('resume', True)}"
     if not directory.has_steps:
         return again
     return (
-        f"{again} with --resume auto, which begins again (no checkpoint was written), or with "
-        "another --name"
+        f"{again} with {option('resume', 'auto')}, which begins again (no checkpoint was written), "
+        f"or with another {option('name')}"
     )
+
+
+def plot_command(directory: Path) -> str:
+    """Return the shell command that draws the run. In a submitted job PLOT is in Ray's temporary
+    copy of the user's checkout, so the command names the script as the checkout does."""
+    if SUBMITTED in os.environ:
+        return shlex.join(["python", f"scripts/{PLOT.name}", str(directory.absolute())])
+    return shlex.join([this_python(), _from_here(PLOT), str(directory)])
 
 
 def this_python() -> str:

@@ -228,7 +228,8 @@ class PrintedLines:
         if elapsed_s < phase.next_sign_s:
             return
         phase.next_sign_s = elapsed_s + min(elapsed_s, LONGEST_SILENCE_S)
-        _print(self._console, Text(_so_far(phase, elapsed_s)))
+        comment = "# " if self._console.stderr else ""
+        _print(self._console, Text(comment + _so_far(phase, elapsed_s)))
 
     def ended(self, phase: Phase, line: Text | None) -> None:
         if line is not None:
@@ -326,8 +327,9 @@ class UpdatedOutput:
 
 
 def progress_on_stderr(name: str) -> Phase:
-    """Return a phase on standard error, for commands whose standard output is a file."""
-    return Phases(Output(stderr=True)).phase(name)
+    """Return a phase on standard error, for commands whose standard output is a TOML file. What it
+    prints is a comment there, if both go to one file."""
+    return Phases(Output(stderr=True)).phase(name, keep=False)
 
 
 def _so_far(phase: Phase, elapsed_s: float) -> str:
