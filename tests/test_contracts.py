@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -130,6 +131,12 @@ def test_what_rlsys_offers_is_there_and_importing_it_is_cheap() -> None:
         "assert rlsys.__version__ and 'ray' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)
+
+
+@pytest.mark.parametrize("module", ["rlsys", "rlsys.algorithms", "rlsys.rewards", "rlsys.sandbox"])
+def test_an_editor_proposes_the_api_alone(module: str) -> None:
+    imported = importlib.import_module(module)
+    assert set(dir(imported)) - {"__version__"} == set(imported.__all__)
 
 
 def test_who_has_no_model_starts_without_its_packages() -> None:
