@@ -60,6 +60,7 @@ def test_imports_go_one_way() -> None:
 
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
+    "option_names",
     "user_functions json_text disk fields metrics environ signal",
     "algorithms types errors mesh lora hf_config interrupts pipes blocking by_value sandbox",
     "file_modes",
@@ -151,8 +152,9 @@ def test_optional_packages_stand_in_one_place_each() -> None:
     found = {
         (path.name, name)
         for path, name in imports("rlsys")
-        if name in ("vllm", "wandb", "peft", "mcp")
+        if name in ("vllm", "wandb", "peft", "mcp", "IPython")
     }
+    assert {file for file, name in found if name == "IPython"} == {"notebook.py"}
     assert {file for file, name in found if name == "wandb"} == {"wandb_sink.py"}
     assert {file for file, name in found if name == "peft"} == {"adapters.py"}
     assert {file for file, name in found if name == "mcp"} == {"mcp.py"}

@@ -223,8 +223,15 @@ def commands() -> list[str]:
 
 
 # Files that other recipes use.
-HELPERS = ("arithmetic", "calculator_tasks", "clips", "grpo", "kuhn_oracle", "smollm2")
-HELPERS += ("swarm_nodes",)
+HELPERS = (
+    "arithmetic",
+    "calculator_tasks",
+    "clips",
+    "grpo",
+    "kuhn_oracle",
+    "smollm2",
+    "swarm_nodes",
+)
 
 
 def test_each_recipe_has_its_row() -> None:
