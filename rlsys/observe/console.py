@@ -132,7 +132,7 @@ class RunConsole:
         self._print_samples = print_samples
         self._recent: deque[Line] = deque(maxlen=WINDOW)
         self._leading = "reward"  # the first number of a step: which of metrics.LEADING
-        self._trend: list[float] = []  # the leading number of all steps
+        self._trend: dict[int, float] = {}  # the leading number, by step
         self._steps_s: deque[float] = deque(maxlen=STEPS_OF_ESTIMATE)
         self._step: Phase | None = None  # the one that is under way
         self._num_sampled = 0  # rollouts, in this step
@@ -151,7 +151,7 @@ class RunConsole:
         if not self._samples:
             self._leading = metrics.leading(lines)
         name = metrics.LEADING[self._leading]
-        self._trend = [line[name] for line in lines if name in line]
+        self._trend = {int(line[metrics.STEP]): line[name] for line in lines if name in line}
 
     @contextmanager
     def training(self, *, after_step: int) -> Iterator[None]:
@@ -268,9 +268,10 @@ class RunConsole:
     def _row(self, line: Line) -> str:
         metric = metrics.LEADING[self._leading]
         if metric in line:
-            self._trend.append(line[metric])
+            self._trend[int(line[metrics.STEP])] = line[metric]
         ascii_only = self._console.options.ascii_only
-        trend = sparkline(bucket_means(self._trend, TREND_CELLS), ascii_only=ascii_only)
+        values = list(self._trend.values())
+        trend = sparkline(bucket_means(values, TREND_CELLS), ascii_only=ascii_only)
         number = _number(metric, ".3f")(line)
         cells = "".join(f"  {column.cell(line):>{column.width}}" for column in self._columns)
         step = f"{line[metrics.STEP]}/{self._num_steps}"
