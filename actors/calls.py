@@ -28,6 +28,7 @@ from ray.exceptions import (
 
 from rlsys.background import start_task
 from rlsys.engines.generation.protocol import EngineError
+from rlsys.option_names import option
 from rlsys.user_functions import FunctionFailed
 from rlsys.workers import LearnerDied, RowsLost
 
@@ -219,7 +220,7 @@ def while_loading(model: str, death: Exception) -> str:
     return (
         f"model {model!r} could not be loaded, its process died meanwhile ({death}); most often "
         "the memory of its node or GPU is full: use a smaller model, fewer processes beside each "
-        "other, or a larger node (--dry-run estimates what is needed)."
+        f"other, or a larger node ({option('dry_run', True)} estimates what is needed)."
     )
 
 
@@ -285,8 +286,8 @@ def _reason(error: BaseException) -> str:
         return (
             "Ray ended it, since the memory of its node was nearly full"
             + (f" ({used[1]} of {used[2]})" if used else "")
-            + "; end other programs there, use fewer or smaller processes (--dry-run estimates "
-            "what is needed), or a larger node"
+            + "; end other programs there, use fewer or smaller processes "
+            f"({option('dry_run', True)} estimates what is needed), or a larger node"
         )
     lines = [line for line in str(error).splitlines() if line.strip() and line[0] != "\t"]
     if isinstance(error, RayActorError) and not error.actor_init_failed:

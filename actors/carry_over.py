@@ -117,19 +117,20 @@ def _beside(cells: Sequence[Cell]) -> tuple[str, ...]:
 
 
 def _told(rollout: FinishedRollout) -> str:
-    """What an episode was worth, and what is recorded of it, as JSON."""
-    if not isinstance(rollout.outcome, RewardResult):
+    """Return an episode's result and the text of a recorded rollout as JSON, or "" for neither."""
+    result = rollout.outcome if isinstance(rollout.outcome, RewardResult) else None
+    if result is None and rollout.text is None:
         return ""
-    text = None if rollout.text is None else asdict(rollout.text)
-    return dump_json({"outcome": asdict(rollout.outcome), "text": text})
+    told = {"outcome": result, "text": rollout.text}
+    return dump_json({name: one and asdict(one) for name, one in told.items()})
 
 
 def _outcome(told: str) -> tuple[RewardResult | None, RolloutText | None]:
     if not told:
         return None, None
     read = parse_json(told)
-    text = read["text"]
-    return RewardResult(**read["outcome"]), None if text is None else RolloutText(**text)
+    outcome, text = read["outcome"], read["text"]
+    return outcome and RewardResult(**outcome), text and RolloutText(**text)
 
 
 def _num_by_seat(rollout: SavedRollout) -> tuple[int, ...]:

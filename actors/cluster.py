@@ -12,6 +12,7 @@ import ray
 from ray._private.utils import get_num_cpus
 
 from rlsys.config import ClusterConfig, require
+from rlsys.option_names import option
 
 from .joined_ray import joined_ray
 from .local_ray import check_open_files, local_ray
@@ -70,10 +71,12 @@ def check_runs_dir(runs_dir: str) -> None:
     )
     require(
         nearest.is_dir(),
-        f"runs_dir={runs_dir!r}: {nearest} is a file; give a directory, such as --runs-dir runs.",
+        f"runs_dir={runs_dir!r}: {nearest} is a file; give a directory, such as "
+        f"{option('runs_dir', 'runs')}.",
     )
     if SUBMITTED in os.environ and not os.path.isabs(runs_dir):
         raise ValueError(
             f"runs_dir={runs_dir!r} is relative to this job's copy of the upload, which Ray "
-            "deletes; use an absolute path that every node sees, such as --runs-dir /shared/runs."
+            "deletes; use an absolute path that every node sees, such as "
+            f"{option('runs_dir', '/shared/runs')}."
         )

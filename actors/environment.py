@@ -97,7 +97,7 @@ class EnvironmentActor(Heartbeat):
         host = self._require_host()
         for request in requests:
             assert request.task is not None, "an environment plays tasks"
-            if request.task.record:
+            if request.record:
                 self._records.add(request.request_id)
             self._tracer.job_begins()
         host.submit([as_episode(request) for request in requests])

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import ray
 
-from rlsys.dataflow.stages import VERSIONS_COLUMN
 from rlsys.engines.generation.protocol import EngineError
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure
@@ -21,7 +20,7 @@ from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.workers import PoolDied, Rows, Written
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, begun, while_loading
-from .rows import TEXT_COLUMNS, as_rollouts, read_rows, recorded, write_column
+from .rows import TEXT_COLUMNS, as_rollouts, read_rows, write_column
 from .store import StoreAddress, StoreClient
 
 if TYPE_CHECKING:
@@ -77,12 +76,7 @@ class Verdicts:
                 failures[place] = verdict
                 verdict = math.nan
             scores.append(verdict)
-        texts = {
-            place: recorded(rollout, arrays[VERSIONS_COLUMN][place])
-            for place, rollout in enumerate(rollouts)
-            if rows.origins[place].record
-        }
-        return Written(scalars={self.writes: scores}, failures=failures, texts=texts)
+        return Written(scalars={self.writes: scores}, failures=failures)
 
     def close(self) -> None:
         self.engine.close()

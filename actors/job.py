@@ -334,6 +334,7 @@ class Job:
                     with self._console.phase("Evaluating"):
                         await evaluator.finish()
 
+            ending.enter_context(self._console.training(after_step=self._first_step))
             await team.serve_while(
                 work(),
                 stepped,

@@ -34,10 +34,13 @@ from rlsys.exported import export_faults, exported_step
 from rlsys.fields import leaf_defaults, to_dict
 from rlsys.history import some
 from rlsys.launching import HeldOut, RunResult, WarmStart
+from rlsys.metrics import STEP
 from rlsys.observe.console import Outcome, RunConsole
 from rlsys.observe.diagnosis import foresee
 from rlsys.observe.metrics import read_metrics
+from rlsys.observe.phases import progress_on_stderr
 from rlsys.observe.step_log import read_lines
+from rlsys.option_names import on_command_line, option
 from rlsys.resuming import History, read_history
 from rlsys.run_directory import RunDirectory, RunFiles, check_open, check_room
 from rlsys.scoreboard import damages_of, losses_of, read_evaluations
@@ -47,7 +50,7 @@ from rlsys.workers import LearnerDied, PoolDied, ReplicaDied, RowsLost
 
 from .calls import WorkerError
 from .capacity import check_run, require_fit, stated_machine
-from .cluster import check_limits, check_runs_dir
+from .cluster import SUBMITTED, check_limits, check_runs_dir
 from .inputs import Inputs, check_exports, tried_rewards
 from .job import Job
 from .preparation import (
@@ -137,6 +140,7 @@ async def _dry_run(
         signals_raise(),
         hub_of(config, flow),
         tempfile.TemporaryDirectory(prefix="rlsys-") as directory,
+        progress_on_stderr("Reading model and prompts"),
     ):
         ready = with_model(
             config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
@@ -202,6 +206,7 @@ async def _run(
     console = RunConsole(
         num_steps=config.num_steps,
         max_staleness=config.asynchrony.max_staleness,
+        rollouts_per_step=config.rollouts_per_step,
         samples=bool(flow.all(GenerateStage)),
         in_turns=config.placement == "colocated",
         print_every=config.observe.print_every,
@@ -308,6 +313,7 @@ def _prepare(
             required_bytes=disk_bytes(ready, flow, read.shape, warm_start=warm_start is not None),
         )
     )
+    console.note(f"Run directory: {directory.path}")
     continues = config.resume is not False
     is_finished = False
     if continues and exported_step(directory.hf) == config.num_steps:
@@ -330,6 +336,8 @@ def _prepare(
             history = _history(directory, config, flow, read.prompts)
         directory.write_config(to_dict(config))
         console.note(where_it_goes_on(history, config, directory))
+        trained = _readable(directory.metrics)
+        console.resumed([x for x in trained if x[STEP] <= history.checkpoint.step])
         for warning in models_written_since(history.checkpoint, flow):
             console.warn(warning)
     for warning in [*foresee(config), *read.warnings]:
@@ -376,21 +384,29 @@ def _result(directory: RunDirectory) -> RunResult:
 
 def next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
     if outcome == "finished" and PLOT.is_file():
-        return shlex.join([this_python(), _from_here(PLOT), str(directory.path)])
+        return plot_command(directory.path)
     if outcome == "finished":
         kind = "CausalLM" if flow.main.head == "logits" else "SequenceClassification"
         return f"AutoModelFor{kind}.from_pretrained({str(directory.hf)!r})"
-    again = "the same command"
+    again = "the same command" if on_command_line() else "launch again"
     if outcome == "failed":
         again = f"once the cause is mended, {again}"
     if directory.has_checkpoint:
-        return f"{again} with --resume"
+        return f"{again} with {option('resume', True)}"
     if not directory.has_steps:
         return again
     return (
-        f"{again} with --resume auto, which begins again (no checkpoint was written), or with "
-        "another --name"
+        f"{again} with {option('resume', 'auto')}, which begins again (no checkpoint was written), "
+        f"or with another {option('name')}"
     )
+
+
+def plot_command(directory: Path) -> str:
+    """Return the shell command that draws the run. In a submitted job PLOT is in Ray's temporary
+    copy of the user's checkout, so the command names the script as the checkout does."""
+    if SUBMITTED in os.environ:
+        return shlex.join(["python", f"scripts/{PLOT.name}", str(directory.absolute())])
+    return shlex.join([this_python(), _from_here(PLOT), str(directory)])
 
 
 def this_python() -> str:

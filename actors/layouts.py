@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from rlsys.mesh import Layout
+from rlsys.option_names import option
 from rlsys.workers import LearnerDied
 
 from .placement import ClusterTooSmall
@@ -78,7 +79,7 @@ class Layouts:
         raise ClusterTooSmall(
             f"for {timeout_s:g} s (cluster.start_timeout_s) no node had the places of a trainer "
             f"of {self._layouts[-1]}, the smallest of trainer.layout; when there is one again, go "
-            "on with --resume."
+            f"on with {option('resume', True)}."
         )
 
     async def while_standing(self, work: Awaitable[T]) -> T:

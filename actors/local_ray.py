@@ -39,6 +39,7 @@ from rlsys.background import start_thread
 from rlsys.engines.network import loopback_variables
 from rlsys.environ import variables
 from rlsys.interrupts import INTERRUPTED
+from rlsys.option_names import option
 
 from .janitor import janitor, users_of
 from .signals import signals_raise, with_own_handlers
@@ -205,7 +206,7 @@ def _has_signal(loop: Any) -> bool:
 def _without(dead: Collection[str]) -> str:
     return (
         f"Ray's process {', '.join(dead)} has died, without which no actor answers: it was "
-        "killed, or the machine is short of memory. Continue with --resume."
+        f"killed, or the machine is short of memory. Continue with {option('resume', True)}."
     )
 
 

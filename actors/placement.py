@@ -26,6 +26,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlsys.option_names import option
+
 from .local_ray import RayFailed, is_intact, last_line, within
 
 # Ray's smallest share of a core or GPU is a ten-thousandth.
@@ -89,7 +91,7 @@ class Place:
             raise RayFailed(
                 f"Ray has taken the place of {self.need.name} from the run ({last_line(error)}): "
                 "the recipe's node counts as dead, because it was stopped, or has too much to do. "
-                "Continue with --resume."
+                f"Continue with {option('resume', True)}."
             ) from error
         node_id: str = placement_group_table(self.group)["bundles_to_node_id"][self.index]
         return node_id

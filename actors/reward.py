@@ -18,7 +18,6 @@ from typing import Any
 import ray
 
 from rlsys.background import start_task
-from rlsys.dataflow.stages import VERSIONS_COLUMN
 from rlsys.observe.trace import TraceBatch, Tracer
 from rlsys.rewards import RewardFailure, RewardResult, RewardRunner
 from rlsys.rewards.parts import Parts
@@ -26,7 +25,7 @@ from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.workers import RowsLost, Score, Scored, ScoreTask, TellScores, Unreadable
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, begun
-from .rows import TEXT_COLUMNS, as_rollouts, recorded
+from .rows import TEXT_COLUMNS, as_rollouts
 from .store import StoreAddress, StoreClient
 
 # An actor answers after this time at the latest, with what there is.
@@ -140,10 +139,7 @@ class RewardActor(Heartbeat):
         rollouts = as_rollouts(own, columns, self._boundary, self._stop)
 
         def tell(i: int, outcome: RewardResult | RewardFailure) -> None:
-            text = None
-            if own[i].record:
-                text = recorded(rollouts[i], columns[VERSIONS_COLUMN][i])
-            piece.tell(places[i], Scored(outcome=outcome, text=text))
+            piece.tell(places[i], Scored(outcome=outcome))
 
         self._runner.submit(rollouts, tell=tell, fail=piece.fail)
 
@@ -210,7 +206,7 @@ class RayScorer:
                     self._load[worker] -= size
         message = f"{MAX_DEATHS} reward workers in a row were lost over this rollout: {reason}"
         failure = RewardFailure(kind="crash", reward="reward worker", message=message)
-        tell(dict.fromkeys(left, Scored(outcome=failure, text=None)))
+        tell(dict.fromkeys(left, Scored(outcome=failure)))
 
     async def _ask(
         self, worker: Worker, left: Mapping[int, ScoreTask]

@@ -22,6 +22,7 @@ from rlsys.layout.transport.parcels import Inbox, Parcel
 from rlsys.layout.transport.staging import DamagedWeightsError
 from rlsys.layout.transport.weights import Weights
 from rlsys.observe.trace import TraceBatch, Tracer
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import (
     FinishReason,
     Generation,
@@ -34,12 +35,14 @@ from rlsys.workers import (
     FinishedRollout,
     Part,
     ReplicaDied,
+    RolloutText,
     RowsLost,
     WeightsGone,
 )
 
 from .calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
 from .learner import RayLearner
+from .rows import recorded
 from .store import StoreAddress
 from .store_shards import StoreShards
 from .store_writer import StoreWriter
@@ -65,11 +68,17 @@ DEADLY = (WorkerError, EngineError, RowsLost, OSError)
 
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP)
 class RolloutActor(Heartbeat):
-    """Writes finished rollouts to the store; only their metadata goes to the controller."""
+    """Writes finished rollouts to the store. Only their metadata goes to the controller, and the
+    text of those that are recorded, which `tokenizer` decodes."""
 
     def __init__(
-        self, make_engine: Callable[[], GenerationEngine], store: StoreAddress, tracer: Tracer
+        self,
+        make_engine: Callable[[], GenerationEngine],
+        tokenizer: Any,
+        store: StoreAddress,
+        tracer: Tracer,
     ) -> None:
+        self._boundary = TokenizerBoundary(tokenizer) if tokenizer is not None else None
         self._tracer = tracer
         self._engine = make_engine()
         self._switch = WeightSwitch(self._engine)
@@ -77,8 +86,7 @@ class RolloutActor(Heartbeat):
         self._store = StoreWriter(store)
         self._desk = TurnDesk(self._switch)
         self._handing_out: asyncio.Task[None] | None = None
-        self._prompts: dict[str, Sequence[int]] = {}
-        self._baselines: set[str] = set()  # requests whose tokens nothing trains on
+        self._requests: dict[str, GenerationRequest] = {}  # those that have not ended
         self._priors: dict[str, Generation] = {}  # what another replica had sampled
         self._num_told: dict[str, int] = {}  # tokens of running requests that lie in the store
         self._num_sampled = 0  # tokens, when last told
@@ -110,8 +118,7 @@ class RolloutActor(Heartbeat):
                 for request in requests
             ]
         )
-        self._prompts.update((r.request_id, r.prompt_token_ids) for r in requests)
-        self._baselines.update(r.request_id for r in requests if r.is_baseline)
+        self._requests.update((request.request_id, request) for request in requests)
         self._count_work()
         self._priors.update(known)
         self._num_told.update((name, len(prior.token_ids)) for name, prior in known.items())
@@ -150,16 +157,20 @@ class RolloutActor(Heartbeat):
             parts = await self.progress(MIN_PROGRESS_TOKENS)
         if not generations:
             return Collected(finished=[], parts=parts, has_sampled=has_sampled)
-        generations = [self._as_written(self._whole(generation)) for generation in generations]
-        prompts = [self._prompts.pop(g.request_id) for g in generations]
+        requests = [self._requests.pop(generation.request_id) for generation in generations]
+        generations = [
+            _as_written(request, self._whole(generation))
+            for request, generation in zip(requests, generations, strict=True)
+        ]
         self._count_work()
         for generation in generations:
             self._priors.pop(generation.request_id, None)
             self._num_told.pop(generation.request_id, None)
-            self._baselines.discard(generation.request_id)
         block = await self._store.put(
             {
-                "prompt_token_ids": [np.asarray(prompt, np.int32) for prompt in prompts],
+                "prompt_token_ids": [
+                    np.asarray(request.prompt_token_ids, np.int32) for request in requests
+                ],
                 "token_ids": [g.token_ids for g in generations],
                 "sampler_logprobs": [g.sampler_logprobs for g in generations],
                 "policy_versions": [g.policy_versions for g in generations],
@@ -167,10 +178,21 @@ class RolloutActor(Heartbeat):
             }
         )
         finished = [
-            _finished(generation, (block, place), num_prompt_tokens=len(prompt))
-            for place, (generation, prompt) in enumerate(zip(generations, prompts, strict=True))
+            _finished(
+                generation,
+                (block, place),
+                num_prompt_tokens=len(request.prompt_token_ids),
+                text=self._recorded(request, generation),
+            )
+            for place, (request, generation) in enumerate(zip(requests, generations, strict=True))
         ]
         return Collected(finished=finished, parts=parts, has_sampled=has_sampled)
+
+    def _recorded(self, request: GenerationRequest, generation: Generation) -> RolloutText | None:
+        if not request.record:
+            return None
+        assert self._boundary is not None, "only the policy's rollouts are recorded"
+        return recorded(generation, self._boundary, request.sampling.stop)
 
     async def progress(self, at_least: int) -> list[Part]:
         """What running requests have sampled and not told yet, `at_least` tokens each, written to
@@ -180,7 +202,7 @@ class RolloutActor(Heartbeat):
         new = [
             (g, start)
             for g in running
-            if g.request_id in self._prompts
+            if g.request_id in self._requests
             and len(g.token_ids) - (start := self._num_told.get(g.request_id, 0)) >= at_least
         ]
         if not new:
@@ -188,7 +210,9 @@ class RolloutActor(Heartbeat):
         self._num_told.update((g.request_id, len(g.token_ids)) for g, _ in new)
         # Behind what the parts before it have: the first one has the prompt's.
         inputs = [
-            slice(len(self._prompts[g.request_id]) + start - 1 if start else 0, None)
+            slice(
+                len(self._requests[g.request_id].prompt_token_ids) + start - 1 if start else 0, None
+            )
             for g, start in new
         ]
         block = await self._store.put(
@@ -216,10 +240,6 @@ class RolloutActor(Heartbeat):
         """With what another replica had sampled of it."""
         prior = self._priors.get(generation.request_id)
         return generation if prior is None else merged(prior, generation)
-
-    def _as_written(self, generation: Generation) -> Generation:
-        is_baseline = generation.request_id in self._baselines
-        return generation.as_baseline if is_baseline else generation
 
     # For environment workers, which ask in the controller's place, and are the only ones to.
 
@@ -254,7 +274,7 @@ class RolloutActor(Heartbeat):
 
     def _count_work(self) -> None:
         """It works as long as it has requests, and memory for them."""
-        works = bool(self._prompts) and not self._is_released
+        works = bool(self._requests) and not self._is_released
         if works != self._works:
             self._works = works
             if works:
@@ -351,7 +371,13 @@ def _experts(generations: Sequence[Generation], inputs: Sequence[slice]) -> Colu
     }
 
 
-def _finished(generation: Generation, cell: Cell, *, num_prompt_tokens: int) -> FinishedRollout:
+def _as_written(request: GenerationRequest, generation: Generation) -> Generation:
+    return generation.as_baseline if request.is_baseline else generation
+
+
+def _finished(
+    generation: Generation, cell: Cell, *, num_prompt_tokens: int, text: RolloutText | None
+) -> FinishedRollout:
     sampled = Sampled.of(generation.policy_versions)
     return FinishedRollout(
         request_id=generation.request_id,
@@ -362,6 +388,7 @@ def _finished(generation: Generation, cell: Cell, *, num_prompt_tokens: int) -> 
         max_version=sampled.newest,
         finish_reason=generation.finish_reason,
         num_injected=sampled.num_injected,
+        text=text,
     )
 
 

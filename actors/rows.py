@@ -14,7 +14,14 @@ from rlsys.dataflow.stages import (
     VERSIONS_COLUMN,
 )
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
-from rlsys.types import BRANCH_FIELDS, INJECTED, Float32Array, Int32Array, Rollout, TrainRow
+from rlsys.types import (
+    BRANCH_FIELDS,
+    INJECTED,
+    Float32Array,
+    Generation,
+    Rollout,
+    TrainRow,
+)
 from rlsys.workers import Origin, RolloutText, Rows, Written
 
 from .store import StoreClient
@@ -26,8 +33,8 @@ if TYPE_CHECKING:
 FIELDS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
 OPTIONAL_FIELDS = (EXPERTS_COLUMN, BRANCHES_COLUMN)
 
-# What a function over texts is given, and what is recorded of it.
-TEXT_COLUMNS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
+# What a function over texts is given.
+TEXT_COLUMNS = ("prompt_token_ids", "token_ids")
 
 
 def read_rows(rows: Rows, store: StoreClient) -> list[TrainRow]:
@@ -97,12 +104,17 @@ def as_rollouts(
     ]
 
 
-def recorded(rollout: Rollout, versions: Int32Array) -> RolloutText:
+def recorded(
+    generation: Generation, boundary: TokenizerBoundary, stop: Sequence[str]
+) -> RolloutText:
+    """Return the text of a sampled completion, as a reward function reads it, without its
+    prompt."""
+    token_ids = generation.token_ids.tolist()
     return RolloutText(
-        prompt=rollout.prompt_text,
-        completion=rollout.completion_text,
-        token_ids=rollout.token_ids.tolist(),
-        policy_versions=versions.tolist(),
+        prompt="",
+        completion=boundary.completion_text(token_ids, generation.finish_reason, stop),
+        token_ids=token_ids,
+        policy_versions=generation.policy_versions.tolist(),
     )
 
 

@@ -379,7 +379,10 @@ class _Actors:
         samples = bool(self._flow.all(GenerateStage))
         shares = self._flow.source.prompts.may_be_external
         make_engine = RolloutFactory(config=self._config, samples=samples, shares=shares)
-        return self._start(name, RolloutActor, place.options, make_engine)
+        # Environment workers decode what they play, and completions of a dataset have their text.
+        decodes = samples and not self._flow.all(PlayStage)
+        tokenizer = self._tokenizer if decodes else None
+        return self._start(name, RolloutActor, place.options, make_engine, tokenizer)
 
     def playing(
         self, learners: Mapping[str, RayLearner], replica: RayReplica, place: Place
@@ -394,7 +397,7 @@ class _Actors:
             path = model.config.model.path or str(self._checkpoints.beginning(config.model.path))
             make_engine = PartnerFactory(config=config, role=model.config, path=path)
             name = f"{model.name}-{replica.name}"
-            worker = self._start(name, RolloutActor, its_place.options, make_engine)
+            worker = self._start(name, RolloutActor, its_place.options, make_engine, None)
             partners[model.name] = RayReplica(worker, learners.get(model.name), self._shards)
             seats += [
                 PartnerSeat(name=seat, model=model.name, tokenizer="" if model.may_train else path)

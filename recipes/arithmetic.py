@@ -173,3 +173,10 @@ def run(
         held_out=held_out(),
         dry_run=dry_run,
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "recipes/arithmetic.py is the task of the small recipes. Run one of them, such as "
+        "`python recipes/quickstart.py`."
+    )

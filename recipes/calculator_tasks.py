@@ -43,3 +43,10 @@ def lesson(rng: random.Random) -> tuple[str, str]:
     call = f"[{question.removesuffix('=')}]"
     by_itself = question, answer
     return rng.choice([by_itself, by_itself, (question, call), (question + call + answer, answer)])
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "recipes/calculator_tasks.py is a part of another recipe. Run "
+        "`python recipes/calculator.py`."
+    )

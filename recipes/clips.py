@@ -27,3 +27,10 @@ class ClippedConfig(RunConfig):
             f"clip_low={self.clip_low}, clip_high={self.clip_high} leave no range around 1; use "
             "0 < clip_low < 1 and clip_high > 0.",
         )
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "recipes/clips.py is a part of other recipes. Run one of them, such as "
+        "`python recipes/dapo.py`."
+    )

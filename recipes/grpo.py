@@ -9,6 +9,10 @@ rho compares the policy being trained with the one that sampled the token, so th
 slightly older weights are weighted by how likely they still are. The mean runs over all completion
 tokens of a step.
 
+On the small task of recipes/quickstart.py:
+
+    python recipes/grpo.py --name grpo
+
 Each of the three has a name (docs/algorithms.md), and another may stand in its place:
 
     python recipes/quickstart.py --loss "gmpo()" --advantage "pass_at_k_advantage(4)" \\
@@ -72,3 +76,9 @@ def grpo(
         aggregation=parse(cfg.aggregation, "aggregation"),
     )
     return flow
+
+
+if __name__ == "__main__":
+    from recipes.quickstart import main
+
+    main()

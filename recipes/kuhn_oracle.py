@@ -74,3 +74,9 @@ def _likelihood(strategy: Strategy, first: str, second: str, end: str) -> float:
 def _pure(sets: tuple[str, ...]) -> list[dict[str, float]]:
     choices = itertools.product((0.0, 1.0), repeat=len(sets))
     return [dict(zip(sets, one, strict=True)) for one in choices]
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "recipes/kuhn_oracle.py is a part of another recipe. Run `python recipes/kuhn.py`."
+    )

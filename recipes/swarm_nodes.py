@@ -118,3 +118,9 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "recipes/swarm_nodes.py is a part of another recipe. Run `python recipes/swarm.py`."
+    )

@@ -121,3 +121,8 @@ def __getattr__(name: str) -> Any:
     if name == "algorithms":  # with torch, whose import takes seconds
         return importlib.import_module("rlsys.algorithms")
     raise AttributeError(f"module 'rlsys' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the names of the API alone, which is what an editor or a notebook proposes."""
+    return sorted([*__all__, "__version__"])

@@ -37,6 +37,7 @@ from rlsys.fields import (
 )
 from rlsys.foreign_names import hint
 from rlsys.json_text import parse_json
+from rlsys.option_names import started_from_command_line
 from rlsys.pipes import let_go_of_stdout
 
 C = TypeVar("C")
@@ -73,6 +74,8 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = 
     `doc` stands on top of --help, by default the docstring of the module that defines `cls`. Ends
     the process with code 0 after --help, and with code 2 after one line on stderr for a mistake.
     """
+    if argv is None:
+        started_from_command_line()
     if not isinstance(cls, type):
         raise TypeError(
             f"rlsys.parse is given {reprlib.repr(cls)}; give the class of the configuration, "

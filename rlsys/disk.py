@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-FREE_SPACE = "free some space, then continue the run with --resume auto"
+from rlsys.option_names import option
 
 
 class DiskError(OSError):
@@ -22,17 +22,21 @@ class DiskError(OSError):
 
 
 @contextmanager
-def writing(path: Path, *, room: str = FREE_SPACE) -> Iterator[None]:
+def writing(path: Path, *, room: str = "") -> Iterator[None]:
     """A block that writes to `path`, or below it. Raises DiskError, with the cause and the fix,
-    where the disk refuses; `room` is what to do where it is full."""
+    where the disk refuses; `room` is what to do where it is full, by default `free_space()`."""
     try:
         yield
     except DiskError:
         raise
     except OSError as error:
-        if (advice := _advice(error, room)) is None:
+        if (advice := _advice(error, room or free_space())) is None:
             raise
         raise DiskError(error.errno, f"cannot write {path}: {advice}") from error
+
+
+def free_space() -> str:
+    return f"free some space, then continue the run with {option('resume', 'auto')}"
 
 
 def write_all(file: FileIO, data: bytes) -> None:

@@ -52,7 +52,7 @@ ROLLOUTS_TRAINED = "rollouts/trained"
 ROLLOUTS_DROPPED = "rollouts/dropped"
 
 # Of evaluations.jsonl, with those of pass_at and mean_at below.
-EVAL_STEP = "eval/step"  # only in wandb, where an evaluation stands beside a later step
+EVAL_STEP = "eval/step"  # only in wandb: the step whose model was evaluated
 EVAL_PROMPTS = "eval/prompts"
 EVAL_TOKENS_MEAN = "eval/tokens_mean"  # of completions
 EVAL_TRUNCATED_FRAC = "eval/truncated_frac"
@@ -172,6 +172,12 @@ def mean_at(num_samples: int) -> str:
 def is_mean_at(name: str) -> bool:
     """Whether it is a mean reward itself, not an end of its interval."""
     return re.fullmatch(r"eval/mean@\d+", name) is not None
+
+
+def num_passing(name: str) -> int:
+    """Return k of the metric "eval/pass@k", and 0 for another metric."""
+    found = re.fullmatch(r"eval/pass@(\d+)", name)
+    return int(found[1]) if found else 0
 
 
 def by_reason(line: Mapping[str, float], total: str) -> dict[str, float]:

@@ -19,6 +19,7 @@ from rlsys.dataflow.ledger import Event, Ledger, LedgerError, read_events
 from rlsys.growing_file import Tally
 from rlsys.history import State, read_state, record_faults, some
 from rlsys.json_text import parse_json
+from rlsys.option_names import option
 from rlsys.run_directory import RunFiles, nothing_to_resume
 from rlsys.scoreboard import damages_of, losses_of
 
@@ -61,7 +62,7 @@ def read_history(files: RunFiles, *, groups_per_step: int, num_steps: int) -> Hi
         raise ValueError(
             f"{fault}. A reference or a critic begins with the weights there, which must be those "
             "that a warm start of this run had taught: restore them from a copy, move away what is "
-            "none of the run's, or start again under another --name."
+            f"none of the run's, or start again under another {option('name')}."
         )
     for path in files.records:
         if fault := state.records[path.name].fault(path):
@@ -150,8 +151,10 @@ def _way_out(found: Sequence[Checkpoint], files: RunFiles) -> str:
 
 
 def _begin_anew(files: RunFiles) -> str:
-    begin = f", from its last exported model (--model.path {files.hf})" if files.hf.is_dir() else ""
-    return f"start again under another --name{begin}."
+    begin = ""
+    if files.hf.is_dir():
+        begin = f", from its last exported model ({option('model.path', str(files.hf))})"
+    return f"start again under another {option('name')}{begin}."
 
 
 def _is_usable(checkpoint: Checkpoint, files: RunFiles) -> bool:

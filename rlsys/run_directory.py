@@ -43,6 +43,7 @@ from rlsys.disk import size_limit, write_all, write_whole, writing
 from rlsys.exported import export_faults, exported_step
 from rlsys.growing_file import ordinary
 from rlsys.json_text import dump_json, parse_json
+from rlsys.option_names import option
 
 logger = logging.getLogger(__name__)
 
@@ -332,7 +333,7 @@ def _continues(files: RunFiles, resume: bool | Literal["auto"]) -> bool:
 def _check_is_directory(path: Path) -> None:
     if not path.is_dir():
         raise ValueError(
-            f"name={path.name!r}: {path} is a file; choose another --name, or delete it."
+            f"name={path.name!r}: {path} is a file; choose another {option('name')}, or delete it."
         )
 
 
@@ -340,7 +341,7 @@ def _check_exists(path: Path) -> None:
     if not path.is_dir():
         raise ValueError(
             f"name={path.name!r}: {path} does not exist, so there is nothing to resume; start it "
-            "without --resume, or check name and runs_dir."
+            f"without {option('resume')}, or check name and runs_dir."
         )
 
 
@@ -358,7 +359,7 @@ def _check_left_by_a_start(files: RunFiles, may_discard_steps: bool) -> None:
         if not (OF_A_START.fullmatch(entry.name) or entry == files.checkpoints):
             raise ValueError(
                 f"name={name!r}: {path} holds {entry.relative_to(path)}, which no start of a run "
-                "writes; choose another --name, or move that away."
+                f"writes; choose another {option('name')}, or move that away."
             )
 
 
@@ -385,7 +386,7 @@ def _check_resumable(
     if changes:
         raise ValueError(
             f"a resumed run must be the same experiment, but differs in {'; '.join(changes)}. "
-            "Set that back, or start a new run under another --name."
+            f"Set that back, or start a new run under another {option('name')}."
         )
 
 
@@ -403,7 +404,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} does not say what was run ({type(error).__name__}: {error}); restore it"
-            f"{_former(path)}, or start a new run under another --name."
+            f"{_former(path)}, or start a new run under another {option('name')}."
         ) from error
     return config
 
@@ -553,7 +554,7 @@ def lost_checkpoints(files: RunFiles) -> str | None:
     return (
         f"{files.path} holds no checkpoint, although {finished or 'one'} was "
         f"finished: it is gone. Bring {files.checkpoints} back; without it the run cannot go on: "
-        "choose another --name, or delete the directory to begin again."
+        f"choose another {option('name')}, or delete the directory to begin again."
     )
 
 
@@ -563,7 +564,7 @@ def nothing_to_resume(files: RunFiles) -> str:
     if step is None:
         return lost_checkpoints(files) or (
             f"{files.path} holds no checkpoint to resume from; delete it and start again without "
-            "--resume (checkpoint_every sets how often one is written)."
+            f"{option('resume')} (checkpoint_every sets how often one is written)."
         )
     if faults := export_faults(files.hf, run_id=files.run_id):
         return (
@@ -574,15 +575,17 @@ def nothing_to_resume(files: RunFiles) -> str:
     return (
         f"{files.path} has ended at step {step} and its checkpoints are gone, so it cannot go on "
         f"to another num_steps. Restore {files.checkpoints} from a copy; without one, train its "
-        f"model further under another --name with --model.path {files.hf}."
+        f"model further under another {option('name')} with {option('model.path', str(files.hf))}."
     )
 
 
 def _exists(path: Path, name: str) -> str:
-    fix = "continue it with --resume" if RunFiles(path).has_checkpoint else "delete it"
+    fix = "delete it"
+    if RunFiles(path).has_checkpoint:
+        fix = f"continue it with {option('resume', True)}"
     return (
         f"name={name!r}: {path} holds the steps of another run, and two runs never share a "
-        f"directory; choose another --name, or {fix}."
+        f"directory; choose another {option('name')}, or {fix}."
     )
 
 
@@ -613,7 +616,8 @@ def _lock(directory: Path) -> _Lock:
         os.close(descriptor)
         raise ValueError(
             f"{directory} is in use by {path.read_text().strip() or 'another process'}; two "
-            "processes never share a run: wait for it, end it, or choose another --name."
+            "processes never share a run: wait for it, end it, or choose another "
+            f"{option('name')}."
         ) from error
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

@@ -119,7 +119,6 @@ class Task:
     group_id: int
     index: int  # 0 .. group_size - 1
     group_size: int
-    record: bool = False  # tell its texts, for rollouts.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +134,8 @@ class GenerationRequest:
     num_prior_tokens: int = 0
     # What to answer where the completion is there already; None: what the model samples.
     completion: Completion | None = None
+    # Its text is returned too, for rollouts.jsonl.
+    record: bool = False
     # It is only compared with: whoever writes it marks all of its tokens as INJECTED.
     is_baseline: bool = False
     # Keys and values of a sequence are reused only for requests with the same salt.

@@ -41,6 +41,7 @@ class FinishedRollout:
     num_by_seat: tuple[int, ...] = ()  # of an episode: those that are, by number of the seat
     # Of an episode, whose environment says what it is worth: that, or why there is nothing.
     outcome: RewardResult | RewardFailure | None = None
+    # Where the request asks for it. The prompt is empty unless an environment made it.
     text: RolloutText | None = None
 
 
@@ -53,7 +54,6 @@ class Origin:
     prompt_text: str
     metadata: Mapping[str, Any]
     finish_reason: FinishReason
-    record: bool  # return the texts for rollouts.jsonl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,6 @@ class ScoreTask(Origin):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
     outcome: RewardResult | RewardFailure
-    text: RolloutText | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,13 +98,11 @@ class Rows:
 class Written:
     """What a stage has made of N rows: columns with a value per token as a block, whose places are
     the rows in their order; columns with a value per row as they are. `failures`, by place: of rows
-    that a judge has no score for, whose values mean nothing; `texts`: of those that it was to
-    return."""
+    that a judge has no score for, whose values mean nothing."""
 
     block: BlockRef | None = None
     scalars: Mapping[str, Sequence[float]] = field(default_factory=dict)
     failures: Mapping[int, RewardFailure] = field(default_factory=dict)
-    texts: Mapping[int, RolloutText] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

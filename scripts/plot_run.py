@@ -1,10 +1,13 @@
-"""Draws a run: its reward, and beneath it how stale the data was and how fast it went; of a run
-without rewards the accuracy over its pairs, where it has some, its loss, and how fast it went.
+"""Draws a run, or compares several: the reward, and beneath it how stale the data was and how fast
+it went; of a run without rewards the accuracy over its pairs, where it has some, its loss, and how
+fast it went.
 
     python scripts/plot_run.py runs/quickstart [--out curve.svg]
+    python scripts/plot_run.py runs/grpo runs/dapo [--out both.png]
 
-In: the metrics.jsonl of a run directory. Out: a picture, SVG or PNG by the name's ending; without
---out it goes to plot.svg in the run directory.
+In: the metrics.jsonl of each run directory. Out: a picture, SVG or PNG by the name's ending.
+Without --out it goes to plot.svg in the run directory, and of several runs to comparison.svg beside
+the first one. The two means are those of the run's closing summary (rlsys.observe.summary.ends).
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ from typing import Any
 
 from rlsys import metrics
 from rlsys.observe.metrics import read_metrics
+from rlsys.observe.summary import Ends, ends
 
 REWARD, STALENESS, THROUGHPUT = "#1f5fa8", "#c4622d", "#4b7f52"
+# Of several runs, told apart without red against green too (Okabe and Ito).
+OF_RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 INK, FAINT = "#333333", "#d9d9d9"
 
 Line = Mapping[str, float]
@@ -47,49 +53,106 @@ def curves(lines: Sequence[Line]) -> list[str]:
 
 
 def draw(lines: Sequence[Line], title: str) -> Any:
-    """The figure: panels over the optimizer steps."""
+    """Return the figure of one run: panels over the optimizer steps."""
+    told = curves(lines)
+    fills: list[Callable[[Any], None]] = [partial(_draw, lines=lines, name=name) for name in told]
+    if told == ["reward"]:
+        fills.append(partial(_draw_staleness, lines=lines))
+    fills.append(partial(_draw_throughput, lines=lines))
+    return _figure(fills, title, num_leading=len(told), last_step=lines[-1][metrics.STEP])
+
+
+def draw_runs(runs: Mapping[str, Sequence[Line]]) -> Any:
+    """Return the figure of several runs, by their names, with a curve of each in every panel."""
+    told = curves([line for lines in runs.values() for line in lines])
+    fills: list[Callable[[Any], None]] = []
+    for label in told:
+        fills.append(partial(_compare, runs=runs, name=metrics.LEADING[label], label=label))
+    if told == ["reward"]:
+        stale = partial(_compare, name=metrics.STALENESS_MEAN, label="staleness", is_leading=False)
+        fills.append(partial(stale, runs=runs))
+    speed = partial(
+        _compare, name=metrics.THROUGHPUT_TRAINED_TOKENS, label="tokens/s", is_leading=False
+    )
+    fills.append(partial(speed, runs=runs))
+    last_step = max(lines[-1][metrics.STEP] for lines in runs.values())
+    title = " and ".join(runs) if len(runs) == 2 else f"{len(runs)} runs"
+    return _figure(fills, title, num_leading=len(told), last_step=last_step)
+
+
+def _figure(
+    fills: Sequence[Callable[[Any], None]], title: str, *, num_leading: int, last_step: float
+) -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"font.size": 10, "axes.edgecolor": FAINT, "svg.hashsalt": "rlsys"})
-    told = curves(lines)
-    fills: list[Callable[[Any, Sequence[Line]], None]] = [
-        partial(_draw, name=name) for name in told
-    ]
-    if told == ["reward"]:
-        fills.append(_draw_staleness)
-    fills.append(_draw_throughput)
-    heights = [3] * len(told) + [1] * (len(fills) - len(told))
+    heights = [3] * num_leading + [1] * (len(fills) - num_leading)
     figure, panels = plt.subplots(
         len(fills), 1, figsize=(8, 5.6), sharex=True, height_ratios=heights, layout="constrained"
     )
-    for panel, fill in zip(panels, fills, strict=True):
-        fill(panel, lines)
+    for panel, fill in zip([panels] if len(fills) == 1 else panels, fills, strict=True):
+        fill(panel)
         panel.grid(axis="y", color=FAINT, linewidth=0.6)
         panel.set_axisbelow(True)
         panel.tick_params(colors=INK, length=0)
         panel.spines[["top", "right", "left"]].set_visible(False)
-    panels[-1].set_xlabel("optimizer step")
-    panels[-1].set_xlim(lines[0][metrics.STEP], max(lines[-1][metrics.STEP], 2))
-    figure.align_ylabels(panels)
+    last = figure.axes[-1]
+    last.set_xlabel("optimizer step")
+    last.set_xlim(1, max(last_step, 2))
+    figure.align_ylabels(figure.axes)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     return figure
 
 
-def _draw(panel: Any, lines: Sequence[Line], *, name: str) -> None:
-    steps, values = series(lines, metrics.LEADING[name])
+def _compare(
+    panel: Any,
+    *,
+    runs: Mapping[str, Sequence[Line]],
+    name: str,
+    label: str,
+    is_leading: bool = True,
+) -> None:
+    for number, (run, lines) in enumerate(runs.items()):
+        steps, values = series(lines, name)
+        if not values:
+            continue
+        color = OF_RUNS[number % len(OF_RUNS)]
+        legend = f"{run}: {_short(ends(lines, name))}" if is_leading else run
+        smooth = smoothed(values, max(1, len(values) // 25))
+        if is_leading:
+            panel.plot(steps, values, color=color, alpha=0.2, linewidth=1)
+        panel.plot(steps, smooth, color=color, linewidth=2 if is_leading else 1.2, label=legend)
+    panel.set_ylabel(label)
+    if is_leading:
+        panel.legend(frameon=False, fontsize=8, loc="best")
+    else:
+        panel.set_ylim(bottom=0)
+
+
+def _short(means: Ends | None) -> str:
+    return f"{means.before:.3f} → {means.after:.3f}" if means else "-"
+
+
+def _draw(panel: Any, *, lines: Sequence[Line], name: str) -> None:
+    metric = metrics.LEADING[name]
+    steps, values = series(lines, metric)
     smooth = smoothed(values, max(1, len(values) // 25))
     panel.plot(steps, values, color=REWARD, alpha=0.3, linewidth=1)
     panel.plot(steps, smooth, color=REWARD, linewidth=2.2)
     panel.set_ylabel(name)
     if min(values) >= 0 and max(values) <= 1:
         panel.set_ylim(0, 1.12)
+    if (means := ends(lines, metric)) is None:
+        return
+    panel.set_title(f"{name} {means}", loc="left", fontsize=8, color=REWARD)
     middle = sum(panel.get_ylim()) / 2
-    for end, side in ((0, "left"), (-1, "right"))[: len(steps)]:
+    told = [(means.before, 0, "left"), (means.after, -1, "right")]
+    for mean, end, side in told[: len(steps)]:
         panel.annotate(
-            f"{smooth[end]:.2f}",
+            f"{mean:.3f}",
             (steps[end], smooth[end]),
             xytext=(0, 18 if smooth[end] < middle else -26),
             textcoords="offset points",
@@ -99,7 +162,7 @@ def _draw(panel: Any, lines: Sequence[Line], *, name: str) -> None:
         )
 
 
-def _draw_staleness(panel: Any, lines: Sequence[Line]) -> None:
+def _draw_staleness(panel: Any, *, lines: Sequence[Line]) -> None:
     steps, mean = series(lines, metrics.STALENESS_MEAN)
     panel.fill_between(steps, mean, color=STALENESS, alpha=0.25, linewidth=0)
     panel.plot(steps, mean, color=STALENESS, linewidth=1.2)
@@ -110,7 +173,7 @@ def _draw_staleness(panel: Any, lines: Sequence[Line]) -> None:
     _caption(panel, "updates of the weights; mean (filled) and maximum (dashed)", STALENESS)
 
 
-def _draw_throughput(panel: Any, lines: Sequence[Line]) -> None:
+def _draw_throughput(panel: Any, *, lines: Sequence[Line]) -> None:
     steps, values = series(lines, metrics.THROUGHPUT_TRAINED_TOKENS)
     thousands = [value / 1000 for value in values]
     panel.plot(steps, thousands, color=THROUGHPUT, linewidth=1.2)
@@ -124,26 +187,55 @@ def _caption(panel: Any, text: str, color: str) -> None:
     panel.text(0.995, 0.95, text, transform=at, ha="right", va="top", fontsize=8, color=color)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Draw a run's reward or loss, and its throughput, over its optimizer steps."
-    )
-    parser.add_argument("run_dir", type=Path, help="a run's directory, such as runs/quickstart")
-    parser.add_argument(
-        "--out", type=Path, help="picture to write, .svg or .png (default: RUN_DIR/plot.svg)"
-    )
-    given = parser.parse_args(arguments)
-    path = given.run_dir / "metrics.jsonl"
+def named(directories: Sequence[Path]) -> dict[str, Path]:
+    """Return the directories by the names of their runs, or by their paths where two share one."""
+    names = [path.resolve().name for path in directories]
+    shown = names if len(set(names)) == len(names) else [str(path) for path in directories]
+    return dict(zip(shown, directories, strict=True))
+
+
+def read_run(directory: Path) -> list[dict[str, float]]:
+    """Return the metrics of a run; end the process where there is nothing to draw."""
+    path = directory / "metrics.jsonl"
     if not path.is_file():
         sys.exit(f"error: {path} does not exist; give the directory of a run.")
     lines = read_metrics(path)
     if not curves(lines):
         sys.exit(f"error: {path} has no step with a reward or loss yet; let the run go on.")
-    out = given.out or given.run_dir / "plot.svg"
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description="Draw a run's reward or loss, and its throughput, over its optimizer steps; of "
+        "several runs, one curve each."
+    )
+    parser.add_argument(
+        "run_dirs",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="a run's directory, such as runs/quickstart; several are compared",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="picture to write, .svg or .png (default: plot.svg in RUN_DIR, or comparison.svg "
+        "beside the first one)",
+    )
+    given = parser.parse_args(arguments)
+    runs = {name: read_run(path) for name, path in named(given.run_dirs).items()}
+    first = given.run_dirs[0]
+    default = first / "plot.svg" if len(runs) == 1 else first.resolve().parent / "comparison.svg"
+    out = given.out or default
     if out.suffix not in (".svg", ".png"):
         sys.exit(f"error: --out {out} ends in {out.suffix!r}; use .svg or .png.")
     try:
-        figure = draw(lines, given.run_dir.resolve().name)
+        if len(runs) == 1:
+            ((name, lines),) = runs.items()
+            figure = draw(lines, name)
+        else:
+            figure = draw_runs(runs)
     except ImportError as error:
         sys.exit(f"error: drawing needs matplotlib ({error}); pip install 'rlsys[plot]'.")
     figure.savefig(out, dpi=160, facecolor="white")

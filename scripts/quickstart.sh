@@ -10,4 +10,5 @@ case " $* " in
     *" --name"* | *" --help"* | *" --config"* | *" --resume"*) name=() ;;
     *) name=(--name "quickstart-$(date +%Y%m%d-%H%M%S)") ;;
 esac
+echo "Starting recipes/quickstart.py ..." >&2
 exec .venv/bin/python recipes/quickstart.py "${name[@]}" "$@"

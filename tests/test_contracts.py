@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -59,7 +60,7 @@ def test_imports_go_one_way() -> None:
 
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
-    "json_text background call_clock foreign_names",
+    "json_text background call_clock foreign_names option_names",
     "user_functions disk fields metrics environ signal",
     "algorithms types errors mesh lora hf_config interrupts pipes blocking by_value sandbox",
     "file_modes",
@@ -133,6 +134,12 @@ def test_what_rlsys_offers_is_there_and_importing_it_is_cheap() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)
 
 
+@pytest.mark.parametrize("module", ["rlsys", "rlsys.algorithms", "rlsys.rewards", "rlsys.sandbox"])
+def test_an_editor_proposes_the_api_alone(module: str) -> None:
+    imported = importlib.import_module(module)
+    assert set(dir(imported)) - {"__version__"} == set(imported.__all__)
+
+
 def test_who_has_no_model_starts_without_its_packages() -> None:
     program = (
         "import sys, actors.environment, actors.fleet, actors.learner\n"
@@ -145,8 +152,9 @@ def test_optional_packages_stand_in_one_place_each() -> None:
     found = {
         (path.name, name)
         for path, name in imports("rlsys")
-        if name in ("vllm", "wandb", "peft", "mcp")
+        if name in ("vllm", "wandb", "peft", "mcp", "IPython")
     }
+    assert {file for file, name in found if name == "IPython"} == {"notebook.py"}
     assert {file for file, name in found if name == "wandb"} == {"wandb_sink.py"}
     assert {file for file, name in found if name == "peft"} == {"adapters.py"}
     assert {file for file, name in found if name == "mcp"} == {"mcp.py"}

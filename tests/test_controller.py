@@ -890,7 +890,7 @@ def test_rows_of_a_healthy_shard_are_scored_beside_those_of_a_lost_one() -> None
             num_unreadable += len(lost)
             tell(dict.fromkeys(lost, Unreadable()))
             for i in set(range(len(tasks))) - {*lost}:
-                tell({i: Scored(outcome=self.outcome(tasks[i]), text=None)})
+                tell({i: Scored(outcome=self.outcome(tasks[i]))})
 
     w.scorer = Scorer()
 

@@ -556,6 +556,40 @@ def test_pairs_of_a_dataset_train_a_model_that_nobody_samples_with(
     assert len(texts) >= 4
 
 
+@pytest.mark.parametrize("stage", ["infer", "score", "judge", "per_group"])
+def test_sampled_rollouts_are_recorded_whatever_scores_them(stage: str) -> None:
+    """One group of each step is recorded, at every time that a step is trained."""
+    w = world(num_replicas=1)
+    w.dataflow = flow = Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=2)
+    value: Any = NUM_TOKENS
+    if stage == "score":
+        value = flow.score(rollouts, [lambda rollout: 0.0])
+    elif stage != "per_group":
+        judge = flow.model("judge", RoleConfig(), head="score" if stage == "infer" else "logits")
+        w.pools = {"judge": SimulatedPool(writes="score")}
+        if stage == "infer":
+            value = flow.infer(judge, rollouts, writes="score")
+        else:
+            value = flow.judge(judge, rollouts, ask=lambda rollout: "", parse=lambda reply: 0.0)
+    advantages = flow.per_group(center, value)
+    flow.train(policy, rollouts, advantages, loss=no_loss, aggregation=no_loss)
+    run_in_virtual_time(w.run())
+    for step in w.observer.steps:
+        recorded = {
+            (group.group_id, note.index): note.text
+            for group in step.groups
+            for note in group.rollouts
+            if note.text is not None
+        }
+        groups = [g.group_id for g in step.groups if g.group_id % w.config.prompts_per_step == 0]
+        assert recorded.keys() == {(group, index) for group in groups for index in range(2)}
+        for (group_id, index), text in recorded.items():
+            assert text.prompt == "?"
+            assert text.completion.startswith(f"{group_id}.{index}.")
+
+
 def test_an_advantage_of_lengths_alone_is_computed() -> None:
     w = world(num_replicas=1)
     w.dataflow = flow = Dataflow()

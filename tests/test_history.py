@@ -229,7 +229,7 @@ def disordered_rollouts(files: RunFiles) -> None:
         (
             all_damaged,
             "is damaged: manifest.json is missing; there is nothing to go on from, as no older one "
-            r"is whole: start again under another --name, .*\(--model.path \S+/hf\)",
+            r"is whole: start again under another name, .*\(model.path=\S+/hf",
         ),
         (
             renamed,
@@ -243,7 +243,7 @@ def disordered_rollouts(files: RunFiles) -> None:
         (
             other_beginning,
             r"/.beginning is damaged: weights has another checksum .* A reference or a critic beg.*"
-            "restore them from a copy, .* or start again under another --name",
+            "restore them from a copy, .* or start again under another name",
         ),
         (no_beginning, r"/.beginning is missing. A reference or a critic begins with the weights"),
         (former_state, r"controller.json does not belong .*written by another version of rlsys"),

@@ -514,14 +514,24 @@ def test_a_model_that_was_never_exported_is_not_called_damaged(tmp_path: Path) -
         assert told.endswith("again (exported.json is missing or damaged).")
 
 
+def test_a_jobs_next_command_names_the_users_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray runs a job in a temporary copy of what the user has uploaded."""
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with RunDirectory.create(tmp_path, "first", {}) as directory:
+        command = next_command(directory, "finished", graph())
+    assert command == f"python scripts/plot_run.py {tmp_path / 'first'}"
+
+
 def test_a_run_that_failed_needs_more_than_the_same_command(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path, "first", {}) as directory:
-        assert next_command(directory, "interrupted", graph()) == "the same command"
-        expected = "once the cause is mended, the same command"
+        assert next_command(directory, "interrupted", graph()) == "launch again"
+        expected = "once the cause is mended, launch again"
         assert next_command(directory, "failed", graph()) == expected
         directory.metrics.write_text('{"step": 1}\n')
         failed = next_command(directory, "failed", graph())
-        assert failed.startswith(f"{expected} with --resume auto, which begins again")
+        assert failed.startswith(f'{expected} with resume="auto", which begins again')
 
 
 def test_damaged_records_do_not_hide_what_a_run_ended_with(
@@ -972,7 +982,9 @@ from rlsys.observe.console import RunConsole
 
 @rlsys.main
 def main():
-    console = RunConsole(num_steps=1, max_staleness=1, print_every=1, print_samples=0)
+    console = RunConsole(
+        num_steps=1, max_staleness=1, rollouts_per_step=1, print_every=1, print_samples=0
+    )
     for number in range(100_000):
         console.note(f"line {number}")
 main()

@@ -222,11 +222,22 @@ def commands() -> list[str]:
     return re.findall(r"`python recipes/([^`]*)`", text)
 
 
+# Files that other recipes use.
+HELPERS = (
+    "arithmetic",
+    "calculator_tasks",
+    "clips",
+    "grpo",
+    "kuhn_oracle",
+    "smollm2",
+    "swarm_nodes",
+)
+
+
 def test_each_recipe_has_its_row() -> None:
-    told = {command.split()[0] for command in commands()}
-    helpers = {"__init__.py", "arithmetic.py", "clips.py", "grpo.py", "smollm2.py"}
-    helpers |= {"swarm_nodes.py", "calculator_tasks.py", "kuhn_oracle.py"}
-    assert told == {path.name for path in (ROOT / "recipes").glob("*.py")} - helpers
+    told = {command.split()[0].removesuffix(".py") for command in commands()}
+    files = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    assert told == files - {"__init__", *HELPERS}
 
 
 @pytest.mark.parametrize("command", commands())
@@ -311,3 +322,26 @@ def wait_until(found: Callable[[], bool]) -> None:
     while not found():
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def run_recipe(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(path), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_a_file_that_others_use_runs_or_names_the_recipe_to_run(name: str) -> None:
+    done = run_recipe(ROOT / "recipes" / f"{name}.py", "--help")
+    if name == "grpo":
+        assert done.returncode == 0
+        assert "--num-steps INT" in done.stdout
+    else:
+        assert done.returncode == 1
+        (named,) = re.findall(r"`python recipes/(\w+)\.py`", done.stderr)
+        assert (ROOT / "recipes" / f"{named}.py").is_file()
+        assert named not in HELPERS
+
+
+def test_every_recipe_does_something() -> None:
+    for path in (ROOT / "recipes").glob("*.py"):
+        assert path.name == "__init__.py" or 'if __name__ == "__main__":' in path.read_text()

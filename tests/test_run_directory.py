@@ -164,11 +164,11 @@ def test_a_new_directory_holds_what_made_it(tmp_path: Path) -> None:
 def test_a_directory_that_exists_is_refused_with_the_fix(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path, "demo", CONFIG).close()
     (tmp_path / "demo" / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match=r"name='demo': .*demo holds.*another --name, or delete"):
+    with pytest.raises(ValueError, match=r"name='demo': .*demo holds.*another name, or delete"):
         RunDirectory.create(tmp_path, "demo", CONFIG)
     assert (tmp_path / "demo" / "metrics.jsonl").read_text() == '{"step": 1}\n'
     (tmp_path / "demo" / "checkpoints" / "step_000010").mkdir()
-    with pytest.raises(ValueError, match=r"another --name, or continue it with --resume"):
+    with pytest.raises(ValueError, match=r"another name, or continue it with resume=True"):
         RunDirectory.create(tmp_path, "demo", CONFIG)
 
 
@@ -201,7 +201,7 @@ def test_a_directory_with_anything_of_somebody_else_is_left_alone(
     file = tmp_path / "demo" / name
     file.parent.mkdir(exist_ok=True)
     file.write_text("precious")
-    with pytest.raises(ValueError, match=r"name='demo': .* holds .*another --name"):
+    with pytest.raises(ValueError, match=r"name='demo': .* holds .*another name"):
         RunDirectory.create(tmp_path, "demo", CONFIG)
     assert file.read_text() == "precious"
     assert (tmp_path / "demo" / "config.json").is_file()
@@ -209,7 +209,7 @@ def test_a_directory_with_anything_of_somebody_else_is_left_alone(
 
 def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "demo").touch()
-    with pytest.raises(ValueError, match=r"name='demo': .*demo is a file; choose another --name"):
+    with pytest.raises(ValueError, match=r"name='demo': .*demo is a file; choose another name"):
         RunDirectory.create(tmp_path, "demo", CONFIG)
 
 
@@ -276,7 +276,7 @@ def test_a_finished_run_without_checkpoints_is_finished(tmp_path: Path, resume: 
 @pytest.mark.parametrize(
     ("is_whole", "num_steps", "words"),
     [
-        (True, 200, r"has ended at step 100 and its checkpoints are gone, .*--model.path \S+/hf"),
+        (True, 200, r"has ended at step 100 and its checkpoints are gone, .*model.path=\S+/hf"),
         (False, 100, r"has ended at step 100, but its model is damaged \(model.safetensors is mis"),
     ],
 )

@@ -160,3 +160,8 @@ __all__ = [
     "whole_groups",
     "with_kl",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the names of the API alone."""
+    return sorted(__all__)

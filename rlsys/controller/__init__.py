@@ -43,6 +43,7 @@ from rlsys.dataflow.ledger import Ledger
 from rlsys.dataflow.stages import GenerateStage, PlayStage
 from rlsys.dataflow.store import StreamStore
 from rlsys.errors import first_error
+from rlsys.option_names import option
 from rlsys.types import WeightManifest
 from rlsys.workers import Fleet, Learner, Pool, Replica, Scorer
 
@@ -231,7 +232,7 @@ class Controller:
             return (
                 f"A step of prompts_per_step={state.config.prompts_per_step} groups does not fit "
                 f"any more: {_capacity(state.store)}. Add a node with room for a replica, or raise "
-                "cluster.store_gib (of each node), and run again with --resume."
+                f"cluster.store_gib (of each node), and run again with {option('resume', True)}."
             )
         return "Raise these limits if a part of the run takes longer than that."
 

@@ -181,6 +181,7 @@ class GenerationSide:
             sampling=self._sampling.greedy if is_greedy else self._sampling,
             seed=request_seed(self._state.config.seed, group.group_id, index),
             completion=completions[index] if completions else None,
+            record=not completions and self._state.records(group.group_id),
             is_baseline=is_greedy,
             task=task,
             goes_on=task is not None,  # in turns
@@ -192,7 +193,6 @@ class GenerationSide:
             group_id=group.group_id,
             index=index,
             group_size=len(group.rollouts),
-            record=self._state.records(group.group_id),
         )
 
     @property
@@ -282,8 +282,9 @@ class GenerationSide:
         for rollout in collected.finished:
             self._partials.forget(rollout.request_id)
         if collected.finished:
-            self._state.observer.tokens_generated(
-                sum(rollout.num_tokens for rollout in collected.finished)
+            self._state.observer.rollouts_sampled(
+                len(collected.finished),
+                num_tokens=sum(rollout.num_tokens for rollout in collected.finished),
             )
             self._write(collected.finished)
 
@@ -321,8 +322,8 @@ class GenerationSide:
                 continue
             index = _index_of(rollout.request_id)
             group.rollouts[index].finished = rollout
-            if group.prompt.completions and self._state.records(group.group_id):
-                group.rollouts[index].text = _held_text(group, index, rollout)
+            if self._state.records(group.group_id):
+                group.rollouts[index].text = _text(group, index, rollout)
             live.append(rollout)
             live_groups[group.group_id] = group
             rows.append(group.rows[index])
@@ -366,8 +367,12 @@ class GenerationSide:
             await self.pool.abort(request_ids)
 
 
-def _held_text(group: Group, index: int, rollout: FinishedRollout) -> RolloutText:
-    """Of a completion that was there already: no worker has to decode it."""
+def _text(group: Group, index: int, rollout: FinishedRollout) -> RolloutText | None:
+    """Return the text of a recorded rollout: the dataset's completion, or the replica's text with
+    the prompt that the replica does not know. Return None for a rollout of an old checkpoint."""
+    if not group.prompt.completions:
+        text = rollout.text
+        return text and replace(text, prompt=text.prompt or group.prompt.text)
     completion = group.prompt.completions[index]
     mask = completion.loss_mask or (True,) * rollout.num_tokens
     return RolloutText(

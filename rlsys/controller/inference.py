@@ -71,10 +71,7 @@ class InferenceSide:
         groups = [self._state.groups[group_id] for group_id in batch.group_ids]
         origins = []
         if isinstance(stage, JudgeStage):
-            origins = [
-                group.origin(i, record=self._state.records(group.group_id))
-                for group, i in zip(groups, batch.indices, strict=True)
-            ]
+            origins = [group.origin(i) for group, i in zip(groups, batch.indices, strict=True)]
         return Rows(
             cells=batch.cells,
             scalars=batch.scalars,
@@ -91,9 +88,6 @@ class InferenceSide:
         block = written.block
         if block is not None and len(live) < len(batch):
             store.discard(block, set(range(len(batch))).difference(live))
-        for place in written.texts.keys() & live:
-            group = self._state.groups[batch.group_ids[place]]
-            group.rollouts[batch.indices[place]].text = written.texts[place]
         if live:
             store.write(
                 stage.name,

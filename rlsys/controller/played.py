@@ -29,9 +29,7 @@ class PlayedOutcomes:
         group has ended."""
         outcome = rollout.outcome
         if isinstance(outcome, RewardResult):
-            note = group.rollouts[index]
-            note.components = outcome.components
-            note.text = rollout.text
+            group.rollouts[index].components = outcome.components
             self._hear(outcome)
             self._check_not_silent(rollout)
             return True

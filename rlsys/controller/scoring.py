@@ -21,7 +21,7 @@ from rlsys.dataflow.stages import PerGroupStage, ScoreStage
 from rlsys.dataflow.store import RowBatch, Subscription
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.user_functions import name_of
-from rlsys.workers import RolloutText, Score, Scorer, ScoreTask, Unreadable
+from rlsys.workers import Score, Scorer, ScoreTask, Unreadable
 
 # Calls to the scorer under way at a time: enough that a slow rollout holds up no other batch.
 MAX_SCORE_CALLS = 64
@@ -65,7 +65,7 @@ class ScoringSide:
     ) -> None:
         """Part of a batch has its scores; those are told at once, the rest follows."""
         store, groups = self._state.store, self._state.groups
-        results: dict[int, tuple[RewardResult, RolloutText | None]] = {}
+        results: dict[int, RewardResult] = {}
         for place, score in scores.items():
             # The groups of unreadable rows are issued again when the shard's death is told.
             if isinstance(score, Unreadable):
@@ -74,18 +74,16 @@ class ScoringSide:
                 failures = self._failures[stage.name]
                 failures.failed(rows[place], tasks[place].group_id, score.outcome)
             else:
-                results[place] = score.outcome, score.text
+                results[place] = score.outcome
         live_rows: list[int] = []
         live_groups: dict[int, Group] = {}
         scalars: dict[str, list[float]] = {column.name: [] for column in stage.writes}
-        for place, (result, text) in results.items():
+        for place, result in results.items():
             row, task = rows[place], tasks[place]
             group = groups.get(task.group_id)
             # Issued again in the meantime, the group has other rows.
             if group and row in group.rows:
-                note = group.rollouts[task.index]
-                note.components = result.components
-                note.text = text
+                group.rollouts[task.index].components = result.components
                 live_rows.append(row)
                 live_groups[group.group_id] = group
                 for name, value in _values(stage, result).items():
@@ -114,7 +112,6 @@ class ScoringSide:
             prompt_text=group.prompt.text,
             metadata=group.prompt.metadata,
             finish_reason=group.rollouts[batch.indices[i]].finish_reason,
-            record=self._state.records(group.group_id),
         )
 
     async def _per_group(self, stage: PerGroupStage, groups: Subscription) -> None:

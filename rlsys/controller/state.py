@@ -93,7 +93,7 @@ class Group:
             completions=[note.num_tokens for note in self.rollouts],
         )
 
-    def origin(self, index: int, *, record: bool) -> Origin:
+    def origin(self, index: int) -> Origin:
         """Of a rollout that has ended."""
         return Origin(
             group_id=self.group_id,
@@ -101,7 +101,6 @@ class Group:
             prompt_text=self.prompt.text,
             metadata=self.prompt.metadata,
             finish_reason=self.rollouts[index].finish_reason,
-            record=record,
         )
 
     def of_trained(self, values: Sequence[float]) -> list[float]:
@@ -155,7 +154,8 @@ class Observer(Protocol):
 
     def step_trained(self, trained: TrainedStep) -> None: ...
 
-    def tokens_generated(self, num_tokens: int) -> None: ...
+    def rollouts_sampled(self, num_rollouts: int, *, num_tokens: int) -> None:
+        """So many rollouts have ended. Some of them may be dropped later."""
 
     def weights_loaded(
         self, manifest: WeightManifest, *, sync_s: float, pauses_s: Sequence[float]

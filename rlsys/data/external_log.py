@@ -19,6 +19,7 @@ from rlsys.config import require
 from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, is_place
 from rlsys.growing_file import GrowingFile, Tally, ordinary
 from rlsys.json_text import dump_json, is_flat, parse_json
+from rlsys.option_names import option
 
 
 class ExternalLog:
@@ -84,7 +85,7 @@ def check_issued(path: Path, shared: Shared, prompts_per_step: int, issued: Iter
                 prompts_per_step=prompts_per_step,
             ),
             f"{path} does not say whose group prompt {index} got, which was issued; restore the "
-            "file from a copy, or start a new run under another --name.",
+            f"file from a copy, or start a new run under another {option('name')}.",
         )
 
 
@@ -102,7 +103,8 @@ def _decisions(path: Path) -> Iterator[tuple[int, SharedGroup | None, bytes]]:
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{path} line {number} is damaged ({type(error).__name__}: {error}); "
-                    "restore the file from a copy, or start a new run under another --name."
+                    "restore the file from a copy, or start a new run under another "
+                    f"{option('name')}."
                 ) from error
             if index in seen:
                 raise ValueError(

@@ -17,6 +17,7 @@ from pickle import UnpicklingError
 from urllib.parse import urlsplit
 
 from rlsys.config import require
+from rlsys.option_names import option
 
 # A connection takes tens of milliseconds; a name server that is out of reach is silent for longer.
 PROBE_S = 2.0
@@ -130,7 +131,7 @@ def check_no_run(model_path: str, *, setting: str = "model.path") -> None:
             f"give the model that it exported, {str(exported)!r}."
             if (exported / "config.json").is_file()
             else "it has exported none yet, which the end of a run does (hf/); let it finish with "
-            "--resume."
+            f"{option('resume', True)}."
         )
     )
 

@@ -170,14 +170,14 @@ def flex_along_tree(
         return (k <= q) & (q < ends[k]) & (positions[k] >= firsts[q])
 
     attend: Any = flex_attention
-    lists: Any = blocks
+    make_mask: Any = BlockMask
     attended: Any = attend(
         query,
         key,
         value,
         score_mod=score,
-        block_mask=BlockMask(
-            (query.shape[2], key.shape[2]), *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees
+        block_mask=make_mask(
+            (query.shape[2], key.shape[2]), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees
         ),
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],

@@ -59,7 +59,8 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _run(_turned, x, cos, sin)
+        turned: torch.Tensor = _run(_turned, x, cos, sin)
+        return turned
 
     @staticmethod
     @once_differentiable
@@ -71,7 +72,8 @@ class _GatedSiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        return _run(_gated, gate, up)
+        gated: torch.Tensor = _run(_gated, gate, up)
+        return gated
 
     @staticmethod
     @once_differentiable

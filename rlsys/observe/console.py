@@ -9,6 +9,7 @@ summary.py.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from rich.console import Console
@@ -23,7 +25,7 @@ from rich.text import Text
 
 from rlsys import metrics
 from rlsys.observe.diagnosis import WINDOW, Finding, diagnose
-from rlsys.observe.phases import Phase, Phases
+from rlsys.observe.phases import TICK_S, Output, Phase, Phases
 from rlsys.observe.records import RolloutRecord
 from rlsys.observe.summary import (
     duration,
@@ -36,7 +38,8 @@ from rlsys.user_functions import printable
 
 HEADER_EVERY = 20  # step lines
 WARN_EVERY = 20  # steps between two warnings of one kind
-TREND_STEPS = 8
+TREND_CELLS = 8  # each the mean of an eighth of the run so far
+STEPS_OF_ESTIMATE = 20  # whose mean time the steps to come are expected to take
 MAX_SAMPLE_CHARACTERS = 600  # of a prompt or completion; rollouts.jsonl has it whole
 MAX_SAMPLE_TURNS = 16  # of an episode
 
@@ -68,17 +71,22 @@ def _idle(line: Line) -> str:
     return f"{line[metrics.TIME_TRAINER_IDLE_S] / line[metrics.TIME_STEP_S]:.0%}"
 
 
-SAMPLER_KL = "sampler kl"
+SAMPLER_KL, ENTROPY, LENGTH = "sampler kl", "entropy", "length"
+OF_SAMPLERS = (SAMPLER_KL, ENTROPY, LENGTH)
 
+# docs/metrics.md explains each of them.
 COLUMNS = (
-    Column("stale avg/max", 13, _staleness),
-    Column("tokens/s", 9, _number(metrics.THROUGHPUT_TRAINED_TOKENS, ",.0f")),
-    Column("idle", 5, _idle),
-    Column("loss", 9, _number(metrics.LOSS, ".4f")),
+    Column(LENGTH, 6, _number(metrics.COMPLETION_TOKENS_MEAN, ".0f")),
+    Column(ENTROPY, 7, _number(metrics.ENTROPY, ".3f")),
+    Column("stale", 7, _staleness),
+    Column("tokens/s", 8, _number(metrics.THROUGHPUT_TRAINED_TOKENS, ",.0f")),
+    Column("idle", 4, _idle),
+    Column("loss", 8, _number(metrics.LOSS, ".4f")),
     Column("grad", 7, _number(metrics.GRAD_NORM, ".3g")),
     Column(SAMPLER_KL, 10, _number(metrics.KL_SAMPLER_TRAINER, ".1e")),
-    Column("seconds", 8, _number(metrics.TIME_STEP_S, ".2f")),
+    Column("seconds", 7, _number(metrics.TIME_STEP_S, ".2f")),
 )
+LEFT_WIDTH = 5  # of the last column, the time that the run will still take
 
 
 @dataclass
@@ -90,47 +98,44 @@ class Said:
     warned_at: int | None = None
 
 
-class _Console(Console):
-    """In a notebook it prints as elsewhere. When its reader goes away, as `recipe | head` does, it
-    falls silent and raises BrokenPipeError, once."""
-
-    def __init__(self) -> None:
-        super().__init__(soft_wrap=True, highlight=False, force_jupyter=False)
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        raise BrokenPipeError("nobody reads standard output any more")
-
-
 class RunConsole:
-    """One run's output. `samples`: its rollouts are sampled, not those of a dataset; `in_turns`:
-    never while the trainer works. `clock` tells seconds; `console` defaults to the standard
-    output."""
+    """One run's output.
+
+    `rollouts_per_step`: for the progress inside a step. `samples`: the rollouts are sampled, not
+    read from a dataset. `in_turns`: never while the trainer works. `clock` returns seconds;
+    `tick_s` is that of `Phases`; `console` defaults to the standard output.
+    """
 
     def __init__(
         self,
         *,
         num_steps: int,
         max_staleness: int,
+        rollouts_per_step: int,
         samples: bool = True,
         in_turns: bool = False,
         print_every: int,
         print_samples: int,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tick_s: float | None = TICK_S,
     ) -> None:
-        self._console = console or _Console()
+        self._console = console or Output()
         self._clock = clock
-        self._phases = Phases(self._console, clock)
+        self.phases = Phases(self._console, clock, tick_s=tick_s)
         self._num_steps = num_steps
         self._max_staleness = max_staleness
+        self._rollouts_per_step = rollouts_per_step
         self._samples = samples
         self._in_turns = in_turns
         self._print_every = print_every
         self._print_samples = print_samples
         self._recent: deque[Line] = deque(maxlen=WINDOW)
         self._leading = "reward"  # the first number of a step: which of metrics.LEADING
-        self._trend: list[float] = []  # of all steps, so that it keeps its scale
+        self._trend: dict[int, float] = {}  # the leading number, by step
+        self._steps_s: deque[float] = deque(maxlen=STEPS_OF_ESTIMATE)
+        self._step: Phase | None = None  # the one that is under way
+        self._num_sampled = 0  # rollouts, in this step
         self._dropped: Mapping[str, float] | None = None
         self._lines_printed = 0
         self._said: dict[str, Said] = {}  # by the finding's topic
@@ -139,7 +144,31 @@ class RunConsole:
 
     def phase(self, name: str) -> Phase:
         """`with console.phase("Starting Ray"): ...`; see rlsys.observe.phases."""
-        return self._phases.phase(name)
+        return self.phases.phase(name)
+
+    def resumed(self, lines: Sequence[Line]) -> None:
+        """Continue the trend of a run whose earlier steps have these lines."""
+        if not self._samples:
+            self._leading = metrics.leading(lines)
+        name = metrics.LEADING[self._leading]
+        self._trend = {int(line[metrics.STEP]): line[name] for line in lines if name in line}
+
+    @contextmanager
+    def training(self, *, after_step: int) -> Iterator[None]:
+        """Show in the block how far the step is that comes next."""
+        with self.phases.phase(self._title(after_step + 1), keep=False) as self._step:
+            if after_step == self._num_steps:
+                self._step.end()
+            try:
+                yield
+            finally:
+                self._step = None
+
+    def sampled(self, num_rollouts: int) -> None:
+        """So many more rollouts are complete."""
+        self._num_sampled += num_rollouts
+        if self._step is not None:
+            self._step.update(self._num_sampled, self._rollouts_per_step, "rollouts")
 
     def step(self, line: Line, samples: Sequence[RolloutRecord] = ()) -> None:
         """Show one optimizer step: its line, what is wrong, and some of its rollouts."""
@@ -147,7 +176,14 @@ class RunConsole:
             self._first_step_s = self._clock() - self._started_s
         self._recent.append(line)
         step = int(line[metrics.STEP])
-        if self._lines_printed == 0 and not self._samples:
+        if metrics.TIME_STEP_S in line:
+            self._steps_s.append(line[metrics.TIME_STEP_S])
+        self._num_sampled = 0
+        if self._step is not None and step < self._num_steps:
+            self._step.begin_again(self._title(step + 1))
+        elif self._step is not None:
+            self._step.end()
+        if not self._samples and not self._trend:
             self._leading = metrics.leading([line])
         if self._lines_printed % HEADER_EVERY == 0:
             self._print(self._header(), style="bold")
@@ -167,8 +203,8 @@ class RunConsole:
 
     def evaluated(self, line: Line) -> None:
         """A line of evaluations.jsonl."""
-        best = "; the best so far" if line[metrics.EVAL_IS_BEST] else ""
-        self._print(f"held-out, after step {line[metrics.STEP]}: {in_words(line)}{best}")
+        best = "; best so far" if line[metrics.EVAL_IS_BEST] else ""
+        self._print(f"held-out, step {line[metrics.STEP]}: {in_words(line)}{best}")
 
     def note(self, message: str) -> None:
         """A plain line: something that happened and needs no action."""
@@ -203,7 +239,7 @@ class RunConsole:
     ) -> None:
         """The closing summary. `lines` are those of metrics.jsonl, earlier parts included. Phases
         that still run are shown no more."""
-        self._phases.stop()
+        self.phases.stop()
         summary = summarize(lines, self._dropped)
         done = int(lines[-1][metrics.STEP]) if lines else 0
         title = f"{outcome.capitalize()}: {done} of {self._num_steps} steps."
@@ -220,29 +256,42 @@ class RunConsole:
 
     @property
     def _columns(self) -> tuple[Column, ...]:
-        """Less what stands in front, and what only those who sample have."""
-        left_out = (self._leading, "" if self._samples else SAMPLER_KL)
+        """Return the columns beside the leading number, less those that only samplers have."""
+        left_out = (self._leading, *(() if self._samples else OF_SAMPLERS))
         return tuple(column for column in COLUMNS if column.title not in left_out)
 
     def _header(self) -> str:
         cells = "".join(f"  {column.title:>{column.width}}" for column in self._columns)
         first = f"{'step':>{self._step_width}}  {self._leading:>{self._leading_width}}"
-        return f"{first} {'trend':<{TREND_STEPS}}{cells}"
+        return f"{first} {'trend':<{TREND_CELLS}}{cells}  {'left':>{LEFT_WIDTH}}"
 
     def _row(self, line: Line) -> str:
         metric = metrics.LEADING[self._leading]
         if metric in line:
-            self._trend.append(line[metric])
+            self._trend[int(line[metrics.STEP])] = line[metric]
         ascii_only = self._console.options.ascii_only
-        trend = sparkline(self._trend, last=TREND_STEPS, ascii_only=ascii_only)
+        values = list(self._trend.values())
+        trend = sparkline(bucket_means(values, TREND_CELLS), ascii_only=ascii_only)
         number = _number(metric, ".3f")(line)
         cells = "".join(f"  {column.cell(line):>{column.width}}" for column in self._columns)
-        first = f"{line[metrics.STEP]:>{self._step_width}}  {number:>{self._leading_width}}"
-        return f"{first} {trend:<{TREND_STEPS}}{cells}"
+        step = f"{line[metrics.STEP]}/{self._num_steps}"
+        first = f"{step:>{self._step_width}}  {number:>{self._leading_width}}"
+        left = self._left(int(line[metrics.STEP]))
+        return f"{first} {trend:<{TREND_CELLS}}{cells}  {left:>{LEFT_WIDTH}}"
+
+    def _left(self, step: int) -> str:
+        """Return the time that the steps after this one will take, by the mean of the last."""
+        if not self._steps_s:
+            return "-"
+        mean_s = sum(self._steps_s) / len(self._steps_s)
+        return short_duration(mean_s * (self._num_steps - step))
+
+    def _title(self, step: int) -> str:
+        return f"Step {step} of {self._num_steps}"
 
     @property
     def _step_width(self) -> int:
-        return max(len(str(self._num_steps)), 4)
+        return max(2 * len(str(self._num_steps)) + 1, 4)
 
     @property
     def _leading_width(self) -> int:
@@ -300,12 +349,35 @@ class RunConsole:
         self._console.print(Text(shown, style=style), soft_wrap=True, highlight=False)
 
 
-def sparkline(values: Sequence[float], *, last: int, ascii_only: bool = False) -> str:
-    """One character for each of the `last` values, as high as it lies in the range of them all."""
+def bucket_means(values: Sequence[float], num_buckets: int) -> list[float]:
+    """Return the means of `num_buckets` equal parts of the values, in order; of fewer values each
+    one."""
+    num = min(num_buckets, len(values))
+    bounds = [len(values) * i // num for i in range(num + 1)] if num else [0]
+    return [fmean(values[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
+    """Return one character per value: the lowest value as the lowest bar, the highest as the
+    highest."""
     levels = "_.-=*#" if ascii_only else "▁▂▃▄▅▆▇█"
     low, high = min(values, default=0.0), max(values, default=0.0)
     scale = (len(levels) - 1) / (high - low) if high > low else 0.0
-    return "".join(levels[round((value - low) * scale)] for value in values[-last:])
+    return "".join(levels[round((value - low) * scale)] for value in values)
+
+
+def short_duration(seconds: float) -> str:
+    """Return a time in one piece, for a table: 42s, 12m, 3h05, 2d04."""
+    minutes = round(seconds / 60)
+    if seconds < 99.5:
+        return f"{seconds:.0f}s"
+    if minutes < 100:
+        return f"{minutes}m"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours}h{minutes:02d}"
+    days, hours = divmod(hours, 24)
+    return f"{days}d{hours:02d}"
 
 
 def _indented(label: str, text: str) -> str:

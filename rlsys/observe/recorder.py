@@ -82,8 +82,9 @@ class Recorder:
         self._actors_s: dict[str, float] = {}  # work and wait by metric, last reported
         self._sync: dict[str, float] = {}
 
-    def tokens_generated(self, num_tokens: int) -> None:
+    def rollouts_sampled(self, num_rollouts: int, *, num_tokens: int) -> None:
         self._num_generated_tokens += num_tokens
+        self._console.sampled(num_rollouts)
 
     def weights_loaded(
         self, manifest: WeightManifest, *, sync_s: float, pauses_s: Sequence[float]
@@ -242,7 +243,7 @@ class Recorder:
 
     def evaluated(self, line: Mapping[str, float]) -> None:
         """A model of the run was evaluated on held-out prompts: a line of evaluations.jsonl."""
-        self._wandb.log_late(line)
+        self._wandb.log_evaluation(line)
         self._console.evaluated(line)
 
     def _sampled_mean(self, trained: TrainedStep) -> dict[str, float]:

@@ -18,12 +18,33 @@ if that is shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ends:
+    """Means of a metric over the first and over the last `window` steps of a run."""
+
+    before: float
+    after: float
+    window: int
+
+    def __str__(self) -> str:
+        steps = "step" if self.window == 1 else f"{self.window} steps"
+        return f"{self.before:.3f} → {self.after:.3f}  (mean of the first and of the last {steps})"
+
+
+def ends(lines: Sequence[Mapping[str, float]], name: str) -> Ends | None:
+    """Return how far a metric has come: what the summary and the plot of a run both state. None
+    where no line at one of the ends has it."""
+    window = min(WINDOW, max(1, len(lines) // 2))
+    before, after = recent_mean(lines[:window], name), recent_mean(lines[-window:], name)
+    if before is None or after is None:
+        return None
+    return Ends(before=before, after=after, window=window)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     num_steps: int
     leading: str  # which of metrics.LEADING these are of
-    window: int  # steps
-    before: float | None
-    after: float | None
+    ends: Ends | None
     total_s: float  # sum over steps
     train_s: float
     idle_s: float
@@ -41,7 +62,6 @@ def summarize(
     lines: Sequence[Mapping[str, float]], dropped: Mapping[str, float] | None = None
 ) -> Summary:
     """`dropped`: rollouts by reason; None: what the last line says."""
-    window = min(WINDOW, max(1, len(lines) // 2))
     last = lines[-1] if lines else {}
     leading = metrics.leading(lines)
     if dropped is None:
@@ -57,9 +77,7 @@ def summarize(
     return Summary(
         num_steps=len(lines),
         leading=leading,
-        window=window,
-        before=recent_mean(lines[:window], metrics.LEADING[leading]),
-        after=recent_mean(lines[-window:], metrics.LEADING[leading]),
+        ends=ends(lines, metrics.LEADING[leading]),
         total_s=total(metrics.TIME_STEP_S),
         train_s=total(metrics.TIME_TRAIN_S),
         idle_s=total(metrics.TIME_TRAINER_IDLE_S),
@@ -77,15 +95,8 @@ def summarize(
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """Pairs of a label and a sentence; what was not measured is left out."""
     rows = []
-    if summary.before is not None and summary.after is not None:
-        steps = "step" if summary.window == 1 else f"{summary.window} steps"
-        rows.append(
-            (
-                summary.leading,
-                f"{summary.before:.3f} → {summary.after:.3f}  "
-                f"(mean of the first and of the last {steps})",
-            )
-        )
+    if summary.ends is not None:
+        rows.append((summary.leading, str(summary.ends)))
     if summary.total_s > 0:
         rows.append(("time", _where_the_time_went(summary)))
     if summary.staleness_mean is not None and summary.staleness_max is not None:
@@ -114,11 +125,15 @@ def evaluation_rows(evaluations: Sequence[Mapping[str, float]]) -> list[tuple[st
 
 
 def in_words(evaluation: Mapping[str, float]) -> str:
-    """Every estimate of it with its interval, and the loss."""
+    """Return its mean reward and its pass@k of the most samples with their intervals, and its loss.
+    evaluations.jsonl has every estimate."""
+    means = [name for name in evaluation if metrics.is_mean_at(name)]
+    passes = {k: name for name in evaluation if (k := metrics.num_passing(name))}
+    most = [passes[k] for k in [max(passes, default=0)] if k > 1]
     told = [
-        f"{name.partition('/')[2]} {value:.3f} ({evaluation[f'{name}/low']:.3f} to "
+        f"{name.partition('/')[2]} {evaluation[name]:.3f} ({evaluation[f'{name}/low']:.3f} to "
         f"{evaluation[f'{name}/high']:.3f})"
-        for name, value in evaluation.items()
+        for name in [*means, *most]
         if f"{name}/low" in evaluation
     ]
     if metrics.EVAL_LOSS in evaluation:

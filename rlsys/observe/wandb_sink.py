@@ -1,7 +1,13 @@
-"""Weights & Biases: a mirror of metrics.jsonl. The only module that imports wandb.
+"""Weights & Biases: a mirror of metrics.jsonl and evaluations.jsonl. The only module that imports
+wandb.
 
-In: the metrics of each step. Out: a wandb run, online, or offline in the run's directory, from
-where `wandb sync` uploads it later. Mode "off" does nothing and imports nothing.
+In: the metrics of each step and of each evaluation. Out: a wandb run, online, or offline in the
+run's directory, from where `wandb sync` uploads it later. Mode "off" does nothing and imports
+nothing.
+
+An evaluation often ends some steps after the step whose model it evaluates. wandb's own step counts
+logged lines and only grows, so it is not the step of either. Training metrics are drawn over
+"step", metrics of an evaluation over "eval/step".
 """
 
 from __future__ import annotations
@@ -18,8 +24,8 @@ from rlsys.metrics import EVAL_STEP, STEP
 class WandbSink:
     """Mirrors one run. `directory` is the run directory; files go to `directory`/wandb.
 
-    A resumed run continues the wandb run of the one before: its id lies in the directory. Steps
-    that are trained again keep the values that wandb has already.
+    A resumed run continues the wandb run of the run before, whose id is in the directory. Steps
+    that are trained again are logged again, under the same "step".
 
     Raises ValueError where wandb is asked for and not installed.
     """
@@ -33,6 +39,7 @@ class WandbSink:
         config: Mapping[str, Any],
     ) -> None:
         self._run: Any = None
+        self._defined: set[str] = set()
         if mode == "off":
             return
         try:
@@ -56,15 +63,22 @@ class WandbSink:
         )
 
     def log(self, line: Mapping[str, float]) -> None:
-        if self._run is not None:
-            self._run.log(dict(line), step=int(line[STEP]))
+        """Log the metrics of an optimizer step."""
+        self._log(dict(line), over=STEP)
 
-    def log_late(self, line: Mapping[str, float]) -> None:
-        """Of an evaluation, which ends some steps after its own: shown with the next step that is
-        logged, and its own as "eval/step"."""
-        if self._run is not None:
-            told = {name: value for name, value in line.items() if name != STEP}
-            self._run.log(told | {EVAL_STEP: line[STEP]}, commit=False)
+    def log_evaluation(self, line: Mapping[str, float]) -> None:
+        """Log a line of evaluations.jsonl, whose "step" becomes "eval/step"."""
+        values = {name: value for name, value in line.items() if name != STEP}
+        self._log({EVAL_STEP: line[STEP], **values}, over=EVAL_STEP)
+
+    def _log(self, values: Mapping[str, float], *, over: str) -> None:
+        """Log one line. `over` names the metric that is the horizontal axis of all others."""
+        if self._run is None:
+            return
+        for name in values.keys() - self._defined:
+            self._run.define_metric(name, step_metric=None if name == over else over)
+        self._defined.update(values)
+        self._run.log(values)
 
     def close(self, *, failed: bool = False) -> None:
         """Upload, or write, what is left. Idempotent."""

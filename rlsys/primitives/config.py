@@ -8,6 +8,7 @@ from typing import Literal
 from rlsys.config import ClusterConfig, RolloutConfig, TrainerConfig, require
 from rlsys.config.training import Precision
 from rlsys.fields import conform
+from rlsys.option_names import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,8 @@ class ServerConfig:
         conform(self, "server")
         require(
             bool(self.model.path),
-            "model.path is empty; name the model that is served: --model.path Qwen/Qwen3-0.6B.",
+            "model.path is empty; name the model that is served: "
+            f"{option('model.path', 'Qwen/Qwen3-0.6B')}.",
         )
         require(0 <= self.port < 65536, f"port={self.port} is none; use 0 to 65535.")
         require(

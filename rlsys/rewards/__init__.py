@@ -29,3 +29,8 @@ __all__ = [
     "pack_rewards",
     "reward",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the names of the API alone."""
+    return sorted(__all__)

@@ -24,3 +24,8 @@ __all__ = [
     "run_sync",
     "way",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the names of the API alone."""
+    return sorted(__all__)

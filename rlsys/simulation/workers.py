@@ -44,6 +44,7 @@ from rlsys.workers import (
     Origin,
     Part,
     ReplicaDied,
+    RolloutText,
     Rows,
     RowsLost,
     Scored,
@@ -191,6 +192,7 @@ class SimulatedReplica:
                 finish_reason=finish_reason,
                 num_injected=3 if is_baseline else 0,
                 num_by_seat=self.num_by_seat,
+                text=_simulated_text(request, self.version) if request.record else None,
             )
         )
 
@@ -327,7 +329,7 @@ class SimulatedScorer:
 
     async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
         await asyncio.sleep(self.latency_s())
-        tell({i: Scored(outcome=self.outcome(task), text=None) for i, task in enumerate(tasks)})
+        tell({i: Scored(outcome=self.outcome(task)) for i, task in enumerate(tasks)})
 
 
 @dataclass(kw_only=True)
@@ -544,7 +546,7 @@ class Record:
         for group in trained.groups:
             self.staleness.append(_staleness(trained, group))
 
-    def tokens_generated(self, num_tokens: int) -> None:
+    def rollouts_sampled(self, num_rollouts: int, *, num_tokens: int) -> None:
         pass
 
     def weights_loaded(self, manifest: WeightManifest, **_: Any) -> None:
@@ -572,6 +574,12 @@ class Record:
         self.restarts.append(reason)
         if lost_steps:
             del self.steps[step:]
+
+
+def _simulated_text(request: GenerationRequest, version: int) -> RolloutText:
+    return RolloutText(
+        prompt="", completion=request.request_id, token_ids=[7] * 3, policy_versions=[version] * 3
+    )
 
 
 def _layout(num_tokens: int, *, is_played: bool = False, num_rows: int = 1) -> Layout:

@@ -118,7 +118,12 @@ def run_part(part: str, cases: list[str], args: argparse.Namespace, limit_s: flo
         )
         assert process.stdout is not None
         timed_out = threading.Event()
-        timer = threading.Timer(limit_s, lambda: (timed_out.set(), end(process)))
+
+        def stop() -> None:
+            timed_out.set()
+            end(process)
+
+        timer = threading.Timer(limit_s, stop)
         timer.start()
         last = ""
         try:

@@ -9,7 +9,9 @@ rows, this project's kernel and torch's causal kernel), the vocabulary head, the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,11 +52,16 @@ def _random(*shape: int, settings: Settings) -> torch.Tensor:
     return torch.randn(*shape, device=settings.device, dtype=torch.bfloat16)
 
 
+def _times(count: int, function: Callable[..., Any], *arguments: Any) -> None:
+    for _ in range(count):
+        function(*arguments)
+
+
 def gemm(settings: Settings) -> None:
     for m, k, n in SMALL_GEMMS if settings.small else GEMMS:
         with measured(kind="gemm", m=m, k=k, n=n) as values:
             a, b = _random(m, k, settings=settings), _random(k, n, settings=settings)
-            seconds = seconds_of(lambda a=a, b=b: [a @ b for _ in range(10)], repeats=5) / 10
+            seconds = seconds_of(partial(_times, 10, torch.matmul, a, b), repeats=5) / 10
             values |= {
                 "us": round(1e6 * seconds, 1),
                 "tflops": round(2 * m * k * n / seconds / 1e12, 1),
@@ -76,7 +83,7 @@ def bandwidth(settings: Settings) -> None:
                 source, target = (
                     (on_device, on_host) if direction == "to_host" else (on_host, on_device)
                 )
-                seconds = seconds_of(lambda s=source, t=target: t.copy_(s))
+                seconds = seconds_of(partial(target.copy_, source))
                 values["gb_per_s"] = round(size / seconds / 1e9, 1)
 
 

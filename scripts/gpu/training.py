@@ -98,14 +98,14 @@ CASES = (
     Case(shape="1.7b", tokens=16384, recompute="selective"),
     Case(shape="1.7b", tokens=16384, recompute="none"),
 )
+SMALL_KINDS: tuple[tuple[Checkpointing, str], ...] = (
+    ("none", "separate"),
+    ("selective", "shared"),
+    ("selective", "unshared"),
+    ("full", "separate"),
+)
 SMALL_CASES = tuple(
-    Case(shape="tiny", tokens=256, recompute=how, rows=rows)
-    for how, rows in (
-        ("none", "separate"),
-        ("selective", "shared"),
-        ("selective", "unshared"),
-        ("full", "separate"),
-    )
+    Case(shape="tiny", tokens=256, recompute=how, rows=rows) for how, rows in SMALL_KINDS
 )
 
 
@@ -201,8 +201,6 @@ def measure_engine(
             measure_case(engine, case, settings, peak, values_of_case)
             with_estimate(values_of_case, estimates[case])
     engine.close()
-    network = plain_forward = None
-    del engine
 
 
 def lengths(case: Case) -> tuple[int, int]:

@@ -67,5 +67,5 @@ def test_a_place_that_ray_takes_away_is_told_in_a_sentence() -> None:
             raise TaskPlacementGroupRemoved
 
     place = Place(need=needs(1.0)[0], group=Group(), index=0)
-    with pytest.raises(RayFailed, match=r"has taken the place of a-0 .* --resume"):
+    with pytest.raises(RayFailed, match=r"has taken the place of a-0 .* resume=True"):
         asyncio.run(place.node_id())

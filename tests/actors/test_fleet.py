@@ -201,7 +201,8 @@ async def hiring(num_replicas: int) -> AsyncIterator[Hiring]:
 
     def start_actor(name: str, place: Place) -> Worker:
         actor: Any = RolloutActor
-        handle = actor.options(**place.options).remote(ScriptedEngine, shards.address, Tracer(name))
+        options = actor.options(**place.options)
+        handle = options.remote(ScriptedEngine, None, shards.address, Tracer(name))
         worker = Worker(
             name,
             handle,

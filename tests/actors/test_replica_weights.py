@@ -99,7 +99,7 @@ async def serving(path: Path, sender: Sender) -> AsyncIterator[RayReplica]:
     await shards.ensure(ray.nodes()[0]["NodeID"])
     actor: Any = RolloutActor
     engine = partial(TorchEngine, path, RolloutConfig(kv_cache_gib=0.05), dtype="float32")
-    handle = actor.options(num_cpus=1).remote(engine, shards.address, Tracer("rollout-0"))
+    handle = actor.options(num_cpus=1).remote(engine, None, shards.address, Tracer("rollout-0"))
     worker = Worker("rollout-0", handle, timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S)
     learner: Any = sender
     replica = RayReplica(worker, learner, shards)

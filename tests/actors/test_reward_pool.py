@@ -14,7 +14,7 @@ from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import FinishReason
 from rlsys.workers import Score, Scored, ScoreTask
 
-ONE = Scored(outcome=RewardResult(total=1.0, components={}), text=None)
+ONE = Scored(outcome=RewardResult(total=1.0, components={}))
 
 
 class FakeWorker(Worker):
@@ -72,7 +72,6 @@ def tasks(count: int) -> list[ScoreTask]:
             prompt_text="",
             metadata={},
             finish_reason=FinishReason.STOP,
-            record=False,
         )
         for index in range(count)
     ]

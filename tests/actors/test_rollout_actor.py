@@ -21,6 +21,7 @@ from rlsys.types import (
     GenerationRequest,
     SamplingParams,
 )
+from rlsys.workers import RolloutText
 
 VERSION = 7
 
@@ -72,12 +73,17 @@ class Engine:
         )
 
 
+class Tokenizer:
+    def batch_decode(self, rows: Sequence[Any], *, skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, row)) for row in rows]
+
+
 def test_nothing_of_a_baseline_is_trained_on_also_where_it_goes_on_from_another_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(store_writer, "StoreClient", Store)
     actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
-    actor = actor_class(Engine, None, Tracer("rollout-0"))
+    actor = actor_class(Engine, Tokenizer(), None, Tracer("rollout-0"))
     part = BlockRef("shard", 0, 0, layout_of({"token_ids": [np.zeros(2, np.int32)]})), 0
     sampling = SamplingParams(max_tokens=8)
     requests = [
@@ -87,6 +93,7 @@ def test_nothing_of_a_baseline_is_trained_on_also_where_it_goes_on_from_another_
             sampling=sampling.greedy if index else sampling,
             seed=index,
             is_baseline=index > 0,
+            record=index != 1,
         )
         for index in range(3)
     ]
@@ -105,4 +112,13 @@ def test_nothing_of_a_baseline_is_trained_on_also_where_it_goes_on_from_another_
     ]
     told = {one.request_id: (one.num_tokens, one.num_injected) for one in collected.finished}
     assert told == {"0.0.0": (2, 0), "0.1.0": (2, 2), "0.2.0": (4, 4)}
-    assert not actor._baselines
+    texts = {one.request_id: one.text for one in collected.finished}
+    assert texts == {
+        "0.0.0": RolloutText(
+            prompt="", completion="3 4", token_ids=[3, 4], policy_versions=[VERSION] * 2
+        ),
+        "0.1.0": None,
+        "0.2.0": RolloutText(
+            prompt="", completion="1 2 3 4", token_ids=[1, 2, 3, 4], policy_versions=[INJECTED] * 4
+        ),
+    }

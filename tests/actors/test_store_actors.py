@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -202,7 +203,10 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             sampler_logprobs=np.zeros(num_tokens, np.float32),
             policy_versions=np.full(num_tokens, 4, np.int32),
             beside={"routed_experts": np.full(2 * (num_tokens + 1), group_id, np.uint8)},
+            told=json.dumps({"outcome": None, "text": text}) if group_id == 1 else "",
         )
+
+    text = {"prompt": "", "completion": "!", "token_ids": [1], "policy_versions": [4], "turns": []}
 
     async def run() -> None:
         async with running_shards([nodes.here, nodes.there], _nothing_dies) as shards:
@@ -217,6 +221,7 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             where = [node_of[block.shard] for block, _ in cells]
             assert where == [nodes.here, nodes.there, nodes.there]
             assert [told.num_tokens for told in restored] == [9, 5, 3]
+            assert [told.text and told.text.completion for told in work.finished] == ["!", None]
             names = ["token_ids", "routed_experts"]
             got = await StoreClient(shards.address).get_async(cells, names)
             assert [ids.tolist() for ids in got["token_ids"]] == [[1] * 9, [2] * 5, [3] * 3]
@@ -226,6 +231,7 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             await carry_over.save(work, StoreClient(shards.address), again)
             for before, after in zip(rollouts, read_rollouts(again / ROLLOUTS_FILE), strict=True):
                 assert after.request_id == before.request_id
+                assert after.told == before.told
                 np.testing.assert_array_equal(
                     after.beside["routed_experts"], before.beside["routed_experts"]
                 )

@@ -200,4 +200,9 @@ def test_dry_run_prints_configuration_graph_placement_memory_and_prompt(tmp_path
     # What it prints is a file for --config.
     (tmp_path / "run.toml").write_text(job.output)
     again = quickstart(tmp_path, "--config", str(tmp_path / "run.toml"), "--dry-run")
-    assert again.output == job.output
+    assert without_progress(again.output) == without_progress(job.output)
+
+
+def without_progress(output: str) -> str:
+    """Less the lines on standard error that a slow machine gets."""
+    return "".join(line for line in output.splitlines(True) if not line.endswith(" so far\n"))

@@ -57,7 +57,7 @@ def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
     arguments = [*ENDLESS, *ranks, "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
     try:
-        job.wait_for_output("stale avg/max")
+        job.wait_for_output("tokens/s  idle")
         processes = job.processes()
         open_to_others = [
             (address, processes[pid])
@@ -89,7 +89,7 @@ def test_nothing_of_a_run_with_vllm_is_open_to_others(tmp_path: Path, ray_dir: P
         **clusters,
     )
     try:
-        job.wait_for_output("stale avg/max")
+        job.wait_for_output("tokens/s  idle")
         processes = job.processes()
         assert any(command.startswith("VLLM::") for command in processes.values()), processes
         found = listening(processes)
@@ -138,7 +138,7 @@ def test_nothing_outlives_a_killed_run(tmp_path: Path, ray_dir: Path) -> None:
     arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
     try:
-        job.wait_for_output("stale avg/max")
+        job.wait_for_output("tokens/s  idle")
         actor = next(p for p, name in job.processes().items() if name.startswith("ray::Rollout"))
         os.kill(actor, signal.SIGSTOP)
         os.kill(job.process.pid, signal.SIGKILL)
@@ -158,7 +158,7 @@ def test_the_death_of_rays_own_processes_ends_the_run_with_its_summary(
     arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
     try:
-        job.wait_for_output("stale avg/max")
+        job.wait_for_output("tokens/s  idle")
         pid = next(p for p, c in job.processes().items() if c.split()[0].endswith(f"/{part}"))
         os.kill(pid, signal.SIGKILL)
         assert job.wait() == 1, job.output
@@ -184,7 +184,7 @@ def test_a_shard_that_dies_during_the_start_is_replaced(tmp_path: Path) -> None:
         job.wait_for_output("Starting rollout-0")
         kill_first(job, "ray::StoreShard")
         assert job.wait() == 0, job.output
-        started, _, _ = job.output.partition("stale avg/max")
+        started, _, _ = job.output.partition("tokens/s  idle")
         died = re.findall(r"shard store-\w+-(\d+) of the store died", job.output)
         assert died == ["0"], job.output
         assert "-0 of the store died" in started, "it was told of once steps were trained"

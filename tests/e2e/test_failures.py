@@ -100,7 +100,7 @@ def test_a_run_outlives_each_of_its_processes(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "quickstart"
     job = start("recipes/quickstart.py", arguments, tmp_path)
     try:
-        job.wait_for_output("stale avg/max")
+        job.wait_for_output("tokens/s  idle")
         for actor in (
             "RewardActor",
             "RolloutActor",
@@ -131,7 +131,7 @@ def test_the_rollouts_of_a_dead_replica_go_on_elsewhere(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, *options.split(), "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path)
     try:
-        job.wait_for_output("stale avg/max")
+        job.wait_for_output("tokens/s  idle")
         replicas = [
             p for p, name in job.processes().items() if name.startswith("ray::RolloutActor")
         ]
@@ -158,7 +158,7 @@ def test_a_run_whose_directory_is_deleted_fails(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path)
     try:
-        job.wait_for_output("stale avg/max")
+        job.wait_for_output("tokens/s  idle")
         shutil.rmtree(tmp_path / "runs" / "quickstart", ignore_errors=True)
         assert job.wait() == 1
         assert "was deleted or moved while the run was writing to it" in job.output
@@ -187,7 +187,7 @@ def test_interrupt_ends_every_process(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path)
     try:
-        job.wait_for_output("stale avg/max")
+        job.wait_for_output("tokens/s  idle")
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130
         assert "Interrupted: " in job.output

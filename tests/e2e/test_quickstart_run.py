@@ -109,7 +109,7 @@ def test_models_are_evaluated_beside_training_and_the_best_one_is_kept(tmp_path:
     files = RunFiles(tmp_path / "runs" / "quickstart")
     lines = read_evaluations(files.evaluations)
     assert [line["step"] for line in lines] == [0, 2, 3, 4, 5]
-    assert "held-out, after step 5: pass@1 " in job.output
+    assert "held-out, step 5: mean@" in job.output
     assert not list(files.evaluating.iterdir())
     best = json.loads((files.best / "evaluation.json").read_text())
     assert best.pop("run_id") == files.run_id

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlsys.observe.console import COLUMNS, RunConsole, sparkline
+from rlsys.observe.console import (
+    COLUMNS,
+    RunConsole,
+    bucket_means,
+    short_duration,
+    sparkline,
+)
+from rlsys.observe.phases import MovingLines
 from rlsys.observe.records import RolloutRecord
 
 
@@ -41,11 +51,13 @@ class Screen:
         self.run = RunConsole(
             num_steps=50,
             max_staleness=1,
+            rollouts_per_step=8,
             samples=samples,
             print_every=10,
             print_samples=2,
             console=rich,
             clock=self.clock,
+            tick_s=None,
         )
 
     @property
@@ -67,6 +79,8 @@ def step_line(step: int, **changed: float) -> dict[str, float]:
         "loss": -0.0123,
         "grad_norm": 0.456,
         "kl/sampler_trainer": 1.2e-7,
+        "entropy": 1.234,
+        "completion/tokens_mean": 37.4,
         "time/step_s": 2.0,
         "time/trainer_idle_s": 0.5,
         "throughput/trained_tokens_per_s": 12345.6,
@@ -111,7 +125,9 @@ def test_phases_on_a_terminal_move_and_leave_a_line() -> None:
     with screen.run.phase("Warm start") as phase:
         phase.update(120, 200, "loss 0.53")
         screen.clock.now_s += 2
-        phase._phases.progress.refresh()
+        view = screen.run.phases._view
+        assert isinstance(view, MovingLines)
+        view.progress.refresh()
         assert "Warm start" in screen.plain
         assert "120/200 loss 0.53" in screen.plain
         assert "0:00:02" in screen.plain
@@ -143,13 +159,15 @@ def test_a_step_is_one_line_under_its_titles() -> None:
     screen.run.step(step_line(1))
     screen.run.step(step_line(2, reward__mean=0.75))
     header, first, second = screen.lines
-    titles = "step reward trend stale avg/max tokens/s idle loss grad sampler kl seconds"
-    assert " ".join(header.split()) == titles
-    assert first.split() == (
-        ["1", "0.250", "▁", "0.62/1", "12,346", "25%", "-0.0123", "0.456", "1.2e-07", "2.00"]
+    titles = (
+        "step reward trend length entropy stale tokens/s idle loss grad sampler kl seconds left"
     )
-    assert second.split()[1:3] == ["0.750", "▁█"]
-    assert len(header) == len(first) == len(second) <= 100
+    assert " ".join(header.split()) == titles
+    numbers = "1/50 0.250 ▁ 37 1.234 0.62/1 12,346 25% -0.0123 0.456 1.2e-07 2.00 98s"
+    assert first.split() == numbers.split()
+    assert second.split()[:3] == ["2/50", "0.750", "▁█"]
+    assert second.split()[-1] == "96s"
+    assert len(header) == len(first) == len(second) <= 115
     # Each number ends where its title ends.
     ends = [header.index(column.title) + len(column.title) for column in COLUMNS]
     assert all(first[end - 1] != " " and first[end : end + 1] in (" ", "") for end in ends)
@@ -160,13 +178,13 @@ def test_a_step_is_one_line_under_its_titles() -> None:
     [
         (
             {"preference/accuracy": 0.75},
-            "step accuracy trend stale avg/max tokens/s idle loss grad seconds",
-            ["1", "0.750", "▁", "0.00/0", "900", "25%", "0.6931", "0.456", "2.00"],
+            "step accuracy trend stale tokens/s idle loss grad seconds left",
+            ["1/50", "0.750", "▁", "0.00/0", "900", "25%", "0.6931", "0.456", "2.00", "98s"],
         ),
         (
             {},
-            "step loss trend stale avg/max tokens/s idle grad seconds",
-            ["1", "0.693", "▁", "0.00/0", "900", "25%", "0.456", "2.00"],
+            "step loss trend stale tokens/s idle grad seconds left",
+            ["1/50", "0.693", "▁", "0.00/0", "900", "25%", "0.456", "2.00", "98s"],
         ),
     ],
 )
@@ -202,14 +220,14 @@ def test_what_was_dropped_is_told_without_any_step(tmp_path: Path) -> None:
 def test_a_metric_that_is_missing_is_a_dash() -> None:
     screen = Screen()
     screen.run.step({"step": 7})
-    assert screen.lines[1].split() == ["7", *"--------"]
+    assert screen.lines[1].split() == ["7/50", *"-----------"]
 
 
 def test_the_header_comes_again_every_twenty_steps() -> None:
     screen = Screen()
     for step in range(1, 42):
         screen.run.step(step_line(step))
-    headers = [i for i, line in enumerate(screen.lines) if line.startswith("step")]
+    headers = [i for i, line in enumerate(screen.lines) if line.split()[0] == "step"]
     assert headers == [0, 21, 42]
 
 
@@ -373,12 +391,111 @@ def test_a_run_that_failed_before_its_first_step_has_a_summary_too(tmp_path: Pat
     ]
 
 
-def test_the_trend_keeps_the_scale_of_the_whole_run() -> None:
-    assert sparkline([0.0, 0.5, 1.0], last=2) == "▅█"
-    assert sparkline([0.0, 0.98, 1.0, 0.99], last=3) == "███"
-    assert sparkline([0.3] * 4, last=8) == "▁▁▁▁"
-    assert sparkline([0.0, 1.0], last=8, ascii_only=True) == "_#"
-    assert sparkline([], last=8) == ""
+def test_the_trend_shows_the_whole_run() -> None:
+    """A run that rises for a third of its steps and keeps its level has no full bar."""
+    rewards = [min(step / 80, 1.0) for step in range(250)]
+    assert bucket_means([0.0, 1.0, 4.0, 5.0], 2) == [0.5, 4.5]
+    assert bucket_means([1.0, 2.0], 8) == [1.0, 2.0]
+    assert bucket_means([], 8) == []
+    assert sparkline(bucket_means(rewards, 8)) == "▁▄▇█████"
+    assert sparkline([0.3] * 4) == "▁▁▁▁"
+    assert sparkline([0.0, 1.0], ascii_only=True) == "_#"
+    assert sparkline([]) == ""
+
+
+def test_the_trend_of_a_resumed_run_begins_with_the_run() -> None:
+    screen = Screen()
+    earlier = [step_line(step, reward__mean=step / 10) for step in range(1, 8)]
+    screen.run.resumed(earlier)
+    screen.run.step(step_line(8, reward__mean=0.8))
+    assert screen.lines[1].split()[2] == "▁▂▃▄▅▆▇█"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0s"),
+        (98.4, "98s"),
+        (100, "2m"),
+        (5900, "98m"),
+        (7500, "2h05"),
+        (172_700, "47h58"),
+        (187_200, "2d04"),
+    ],
+)
+def test_the_time_that_is_left_fits_its_column(seconds: float, text: str) -> None:
+    assert short_duration(seconds) == text
+    assert len(text) <= 5
+
+
+def test_a_long_phase_in_a_log_file_gives_signs_of_life() -> None:
+    screen = Screen()
+    with screen.run.phase("Loading the model") as phase:
+        for second in range(1, 201):
+            screen.clock.now_s += 1
+            phase.update(second, 200)
+            screen.run.phases.tick()
+    times = [line.removesuffix(" so far").split(", ")[-1] for line in screen.lines[1:-1]]
+    assert times == ["10.0 s", "20.0 s", "40.0 s", "80.0 s", "2 min 20 s", "3 min 20 s"]
+    assert screen.lines[1] == "Loading the model: 10/200, 10.0 s so far"
+
+
+def test_a_step_that_takes_long_gives_signs_of_life_and_leaves_none() -> None:
+    screen = Screen()
+    with screen.run.training(after_step=3):
+        screen.clock.now_s += 9
+        screen.run.phases.tick()
+        screen.run.sampled(3)
+        screen.run.sampled(2)
+        screen.clock.now_s += 1
+        screen.run.phases.tick()
+        screen.run.step(step_line(4))
+        screen.clock.now_s += 10
+        screen.run.phases.tick()
+        screen.run.step(step_line(50))
+        screen.clock.now_s += 100
+        screen.run.phases.tick()
+    assert [line for line in screen.lines if line.startswith("Step ")] == [
+        "Step 4 of 50: 5/8 rollouts, 10.0 s so far",
+        "Step 5 of 50: 10.0 s so far",
+    ]
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_a_held_out_line_is_short(loss: bool) -> None:
+    screen = Screen()
+    line: dict[str, float] = {"step": 1200, "eval/is_best": 1, "eval/prompts": 500}
+    for name in ("eval/mean@64", *(f"eval/pass@{k}" for k in (1, 2, 4, 8, 16, 32, 64))):
+        line |= {name: 0.512, f"{name}/low": 0.47, f"{name}/high": 0.554}
+    screen.run.evaluated({**line, "eval/loss": 1.25} if loss else line)
+    (shown,) = screen.lines
+    assert shown.startswith("held-out, step 1200: mean@64 0.512 (0.470 to 0.554), pass@64 0.512")
+    assert ("loss 1.2500" in shown) == loss
+    assert len(shown) <= 120
+
+
+def test_forced_colours_make_no_motion_where_there_is_no_terminal() -> None:
+    """Kernels of notebooks and CI systems set FORCE_COLOR."""
+    program = (
+        "import time\n"
+        "from rlsys.observe.phases import Output, Phases\n"
+        "with Phases(Output(), tick_s=0.01).phase('Loading') as phase:\n"
+        "    for done in range(50):\n"
+        "        phase.update(done, 50)\n"
+        "        time.sleep(0.01)\n"
+    )
+    environment = {**os.environ, "FORCE_COLOR": "1"}
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=root,
+        env=environment,
+        check=True,
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
+    assert len(done.stdout.splitlines()) == 2
 
 
 def test_what_modules_log_as_a_warning_is_told_as_one() -> None:

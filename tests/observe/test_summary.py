@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.observe.summary import duration, summarize, summary_rows, whole_percents
+from rlsys.observe.summary import Ends, duration, summarize, summary_rows, whole_percents
 
 
 def run(num_steps: int) -> list[dict[str, float]]:
@@ -80,9 +80,7 @@ def test_shares_always_add_up(parts: list[float]) -> None:
 def test_before_and_after_never_overlap_in_a_short_run(
     num_steps: int, before: float, after: float, window: int
 ) -> None:
-    summary = summarize(run(num_steps))
-    assert (summary.before, summary.after) == (before, after)
-    assert summary.window == window
+    assert summarize(run(num_steps)).ends == Ends(before=before, after=after, window=window)
 
 
 def test_what_was_not_measured_is_left_out() -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from rlsys.observe.metrics import MetricsWriter
-from scripts.plot_run import draw, main, smoothed
+from rlsys.observe.summary import summarize, summary_rows
+from scripts.plot_run import draw, draw_runs, main, named, read_run, smoothed
 
 
 @pytest.fixture
@@ -40,8 +43,60 @@ def test_the_picture_tells_reward_staleness_and_speed(
         main([str(run_dir)])
     assert capsys.readouterr().out == f"{run_dir / 'plot.svg'}\n"
     picture = (run_dir / "plot.svg").read_text()
-    for words in ("reward", "staleness", "k tokens/s", "optimizer step", "0.03", "1.00"):
+    for words in ("reward", "staleness", "k tokens/s", "optimizer step", "0.183", "0.850"):
         assert f">{words}</text>" in picture, words
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 7, 30, 250])
+def test_the_picture_and_the_summary_state_the_same_means(num_steps: int) -> None:
+    """For 250 steps those of the steps 1 to 10 and 241 to 250."""
+    lines = [{"step": n, "reward/mean": n**0.5} for n in range(1, num_steps + 1)]
+    (label, stated), *_ = summary_rows(summarize(lines))
+    panel = draw(lines, "run").axes[0]
+    assert panel.get_title(loc="left") == f"{label} {stated}"
+    numbers = re.findall(r"\d+\.\d+", stated)
+    assert [text.get_text() for text in panel.texts] == numbers[: len(lines)]
+    if num_steps == 250:
+        first, last = fmean(n**0.5 for n in range(1, 11)), fmean(n**0.5 for n in range(241, 251))
+        assert numbers == [f"{first:.3f}", f"{last:.3f}"]
+
+
+def write_run(directory: Path, rewards: list[float]) -> Path:
+    directory.mkdir(parents=True)
+    writer = MetricsWriter(directory / "metrics.jsonl")
+    for step, value in enumerate(rewards, start=1):
+        writer.write({"step": step, "reward/mean": value, "staleness/mean": 1.0})
+    writer.close()
+    return directory
+
+
+def test_several_runs_are_drawn_over_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [write_run(tmp_path / name, [n / 4 for n in range(num)]) for name, num in RUNS.items()]
+    main([str(path) for path in paths])
+    assert capsys.readouterr().out == f"{tmp_path / 'comparison.svg'}\n"
+    assert (tmp_path / "comparison.svg").is_file()
+    runs = {path.name: read_run(path) for path in paths}
+    figure = draw_runs(runs)
+    assert [panel.get_ylabel() for panel in figure.axes] == ["reward", "staleness", "tokens/s"]
+    reward = figure.axes[0]
+    assert [text.get_text() for text in reward.get_legend().get_texts()] == [
+        "grpo: 0.125 → 0.625",
+        "dapo: 0.000 → 0.250",
+    ]
+    # Of each run its values and their smoothed curve.
+    drawn = [list(line.get_ydata()) for line in reward.get_lines()]
+    assert drawn == [[0, 0.25, 0.5, 0.75]] * 2 + [[0, 0.25]] * 2
+    assert figure.axes[-1].get_xlim() == (1, 4)
+
+
+RUNS = {"grpo": 4, "dapo": 2}
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / place / "demo", [0.0, 1.0]) for place in "ab"]
+    assert named(paths) == {str(path): path for path in paths}
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ from rlsys.engines.training.trainer_state import (
 )
 from rlsys.layout.holdings import Holding, holdings, local_part, whole
 from rlsys.layout.transport.parcels import Parcel
+from rlsys.option_names import option
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
@@ -586,8 +587,8 @@ class FSDPEngine:
                 f"loss {sums.loss} and gradient norm {sums.grad_norm} at {what}: not a number that "
                 "can be trained on; look for infinite advantages or sampler_logprobs, or lower "
                 "trainer.learning_rate in a new run. That may begin with this one's newest "
-                "checkpoint, of step N (model.path): --resume --num-steps N exports it to hf/."
-                + self._range_hint
+                f"checkpoint, of step N (model.path): {option('resume', True)} with num_steps=N "
+                "exports it to hf/." + self._range_hint
             )
         if sums.num_rows and not sums.num_places:  # episodes in which the policy said nothing
             self._begin_update()
