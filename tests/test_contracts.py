@@ -144,11 +144,12 @@ def test_optional_packages_stand_in_one_place_each() -> None:
     found = {
         (path.name, name)
         for path, name in imports("rlsys")
-        if name in ("vllm", "wandb", "peft", "mcp")
+        if name in ("vllm", "wandb", "peft", "mcp", "xgrammar")
     }
     assert {file for file, name in found if name == "wandb"} == {"wandb_sink.py"}
     assert {file for file, name in found if name == "peft"} == {"adapters.py"}
     assert {file for file, name in found if name == "mcp"} == {"mcp.py"}
+    assert {file for file, name in found if name == "xgrammar"} == {"constraint.py"}
     assert all(file.startswith("vllm_") for file, name in found if name == "vllm")
 
 
