@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.types import INJECTED, BoolArray, Generation, Int32Array
+from rlsys.types import INJECTED, BoolArray, Generation, GenerationRequest, Int32Array
 
 BITS = 32
 
@@ -40,6 +40,21 @@ def check_structure(structure: str) -> None:
         xgrammar.Grammar.from_structural_tag(structure)
     except (RuntimeError, ValueError, TypeError) as error:  # of its own, or of pydantic
         raise ValueError(_reason(error)) from error
+
+
+def check_request_structure(request: GenerationRequest, *, has_end: bool) -> None:
+    """Raise ValueError for a request whose structure cannot be followed. `has_end`: whether a token
+    ends its completion."""
+    name = f"request {request.request_id!r}"
+    if not has_end:
+        raise ValueError(
+            f"{name} has a structure, but the model has no end-of-sequence token. Use a model with "
+            "one, or leave the structure out."
+        )
+    try:
+        check_structure(request.sampling.structure)
+    except ValueError as error:
+        raise ValueError(f"{name} has a structure that cannot be used: {error}") from error
 
 
 class Grammars:

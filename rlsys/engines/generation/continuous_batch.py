@@ -34,7 +34,7 @@ import torch
 
 from rlsys.engines.context import context_length
 from rlsys.engines.generation.backbone import Backbone
-from rlsys.engines.generation.constraint import Grammars, Matcher, check_structure
+from rlsys.engines.generation.constraint import Grammars, Matcher, check_request_structure
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, Kept, SlotCache, room, round_up
 from rlsys.engines.generation.prefixes import BLOCK, Prefix, Prefixes
 from rlsys.engines.generation.rows import Exchange
@@ -164,7 +164,8 @@ class ContinuousBatch:
                 f"{name} asks for temperature={sampling.temperature}; use a value above 0."
             )
         if sampling.structure:
-            self._check_structure(request)
+            has_end = self._grammars is not None and bool(self._slots.stop_ids(request))
+            check_request_structure(request, has_end=has_end)
         limit = room(self._slots.limit(request))
         if limit > self._max_cached_tokens:
             raise ValueError(
@@ -172,18 +173,6 @@ class ContinuousBatch:
                 f"{self._max_cached_tokens} fit into rollout.kv_cache_gib={self._kv_cache_gib}; "
                 "raise it, or lower sampling.max_tokens."
             )
-
-    def _check_structure(self, request: GenerationRequest) -> None:
-        name = f"request {request.request_id!r}"
-        if self._grammars is None or not self._slots.stop_ids(request):
-            raise ValueError(
-                f"{name} has a structure, but the model has no tokenizer or no end-of-sequence "
-                "token. Use a model with both, or leave the structure out."
-            )
-        try:
-            check_structure(request.sampling.structure)
-        except ValueError as error:
-            raise ValueError(f"{name} has a structure that cannot be used: {error}") from error
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests that passed `check`."""
