@@ -66,8 +66,8 @@ class SamplingParams:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    # The text that the completion must have: a structural tag of xgrammar, as JSON; "": any. A
-    # token without an alternative is INJECTED (rlsys.engines.generation.constraint).
+    # What the completion must look like (rlsys.structure); "": anything. A token without an
+    # alternative is INJECTED.
     structure: str = ""
 
     @property

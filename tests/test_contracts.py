@@ -61,7 +61,7 @@ def test_imports_go_one_way() -> None:
 ROOMS = (
     "user_functions json_text disk fields metrics environ signal",
     "algorithms types errors mesh lora hf_config interrupts pipes blocking by_value sandbox",
-    "file_modes",
+    "file_modes structure",
     "growing_file",
     "manifest evaluation",
     "exported config checkpoint scaling",
@@ -149,7 +149,7 @@ def test_optional_packages_stand_in_one_place_each() -> None:
     assert {file for file, name in found if name == "wandb"} == {"wandb_sink.py"}
     assert {file for file, name in found if name == "peft"} == {"adapters.py"}
     assert {file for file, name in found if name == "mcp"} == {"mcp.py"}
-    assert {file for file, name in found if name == "xgrammar"} == {"constraint.py"}
+    assert {file for file, name in found if name == "xgrammar"} == {"structure.py"}
     assert all(file.startswith("vllm_") for file, name in found if name == "vllm")
 
 

@@ -70,6 +70,11 @@ class Codec:
         return self if self.template is None else Codec(self._tokenizer, chat_template="")
 
     @property
+    def vocabulary_size(self) -> int:
+        """Of the tokenizer, added tokens included."""
+        return len(self._tokenizer)
+
+    @property
     def thinking(self) -> Thinking | None:
         return self.template.thinking if self.template else None
 

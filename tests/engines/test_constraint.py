@@ -14,12 +14,13 @@ import torch
 
 from rlsys.config import RolloutConfig
 from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.generation.constraint import Grammars, check_structure, forced_tokens
+from rlsys.engines.generation.constraint import Grammars, forced_tokens
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.interruption import InterruptingEngine, Interruption
 from rlsys.engines.generation.sampling import Allowed, draw
 from rlsys.engines.generation.torch_engine import TorchEngine
+from rlsys.structure import check_structure
 from rlsys.tiny_models import EOS, build_tokenizer
 from rlsys.types import INJECTED, FinishReason, Generation, GenerationRequest
 from tests.engines.structures import CHOICE, PROMPT, SCHEMA, json_structure, structure

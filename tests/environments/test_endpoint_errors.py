@@ -76,8 +76,8 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
         ),
         (
             "/chat/completions",
-            {"messages": QUESTION, "response_format": {"type": "json_object"}},
-            "response_format={'type': 'json_object'} is not supported here; leave it out.",
+            {"messages": QUESTION, "response_format": {"type": "xml"}},
+            "response_format={'type': 'xml'}",
         ),
         ("/chat/completions", {"messages": QUESTION, "n": 65}, "n=65 is no number of answers"),
         ("/chat/completions", {"messages": QUESTION, "n": True}, "n=True is no number"),
@@ -93,16 +93,42 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
         (
             "/chat/completions",
             {"messages": QUESTION, "tool_choice": "required"},
-            "tool_choice='required' cannot be forced; use 'auto'.",
+            "tool_choice='required'",
         ),
         (
             "/chat/completions",
             {"messages": QUESTION, "tools": [{"type": "function", "function": {"name": "f"}}]},
             "the chat template does not render tools",
         ),
-        ("/completions", {"prompt": ["a", "b"]}, "prompt=['a', 'b'] is no text"),
-        ("/completions", {"prompt": ""}, "prompt='' is no text; give one, not empty."),
-        ("/completions", {"prompt": "a", "echo": True}, "echo=True is not supported here"),
+        ("/completions", {"prompt": ["a", ""]}, "prompt=['a', '']"),
+        ("/completions", {"prompt": ""}, "prompt=''"),
+        ("/completions", {"prompt": []}, "prompt=[]"),
+        ("/completions", {"prompt": [1, -1]}, "prompt=[1, -1]"),
+        ("/completions", {"prompt": [1, True]}, "prompt=[1, True]"),
+        ("/completions", {"prompt": [1, 10**6]}, "1000000"),
+        ("/completions", {"prompt": ["a"] * 33, "n": 2}, "66"),
+        ("/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo=True"),
+        ("/responses", {"input": []}, "input=[]"),
+        ("/responses", {"input": "a", "background": True}, "background=True"),
+        ("/responses", {"input": [{"type": "computer_call"}]}, "computer_call"),
+        ("/responses", {"input": "a", "previous_response_id": "resp_1"}, "resp_1"),
+        ("/responses", {"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input[0]"),
+        (
+            "/responses",
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}},
+            "response_format",
+        ),
+        (
+            "/chat/completions",
+            {
+                "messages": QUESTION,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "bogus"}},
+                },
+            },
+            "bogus",
+        ),
         ("/completions", {"prompt": "a", "best_of": 2}, "best_of=2 is not supported here"),
     ],
 )
@@ -128,9 +154,10 @@ def test_a_body_that_is_too_long_is_refused() -> None:
 
 def test_other_routes_say_which_there_are() -> None:
     async def talk(http: httpx.AsyncClient) -> None:
-        status, code, message = error_of(await http.post("/responses", json={}))
+        status, code, message = error_of(await http.post("/embeddings", json={}))
         assert (status, code) == (404, "not_found")
-        assert message.startswith("POST /v1/responses is not served here; there are POST /v1/chat")
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"):
+            assert path in message
 
     ended, _ = play(by_hand(talk), lambda text: "yes")
     assert ended.played is not None, ended.failure

@@ -4,18 +4,14 @@
                                               ▲                              │
                                               └────────── accept(token) ◄────┘
 
-A structural tag is xgrammar's description of a text, as JSON: constant strings, JSON schemas,
-regular expressions, and sequences and choices of these. The torch engine applies the masks itself.
+Structural tags: rlsys.structure. The torch engine applies the masks itself.
 vLLM applies its own; `forced_tokens` then finds out which tokens had no alternative.
-
-xgrammar is imported inside functions of this module only.
 
 Shape legend: V vocabulary, W = ceil(V / 32) words of a mask, T completion tokens.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,21 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from rlsys.structure import check_structure, xgrammar_module
 from rlsys.types import INJECTED, BoolArray, Generation, GenerationRequest, Int32Array
 
 BITS = 32
-
-# xgrammar begins its messages with a time and the place in its source.
-SOURCE_PLACE = re.compile(r"^(\[[^\]]*\] )?\S+\.(cc|h):\d+: ")
-
-
-def check_structure(structure: str) -> None:
-    """Raise ValueError for a structural tag that cannot be compiled, or if xgrammar is missing."""
-    xgrammar = _xgrammar()
-    try:
-        xgrammar.Grammar.from_structural_tag(structure)
-    except (RuntimeError, ValueError, TypeError) as error:  # of its own, or of pydantic
-        raise ValueError(_reason(error)) from error
 
 
 def check_request_structure(request: GenerationRequest, *, has_end: bool) -> None:
@@ -75,7 +60,9 @@ class Grammars:
         `stop_token_ids` ends it."""
         with self._lock:
             compiled = self._compiler.compile_structural_tag(structure)
-        state = _xgrammar().GrammarMatcher(compiled, override_stop_tokens=list(stop_token_ids))
+        state = xgrammar_module().GrammarMatcher(
+            compiled, override_stop_tokens=list(stop_token_ids)
+        )
         matcher = Matcher(state, self._vocab_size)
         for token in prior:
             matcher.accept(token)
@@ -86,7 +73,7 @@ class Grammars:
         """Made on first use, as vLLM makes its own: it reads the tokenizer."""
         from transformers import AutoTokenizer
 
-        xgrammar = _xgrammar()
+        xgrammar = xgrammar_module()
         tokenizer = AutoTokenizer.from_pretrained(self._model_path)
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._vocab_size)
         return xgrammar.GrammarCompiler(info, cache_limit_bytes=256 * 2**20)
@@ -133,18 +120,3 @@ def with_forced(generation: Generation, forced: BoolArray) -> Generation:
     policy."""
     versions = np.where(forced, np.int32(INJECTED), generation.policy_versions)
     return replace(generation, policy_versions=versions.astype(np.int32))
-
-
-def _xgrammar() -> Any:
-    try:
-        import xgrammar
-    except ImportError as error:
-        raise ValueError(
-            "structured output needs xgrammar, which is not installed. Install rlsys[structured]."
-        ) from error
-    return xgrammar
-
-
-def _reason(error: Exception) -> str:
-    text = SOURCE_PLACE.sub("", str(error).strip())
-    return " ".join(text.split()) or type(error).__name__
