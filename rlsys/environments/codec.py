@@ -79,6 +79,13 @@ class Codec:
         return self.template.thinking if self.template else None
 
     @property
+    def writes_channels(self) -> bool:
+        """Whether the model writes special tokens before its content, as gpt-oss does."""
+        if self.template is None or self.thinking is not None:
+            return False
+        return bool(self.text.leading_specials(self.template.content_header))
+
+    @property
     def renders_tools(self) -> bool:
         return self.template is not None and self.template.renders_tools
 

@@ -109,10 +109,16 @@ class Conversation:
 
     def prompt_of_tokens(self, token_ids: Sequence[int], *, seat: int = 0) -> Path:
         """Return the path of a prompt that is given as its tokens. They stay as they are."""
-        root = self._roots.setdefault(seat, Node(None, {}, -1))
-        text = self._codec.text.decode(list(token_ids))
-        node = root.child({"role": "user", "content": text})
-        return self._path(list(token_ids), self._tree.find(token_ids, seat), node, [], seat)
+        node = self._roots.setdefault(seat, Node(None, {}, -1))
+        place = self._tree.find(token_ids, seat)
+        start = 0
+        for one in reversed(self._replies):
+            if place is not None and one.reply is not None and one.reply.place == place:
+                node, start = one, place.length
+                break
+        if text := self._codec.text.decode(list(token_ids[start:])):
+            node = node.child({"role": "user", "content": text})
+        return self._path(list(token_ids), place, node, [], seat)
 
     def _path(
         self,

@@ -313,7 +313,7 @@ class EndpointServer:
         if not forced and asked.format is not None:
             formats.append(asked.format)
         codec = episode.codec
-        if codec.template is not None and codec.template.content_header:
+        if codec.writes_channels:
             raise Refused(
                 "response_format and tool_choice are not supported for a model that writes "
                 "channels. Leave them out."

@@ -16,10 +16,10 @@ from rlsys.environments.endpoint import MAX_BODY_BYTES, MAX_CALLS
 from rlsys.environments.environment import Environment
 from rlsys.environments.host import Ended
 from rlsys.environments.room import EpisodeLimits
-from rlsys.types import Generation, GenerationRequest
+from rlsys.types import MAX_BRANCHES, Generation, GenerationRequest
 from tests.environments.asking import Asking, asking, client, play
 from tests.environments.playing import Scripted, played, request
-from tests.environments.templates import CHATML, FORGETTING
+from tests.environments.templates import CHATML, FORGETTING, THINKING
 
 QUESTION: list[Any] = [{"role": "user", "content": "?"}]
 
@@ -438,3 +438,111 @@ def test_an_agent_that_takes_too_long_is_ours() -> None:
     ended, _ = play(mine, lambda text: "yes")
     assert ended.failure is not None
     assert ended.failure.kind == "timeout"
+
+
+def test_a_call_that_cannot_be_read_is_a_text() -> None:
+    """Clients raise on a call without a name, and on arguments that are no object."""
+    broken = [
+        '<tool_call>\n{"arguments": {"a": 1}}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": }\n</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><tool_call>oh</tool_call>',
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+    @rlsys.agent
+    async def mine(endpoint: Any, task: Any) -> float:
+        messages = list(QUESTION)
+        async with client(endpoint) as policy:
+            for text in broken:
+                answer = await ask(policy, messages=messages, tools=tools)
+                choice = answer.choices[0]
+                assert (choice.message.content, choice.finish_reason) == (text, "stop")
+                assert choice.message.tool_calls is None
+                messages += [choice.message.model_dump(), *QUESTION]
+        return 1.0
+
+    replies = iter(broken)
+    ended, _ = play(mine, lambda text: next(replies), template=THINKING)
+    assert ended.played is not None, ended.failure
+    assert ended.played.trajectory.num_branches == 1  # recognised when it is sent back
+
+
+@pytest.mark.parametrize("at_once", [1, 16])
+def test_branches_that_are_used_up_are_told(at_once: int) -> None:
+    """Also where many independent questions are asked at the same time."""
+    told: list[openai.BadRequestError] = []
+
+    @rlsys.agent(format_reward=-1.0)
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint) as policy:
+            for first in range(0, MAX_BRANCHES + at_once, at_once):
+                asked = [
+                    ask(policy, messages=[{"role": "user", "content": f"{n}?"}], max_tokens=8)
+                    for n in range(first, first + at_once)
+                ]
+                answers = await asyncio.gather(*asked, return_exceptions=True)
+                told.extend(one for one in answers if isinstance(one, openai.BadRequestError))
+                if told:
+                    return 0.5
+        return 1.0
+
+    limits = EpisodeLimits(max_prompt_tokens=60, max_tokens=9999, max_context=200)
+    ended, made = play(mine, lambda text: "yes", limits=limits)
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 0.5
+    assert ended.played.finish_reason == "stop"
+    assert ended.played.trajectory.num_branches == MAX_BRANCHES
+    assert {one.code for one in told} == {"max_branches_exceeded"}
+    assert "64" in told[0].message
+    assert len(made.sampler.asked) == MAX_BRANCHES
+
+
+def test_a_conversation_goes_on_when_branches_are_used_up() -> None:
+    @rlsys.agent
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint) as policy:
+            for n in range(MAX_BRANCHES):
+                messages = [{"role": "user", "content": f"{n}?"}]
+                answer = await ask(policy, messages=messages, max_tokens=8)
+            messages += [answer.choices[0].message.model_dump(), *QUESTION]
+            await ask(policy, messages=messages, max_tokens=8)
+        return 1.0
+
+    limits = EpisodeLimits(max_prompt_tokens=60, max_tokens=9999, max_context=200)
+    ended, _ = play(mine, lambda text: "yes", limits=limits)
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 1.0
+    assert ended.played.trajectory.num_branches == MAX_BRANCHES
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"GET / HTTP/9.9.9\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nbad header\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_prints_no_traceback(
+    sent: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    @rlsys.agent(num_retries=0)
+    async def mine(endpoint: Any, task: Any) -> float:
+        url = httpx.URL(endpoint.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(sent)
+        await writer.drain()
+        answer = await asyncio.wait_for(reader.read(4096), 60)
+        writer.close()
+        assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400", b"HTTP/1.1 401"))
+        async with client(endpoint) as policy:
+            await ask(policy)
+        return 1.0
+
+    ended, _ = play(mine, lambda text: "yes")
+    assert ended.played is not None, ended.failure
+    assert not [one for one in caplog.records if one.exc_info]
+    assert "Traceback" not in "".join(capfd.readouterr())
