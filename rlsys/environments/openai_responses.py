@@ -155,7 +155,7 @@ def _messages(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -
 
 def _append(messages: list[Message], number: int, item: Any) -> None:
     """Add an item to the messages: as one of its own, or to a reply that it is part of."""
-    kind = item.get("type", "message") if isinstance(item, dict) else None
+    kind = item.get("type") or "message" if isinstance(item, dict) else None
     last = messages[-1] if messages else {}
     is_in_reply = last.get("role") == "assistant"
     match kind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,12 @@ def test_a_structure_that_cannot_be_compiled_is_refused(
         batch.check(request("r", PROMPT, structure=given))
     with pytest.raises(ValueError):  # noqa: PT011 - the type is all there is to it
         check_structure(given)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(ValueError, match=r"rlsys\[structured\]"):
+        check_structure(structure(CHOICE))
 
 
 def test_a_model_without_an_end_cannot_be_constrained(path: Path, model: Any) -> None:
