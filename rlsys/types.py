@@ -56,8 +56,8 @@ class Prompt:
 class SamplingParams:
     """How one completion is sampled.
 
-    `sampler_logprobs` are taken under the distribution at `temperature`, before top-k and top-p cut
-    it, because that is the distribution whose probabilities the trainer recomputes.
+    `sampler_logprobs` are taken under the distribution at `temperature`, before top-k, top-p and
+    `structure` cut it, because that is the distribution whose probabilities the trainer recomputes.
     """
 
     temperature: float = 1.0
@@ -66,6 +66,9 @@ class SamplingParams:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    # What the completion must look like (rlsys.structure); "": anything. A token without an
+    # alternative is INJECTED.
+    structure: str = ""
 
     @property
     def greedy(self) -> SamplingParams:
@@ -75,7 +78,8 @@ class SamplingParams:
 
 
 # policy_version of a token that is part of the completion and not trained on: one that no policy
-# sampled, one of a greedy baseline, or, in a chat of a dataset, one of no reply.
+# sampled or that had no alternative, one of a greedy baseline, or, in a chat of a dataset, one of
+# no reply.
 INJECTED = -1
 
 # A rollout may be a tree: numbers that each branch has, in `branches` of a TrainRow (own tokens,

@@ -63,7 +63,7 @@ ROOMS = (
     "json_text background call_clock foreign_names option_names",
     "user_functions disk fields metrics environ signal",
     "algorithms types errors mesh lora hf_config interrupts pipes blocking by_value sandbox",
-    "file_modes",
+    "file_modes structure",
     "growing_file",
     "manifest evaluation",
     "exported config checkpoint scaling",
@@ -152,12 +152,13 @@ def test_optional_packages_stand_in_one_place_each() -> None:
     found = {
         (path.name, name)
         for path, name in imports("rlsys")
-        if name in ("vllm", "wandb", "peft", "mcp", "IPython")
+        if name in ("vllm", "wandb", "peft", "mcp", "IPython", "xgrammar")
     }
     assert {file for file, name in found if name == "IPython"} == {"notebook.py"}
     assert {file for file, name in found if name == "wandb"} == {"wandb_sink.py"}
     assert {file for file, name in found if name == "peft"} == {"adapters.py"}
     assert {file for file, name in found if name == "mcp"} == {"mcp.py"}
+    assert {file for file, name in found if name == "xgrammar"} == {"structure.py"}
     assert all(file.startswith("vllm_") for file, name in found if name == "vllm")
 
 

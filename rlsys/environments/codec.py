@@ -79,8 +79,20 @@ class Codec:
         return self if self.template is None else Codec(self._tokenizer, chat_template="")
 
     @property
+    def vocabulary_size(self) -> int:
+        """Of the tokenizer, added tokens included."""
+        return len(self._tokenizer)
+
+    @property
     def thinking(self) -> Thinking | None:
         return self.template.thinking if self.template else None
+
+    @property
+    def writes_channels(self) -> bool:
+        """Whether the model writes special tokens before its content, as gpt-oss does."""
+        if self.template is None or self.thinking is not None:
+            return False
+        return bool(self.text.leading_specials(self.template.content_header))
 
     @property
     def renders_tools(self) -> bool:

@@ -53,6 +53,7 @@ class Path:
     token_ids: list[int]
     num_reused: int
     seat: int
+    begins_branch: bool  # a reply does not go on where a branch ends
     _node: Node
     _known: Place | None
     _num_replies: int
@@ -104,14 +105,38 @@ class Conversation:
             )
         if place is None or self._tree.goes_on(place):
             place = self._tree.find(token_ids, seat)
+        return self._path(token_ids, place, node, shown, seat)
+
+    def prompt_of_tokens(self, token_ids: Sequence[int], *, seat: int = 0) -> Path:
+        """Return the path of a prompt that is given as its tokens. They stay as they are."""
+        node = self._roots.setdefault(seat, Node(None, {}, -1))
+        place = self._tree.find(token_ids, seat)
+        start = 0
+        for one in reversed(self._replies):
+            if place is not None and one.reply is not None and one.reply.place == place:
+                node, start = one, place.length
+                break
+        if text := self._codec.boundary.decode_written(list(token_ids[start:])):
+            node = node.child({"role": "user", "content": text})
+        return self._path(list(token_ids), place, node, [], seat)
+
+    def _path(
+        self,
+        token_ids: list[int],
+        place: Place | None,
+        node: Node,
+        tools: list[Message],
+        seat: int,
+    ) -> Path:
         return Path(
             token_ids=token_ids,
             num_reused=place.length if place else 0,
             seat=seat,
+            begins_branch=place is None or self._tree.goes_on(place),
             _node=node,
             _known=place,
             _num_replies=self._tree.num_replies,
-            _tools=shown,
+            _tools=tools,
         )
 
     def reply(self, path: Path, generation: Generation) -> dict[str, Any]:
@@ -145,6 +170,11 @@ class Conversation:
     def num_tokens(self) -> int:
         """Of all branches, that of the first prompt included; no fewer than the trajectory has."""
         return self._tree.num_tokens
+
+    @property
+    def num_branches(self) -> int:
+        """Of the trajectory."""
+        return len(self._tree.numbers())
 
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> Trajectory:
         """turn_rewards: one a reply, in the order in which `reply` was called; missing ones are 0.

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import Episode, EpisodeOver, Turn
@@ -34,22 +36,36 @@ from rlsys.environments.openai_answers import (
     without_stop,
 )
 from rlsys.environments.openai_requests import (
+    MAX_ANSWERS,
     Asked,
     Refused,
     asked_of,
     body_of,
+    echoes,
+    forced_tools,
     messages_of,
-    prompt_of,
+    prompts_of,
     tools_of,
 )
+from rlsys.environments.openai_responses import (
+    ResponseAnswer,
+    chat_body,
+    ignored_of,
+    response_answer,
+)
 from rlsys.environments.tool_formats import ToolFormat, chosen_format
-from rlsys.json_text import dump_json
+from rlsys.environments.tool_grammars import behind_reasoning, either
+from rlsys.structure import Format, check_structure, structural_tag
+from rlsys.text.messages import Message
+from rlsys.types import MAX_BRANCHES
 
 # Of one episode at a time; agents that fan out further are told to wait.
 MAX_CALLS = 64
 
 # Of a request's body.
 MAX_BODY_BYTES = 16 * 2**20
+
+ROUTES = "POST /v1/chat/completions, POST /v1/responses, POST /v1/completions and GET /v1/models"
 
 # For connections to end when the server does; no call is under way by then.
 SHUTDOWN_TIMEOUT_S = 1.0
@@ -61,8 +77,13 @@ class _Session:
 
     episode: Episode
     calls: set[asyncio.Task[Any]] = field(default_factory=set)  # under way
+    # Messages up to the reply of each response, by its id.
+    responses: dict[str, list[Message]] = field(default_factory=dict)
     is_told_over: bool = False
     is_shut: bool = False
+
+
+Answered = tuple[Answer | ResponseAnswer, Asked]
 
 
 class EndpointServer:
@@ -80,12 +101,14 @@ class EndpointServer:
         """Listens on a free port of 127.0.0.1."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._answers(self._chat))
+        app.router.add_post("/v1/responses", self._answers(self._response))
         app.router.add_post("/v1/completions", self._answers(self._completion))
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         self._runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_server_logger(),
             handler_cancellation=True,  # a client that has gone wants no reply
             shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         )
@@ -130,22 +153,19 @@ class EndpointServer:
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         return _refused(
             Refused(
-                f"{request.method} {request.path} is not served here; there are POST "
-                "/v1/chat/completions, POST /v1/completions and GET /v1/models.",
+                f"{request.method} {request.path} is not served here; there are {ROUTES}.",
                 status=404,
                 code="not_found",
             )
         )
 
     def _answers(
-        self, answer: Callable[[Episode, Mapping[str, Any], Asked], Coroutine[Any, Any, Answer]]
+        self, answer: Callable[[_Session, Mapping[str, Any]], Coroutine[Any, Any, Answered]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """The handler of a route."""
 
-        async def work(request: web.Request, session: _Session) -> tuple[Answer, Asked]:
-            body = body_of(await _read(request))
-            asked = asked_of(body)
-            return await answer(session.episode, body, asked), asked
+        async def work(request: web.Request, session: _Session) -> Answered:
+            return await answer(session, body_of(await _read(request)))
 
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
@@ -155,7 +175,7 @@ class EndpointServer:
                 return _refused(refusal)
             if not asked.is_stream:
                 return web.json_response(made.whole)
-            return await _streamed(request, made.chunks(has_usage=asked.has_usage))
+            return await _streamed(request, made.stream(asked))
 
         return handle
 
@@ -171,9 +191,7 @@ class EndpointServer:
             )
         return session
 
-    async def _done(
-        self, session: _Session, work: Coroutine[Any, Any, tuple[Answer, Asked]]
-    ) -> tuple[Answer, Asked]:
+    async def _done(self, session: _Session, work: Coroutine[Any, Any, Answered]) -> Answered:
         """Raises Refused for whatever the client is to be told, and CancelledError where it has
         gone."""
         episode = session.episode
@@ -218,28 +236,93 @@ class EndpointServer:
 
     # Answers
 
-    async def _chat(self, episode: Episode, body: Mapping[str, Any], asked: Asked) -> Answer:
+    async def _chat(self, session: _Session, body: Mapping[str, Any]) -> Answered:
+        asked, episode = asked_of(body), session.episode
+        turns = await self._replies(episode, body, asked)
+        return chat_answer(turns, asked, episode.codec.boundary.decode_written), asked
+
+    async def _response(self, session: _Session, body: Mapping[str, Any]) -> Answered:
+        chat, episode = chat_body(body, session.responses), session.episode
+        asked = replace(asked_of(chat), ignored=ignored_of(body))
+        (turn,) = await self._replies(episode, chat, asked)
+        made = response_answer(turn, body, asked, episode.codec.boundary.decode_written)
+        messages = chat["messages"][1 if body.get("instructions") else 0 :]
+        session.responses[made.id] = [*messages, turn.message]
+        return made, asked
+
+    async def _replies(self, episode: Episode, body: Mapping[str, Any], asked: Asked) -> list[Turn]:
         messages, tools = messages_of(body), tools_of(body)
-        tool_format = self._format if tools else None
+        tool_format = self._format if tools else None  # refused before anything is sampled
+        structure = await _checked(self._structure(episode, body, asked, tools))
         turns = await _side_by_side(
-            episode.turn(messages, tools=tools, max_tokens=asked.max_tokens, stop=asked.stop)
+            episode.turn(
+                messages,
+                tools=tools,
+                max_tokens=asked.max_tokens,
+                stop=asked.stop,
+                structure=structure,
+            )
             for _ in range(asked.num_answers)
         )
         for turn in turns:
             without_stop(turn, asked.stop)
             if tool_format is not None:
                 _split_calls(episode, turn, tool_format, tools)
-        return chat_answer(turns, asked, episode.codec.boundary.decode_written)
+        return turns
 
-    async def _completion(self, episode: Episode, body: Mapping[str, Any], asked: Asked) -> Answer:
-        prompt = prompt_of(body)
+    async def _completion(self, session: _Session, body: Mapping[str, Any]) -> Answered:
+        asked, episode = asked_of(body), session.episode
+        prompts, is_echoed = prompts_of(body), echoes(body, asked)
+        if (num := len(prompts) * asked.num_answers) > MAX_ANSWERS:
+            raise Refused(
+                f"{len(prompts)} prompts with n={asked.num_answers} are {num} answers; ask for at "
+                f"most {MAX_ANSWERS} at a time."
+            )
+        for prompt in prompts:
+            _check_token_ids(episode, prompt)
+        structure = await _checked(asked.format)
         turns = await _side_by_side(
-            episode.complete(prompt, max_tokens=asked.max_tokens, stop=asked.stop)
+            episode.complete(
+                prompt, max_tokens=asked.max_tokens, stop=asked.stop, structure=structure
+            )
+            for prompt in prompts
             for _ in range(asked.num_answers)
         )
+        decode = episode.codec.boundary.decode_written
+        texts = [one if isinstance(one, str) else decode(one) for one in prompts]
+        echoed = [text if is_echoed else "" for text in texts for _ in range(asked.num_answers)]
         for turn in turns:
             without_stop(turn, asked.stop)
-        return text_answer(turns, asked, episode.codec.boundary.decode_written)
+        return text_answer(turns, asked, decode, echoed=echoed), asked
+
+    def _structure(
+        self, episode: Episode, body: Mapping[str, Any], asked: Asked, tools: list[Message]
+    ) -> Format | None:
+        """Return the format that a reply to a chat must have; None if it may have any."""
+        forced = forced_tools(body, tools)
+        if not forced and asked.format is None:
+            return None
+        calls = self._format.calls if tools else None
+        if forced and calls is None:
+            raise Refused(
+                f"tool_choice={body['tool_choice']!r}: calls in the format {self._format.name!r} "
+                "cannot be forced. Use 'auto', or give the ToolFormat its calls."
+            )
+        several = body.get("parallel_tool_calls") is not False
+        formats = [calls(forced or tools, several)] if calls is not None else []
+        if not forced and asked.format is not None:
+            formats.append(asked.format)
+        codec = episode.codec
+        if codec.writes_channels:
+            raise Refused(
+                "response_format and tool_choice are not supported for a model that writes "
+                "channels. Leave them out."
+            )
+        if (thinking := codec.thinking) is None:
+            return either(formats)
+        return behind_reasoning(
+            either(formats), start=thinking.start, end=thinking.end, is_begun=thinking.is_begun
+        )
 
     @cached_property
     def _format(self) -> ToolFormat:
@@ -247,14 +330,38 @@ class EndpointServer:
 
 
 def _split_calls(
-    episode: Episode, turn: Turn, tool_format: ToolFormat, tools: list[Mapping[str, Any]]
+    episode: Episode, turn: Turn, tool_format: ToolFormat, tools: list[Message]
 ) -> None:
+    """Take the calls out of a reply. A reply with a call that cannot be read stays a text: clients
+    raise on a call without a name or with arguments that are no object."""
     message = turn.message
     reply = tool_format.parse(message["content"], tools, num_before=episode.num_tool_calls)
-    if reply.calls:
+    if reply.calls and not any(call.error for call in reply.calls):
         episode.num_tool_calls += len(reply.calls)
         message["content"] = reply.content
         message["tool_calls"] = reply.tool_calls
+
+
+async def _checked(format: Format | None) -> str:
+    """Return the structural tag of a format. Raises Refused for one that cannot be compiled."""
+    if format is None:
+        return ""
+    structure = structural_tag(format)
+    try:
+        await asyncio.to_thread(check_structure, structure)  # imports xgrammar the first time
+    except ValueError as error:
+        raise Refused(
+            f"the schemas of response_format or tools cannot be followed: {error}. Simplify them."
+        ) from None
+    return structure
+
+
+def _check_token_ids(episode: Episode, prompt: str | list[int]) -> None:
+    if not isinstance(prompt, str) and max(prompt) >= episode.codec.vocabulary_size:
+        raise Refused(
+            f"prompt has token {max(prompt)}; the model knows 0 to "
+            f"{episode.codec.vocabulary_size - 1}. Use its own tokenizer."
+        )
 
 
 def _over(episode: Episode) -> Refused:
@@ -263,6 +370,12 @@ def _over(episode: Episode) -> Refused:
             "this episode is over: its tokens (sampling.max_tokens) or its context are used up. "
             "Return what it is worth.",
             code="context_length_exceeded",
+        )
+    if episode.is_out_of_branches:
+        return Refused(
+            f"this episode is over: its {MAX_BRANCHES} branches (conversations that do not go on "
+            "from each other) are used up. Return what it is worth.",
+            code="max_branches_exceeded",
         )
     return Refused(
         f"this episode is over: its {episode.environment.max_turns} turns (max_turns) are used up. "
@@ -295,13 +408,25 @@ async def _side_by_side(works: Iterator[Coroutine[Any, Any, Turn]]) -> list[Turn
         await asyncio.wait(tasks)
 
 
-async def _streamed(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
-    """Server-sent events."""
+async def _streamed(request: web.Request, events: str) -> web.StreamResponse:
+    """Send server-sent events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    told = [*(dump_json(chunk) for chunk in chunks), "[DONE]"]
-    await response.write("".join(f"data: {one}\n\n" for one in told).encode())
+    await response.write(events.encode())
     return response
+
+
+def _server_logger() -> logging.Logger:
+    """Return aiohttp's logger, less the tracebacks of requests that are no HTTP: the client gets
+    status 400, and nothing is wrong here."""
+    logger = logging.getLogger("rlsys.environments.endpoint")
+    logger.addFilter(_is_ours)  # the same one once
+    return logger
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
 
 
 def _refused(refusal: Refused) -> web.Response:

@@ -23,10 +23,16 @@ from rlsys.call_clock import Stopwatch
 from rlsys.environments.codec import Codec
 from rlsys.environments.conversation import Conversation, Path
 from rlsys.environments.environment import Environment
-from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms
+from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms, UsedUp
 from rlsys.environments.token_tree import Trajectory, joined, without_tokens
 from rlsys.text.messages import Message
-from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from rlsys.types import (
+    MAX_BRANCHES,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    SamplingParams,
+)
 from rlsys.user_functions import number_of, printable
 
 # Of the names of rewards: what the function returned.
@@ -66,7 +72,7 @@ class Turn:
     is_truncated: bool
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    num_prompt_tokens: int
+    prompt_token_ids: Sequence[int]
     policy_version: int  # of its newest token; -1 where it has none
     reward: float = 0.0
 
@@ -135,6 +141,7 @@ class Episode:
     partners: Mapping[int, Partner] = field(default_factory=dict)
     is_over: bool = False
     is_truncated: bool = False
+    is_out_of_branches: bool = False  # a prompt needed more than MAX_BRANCHES
     failure: Exception | None = None  # no reward of it counts, whatever its function returns
     num_tool_calls: int = 0
     turns: list[Turn] = field(default_factory=list)
@@ -160,7 +167,12 @@ class Episode:
             else _Side(
                 sampler=partner.sampler,
                 conversation=Conversation(partner.codec, max_tokens=self.limits.max_context),
-                rooms=Rooms(self.limits, max_turns=None, turn_tokens=environment.turn_tokens),
+                rooms=Rooms(
+                    self.limits,
+                    max_turns=None,
+                    turn_tokens=environment.turn_tokens,
+                    max_branches=None,
+                ),
                 is_frozen=True,
             )
             for seat, partner in self.partners.items()
@@ -179,9 +191,11 @@ class Episode:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
         stop: tuple[str, ...] = (),
+        structure: str = "",
     ) -> Turn:
-        """The reply to the messages of whoever plays the seat. Raises EpisodeOver where there is no
-        room for one, or no turn left; ValueError for messages that cannot be rendered."""
+        """Sample the reply to the messages of whoever plays the seat. `structure`: what the reply
+        must look like (rlsys.structure). Raises EpisodeOver if there is no room for one, or no turn
+        or branch left; ValueError for messages that cannot be rendered."""
         side = self._partners.get(seat, self._own)
         return await self._asked(
             side,
@@ -189,20 +203,42 @@ class Episode:
             lambda: side.conversation.prompt(messages, tools, seat=seat),
             max_tokens,
             stop,
+            structure,
         )
 
     async def complete(
-        self, prompt: str, *, max_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        structure: str = "",
     ) -> Turn:
-        """The policy's continuation of a text, without the chat template. One that begins with an
-        earlier text and its continuation goes on from there. Raises as `turn` does."""
+        """Sample the policy's continuation of a text or of tokens, without the chat template. A
+        prompt that begins with an earlier one and its continuation goes on from there. Raises as
+        `turn` does."""
         if self._raw is None:
             self._raw = Conversation(
                 self.codec.without_template, max_tokens=self.limits.max_context
             )
-        conversation, messages = self._raw, self._known_beginning(prompt)
+        conversation = self._raw
+        if not isinstance(prompt, str):
+            return await self._asked(
+                self._own,
+                conversation,
+                lambda: conversation.prompt_of_tokens(prompt),
+                max_tokens,
+                stop,
+                structure,
+            )
+        messages = self._known_beginning(prompt)
         turn = await self._asked(
-            self._own, conversation, lambda: conversation.prompt(messages), max_tokens, stop
+            self._own,
+            conversation,
+            lambda: conversation.prompt(messages),
+            max_tokens,
+            stop,
+            structure,
         )
         if turn.text:
             text, chain = prompt + turn.text, [*messages, turn.message]
@@ -216,12 +252,15 @@ class Episode:
         prompt: Callable[[], Path],
         max_tokens: int | None,
         stop: tuple[str, ...],
+        structure: str,
     ) -> Turn:
         room = await self._room(side, conversation, prompt, max_tokens)
         path = room.path
         generation: Generation | None = None
         try:
-            generation = await self._sampled(side, self._request(path, room.wanted, stop))
+            generation = await self._sampled(
+                side, self._request(path, room.wanted, stop, structure)
+            )
         finally:
             side.rooms.give_back(room, has_reply=generation is not None)
         is_cut = generation.finish_reason is FinishReason.LENGTH
@@ -237,7 +276,7 @@ class Episode:
             is_truncated=is_cut,
             token_ids=generation.token_ids.tolist(),
             logprobs=generation.sampler_logprobs.tolist(),
-            num_prompt_tokens=len(path.token_ids),
+            prompt_token_ids=path.token_ids,
             policy_version=int(generation.policy_versions.max(initial=-1)),
         )
         self.turns.append(turn)
@@ -261,9 +300,18 @@ class Episode:
         try:
             return await side.rooms.take(conversation, goes_on, max_tokens)
         except NoRoom as reason:
+            if reason.used_up is UsedUp.BRANCHES and not self.environment.is_agent:
+                self.failure = EpisodeFailed(
+                    f"an episode of {self.environment.name} needs {MAX_BRANCHES + 1} branches, "
+                    f"and at most {MAX_BRANCHES} are kept; fork less often, or let conversations "
+                    "only grow."
+                )
+                raise self.failure from None
             self.is_over = True
-            self.is_truncated |= reason.is_truncated
-            raise EpisodeOver(str(reason) if reason.is_truncated else WENT_ON) from None
+            self.is_truncated |= reason.used_up is UsedUp.TOKENS
+            self.is_out_of_branches |= reason.used_up is UsedUp.BRANCHES
+            told = WENT_ON if reason.used_up is UsedUp.TURNS else str(reason)
+            raise EpisodeOver(told) from None
         except FirstTooLong as error:
             whose = "a frozen model's seat of " if side.is_frozen else ""
             self.failure = EpisodeFailed(f"{whose}{self.environment.name} {error}")
@@ -375,13 +423,17 @@ class Episode:
         seats = self.environment.seats
         return {"seat": seats[number]} if len(seats) > 1 else {}
 
-    def _request(self, path: Path, max_tokens: int, stop: tuple[str, ...]) -> GenerationRequest:
+    def _request(
+        self, path: Path, max_tokens: int, stop: tuple[str, ...], structure: str
+    ) -> GenerationRequest:
         base, own = self.base, self.environment.stop
         turn, self._num_asked = self._num_asked, self._num_asked + 1
         return GenerationRequest(
             request_id=f"{self.key}.{turn}",
             prompt_token_ids=path.token_ids,
-            sampling=replace(base, max_tokens=max_tokens, stop=(*base.stop, *own, *stop)),
+            sampling=replace(
+                base, max_tokens=max_tokens, stop=(*base.stop, *own, *stop), structure=structure
+            ),
             seed=_turn_seed(self.seed, turn),
             num_shared_tokens=path.num_reused,
             priority=min(turn, 1),  # keys and values of later turns are there

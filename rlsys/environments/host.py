@@ -47,7 +47,7 @@ from rlsys.rewards import RewardFailure
 from rlsys.rewards.outcome import failure_from
 from rlsys.signal import Signal
 from rlsys.text.chat_template import template_text
-from rlsys.types import INJECTED, MAX_BRANCHES, Rollout, SamplingParams
+from rlsys.types import INJECTED, Rollout, SamplingParams
 from rlsys.user_functions import contained
 
 # A function that goes on after it was cancelled is left to itself after this.
@@ -319,13 +319,7 @@ class EpisodeHost:
         finally:
             if not task.done():
                 await self._end(task)
-        played = self._outcome(episode, task)
-        if (num_branches := played.trajectory.num_branches) > MAX_BRANCHES:
-            raise EpisodeFailed(
-                f"an episode of {environment.name} has {num_branches} branches, and at most "
-                f"{MAX_BRANCHES} are kept; fork less often, or let conversations only grow."
-            )
-        return played
+        return self._outcome(episode, task)
 
     def _outcome(self, episode: Episode, task: asyncio.Task[Any]) -> Played:
         """Raises what the function did, and a failure of the episode even where the function took

@@ -16,6 +16,7 @@ from typing import Any
 
 from rlsys.environments.episode import Turn
 from rlsys.environments.openai_requests import Asked
+from rlsys.json_text import dump_json
 
 MODEL = "policy"
 MODELS = {
@@ -39,6 +40,11 @@ class Answer:
     def whole(self) -> Fields:
         return {**self.head, "choices": self.choices, "usage": self.usage}
 
+    def stream(self, asked: Asked) -> str:
+        """Return the server-sent events of a stream."""
+        told = [*map(dump_json, self.chunks(has_usage=asked.has_usage)), "[DONE]"]
+        return "".join(f"data: {one}\n\n" for one in told)
+
     def chunks(self, *, has_usage: bool) -> list[Fields]:
         """The reply is there by now, so each choice is one chunk, and one that says why it ended;
         a stream of it is for clients that only read streams."""
@@ -50,35 +56,50 @@ class Answer:
 
 
 def chat_answer(turns: Sequence[Turn], asked: Asked, decode: Decode) -> Answer:
+    head = _head("chatcmpl", "chat.completion", turns, asked)
+    if asked.has_token_ids:
+        head["prompt_token_ids"] = list(turns[0].prompt_token_ids)
     return Answer(
-        head=_head("chatcmpl", "chat.completion", turns, asked),
+        head=head,
         choices=[
             {
                 "index": index,
                 "message": _message(turn),
-                "logprobs": _chat_logprobs(turn, decode) if asked.has_logprobs else None,
+                "logprobs": chat_logprobs(turn, decode) if asked.has_logprobs else None,
                 "finish_reason": _finish_reason(turn),
+                **({"token_ids": list(turn.token_ids)} if asked.has_token_ids else {}),
             }
             for index, turn in enumerate(turns)
         ],
-        usage=_usage(turns),
+        usage=_usage(turns, asked),
     )
 
 
-def text_answer(turns: Sequence[Turn], asked: Asked, decode: Decode) -> Answer:
+def text_answer(
+    turns: Sequence[Turn], asked: Asked, decode: Decode, *, echoed: Sequence[str]
+) -> Answer:
+    """`echoed`: what each text begins with, beside what was sampled."""
     return Answer(
         head=_head("cmpl", "text_completion", turns, asked),
         choices=[
             {
                 "index": index,
-                "text": turn.message["content"],
+                "text": before + turn.message["content"],
                 "logprobs": _text_logprobs(turn, decode) if asked.has_logprobs else None,
                 "finish_reason": _finish_reason(turn),
+                **(_token_ids(turn) if asked.has_token_ids else {}),
             }
-            for index, turn in enumerate(turns)
+            for index, (turn, before) in enumerate(zip(turns, echoed, strict=True))
         ],
-        usage=_usage(turns),
+        usage=_usage(turns, asked),
     )
+
+
+def _token_ids(turn: Turn) -> Fields:
+    return {
+        "prompt_token_ids": list(turn.prompt_token_ids),
+        "token_ids": list(turn.token_ids),
+    }
 
 
 def without_stop(turn: Turn, stop: Sequence[str]) -> None:
@@ -122,27 +143,29 @@ def _finish_reason(turn: Turn) -> str:
     return "tool_calls" if turn.message.get("tool_calls") else "stop"
 
 
-def _usage(turns: Sequence[Turn]) -> Fields:
-    """In tokens. The prompt counts once, however many answers there are."""
-    prompt, said = turns[0].num_prompt_tokens, sum(len(turn.token_ids) for turn in turns)
+def _usage(turns: Sequence[Turn], asked: Asked) -> Fields:
+    """In tokens. A prompt counts once, however many answers there are to it."""
+    prompt = sum(len(turn.prompt_token_ids) for turn in turns[:: asked.num_answers])
+    said = sum(len(turn.token_ids) for turn in turns)
     return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
 
 
-def _chat_logprobs(turn: Turn, decode: Decode) -> Fields:
+def chat_logprobs(turn: Turn, decode: Decode) -> Fields:
     """Of all that was sampled: reasoning, calls and the end of the turn too."""
+    return {"content": token_logprobs(turn, decode), "refusal": None}
+
+
+def token_logprobs(turn: Turn, decode: Decode) -> list[Fields]:
     tokens = [decode([token]) for token in turn.token_ids]
-    return {
-        "content": [
-            {
-                "token": token,
-                "logprob": logprob,
-                "bytes": None if "\ufffd" in token else list(token.encode()),  # part of a character
-                "top_logprobs": [],
-            }
-            for token, logprob in zip(tokens, turn.logprobs, strict=True)
-        ],
-        "refusal": None,
-    }
+    return [
+        {
+            "token": token,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in token else list(token.encode()),  # part of a character
+            "top_logprobs": [],
+        }
+        for token, logprob in zip(tokens, turn.logprobs, strict=True)
+    ]
 
 
 def _text_logprobs(turn: Turn, decode: Decode) -> Fields:

@@ -4,17 +4,19 @@
                  │ waits while calls under way hold what may be left
 
 In tokens: all that stands beyond the first prompt, in all branches, is bounded together, since the
-store keeps that much for a rollout. What a call asks for is held until it has ended, and what it
-did not need is there for others. No clock.
+store keeps that much for a rollout, and so many branches. What a call asks for is held until it has
+ended, and what it did not need is there for others. No clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from rlsys.environments.conversation import Conversation, Path, TextTooLong
 from rlsys.signal import Signal
+from rlsys.types import MAX_BRANCHES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +28,21 @@ class EpisodeLimits:
     max_context: int  # of one branch
 
 
-class NoRoom(Exception):
-    """Turns, tokens or context are used up; `is_truncated`: not the turns. `why`: more of it."""
+class UsedUp(StrEnum):
+    """Limit of an episode that has no room for another reply."""
 
-    def __init__(self, *, is_truncated: bool, why: str = "") -> None:
-        used_up = "tokens or context are used up" if is_truncated else "turns are used up"
-        super().__init__(f"{used_up}: {why}" if why else used_up)
-        self.is_truncated = is_truncated
+    TURNS = "turns"
+    BRANCHES = "branches"
+    TOKENS = "tokens or context"
+
+
+class NoRoom(Exception):
+    """Turns, branches, tokens or context are used up. `why`: more about it."""
+
+    def __init__(self, used_up: UsedUp, why: str = "") -> None:
+        told = f"{used_up} are used up"
+        super().__init__(f"{told}: {why}" if why else told)
+        self.used_up = used_up
 
 
 class FirstTooLong(Exception):
@@ -51,12 +61,20 @@ class Room:
 
 
 class Rooms:
-    """Of one episode. `turn_tokens`: of one reply."""
+    """Rooms of one episode. `turn_tokens`: limit of one reply. `max_branches`: limit of all
+    conversations together, that of a rollout in the store; None: no limit."""
 
     def __init__(
-        self, limits: EpisodeLimits, *, max_turns: int | None, turn_tokens: int | None
+        self,
+        limits: EpisodeLimits,
+        *,
+        max_turns: int | None,
+        turn_tokens: int | None,
+        max_branches: int | None = MAX_BRANCHES,
     ) -> None:
         self._limits = limits
+        self._max_branches = max_branches
+        self._num_sampling = 0  # calls under way, each of which may begin a branch
         self._max_turns = max_turns
         self._turn_tokens = turn_tokens
         self._conversations: list[Conversation] = []  # in the order of their first replies
@@ -77,7 +95,7 @@ class Rooms:
         limits = self._limits
         while True:
             if not self.has_turns:
-                raise NoRoom(is_truncated=False)
+                raise NoRoom(UsedUp.TURNS)
             try:
                 path = prompt()
             except TextTooLong as error:
@@ -89,7 +107,13 @@ class Rooms:
             num_new = 0 if is_first else len(path.token_ids) - path.num_reused
             left = limits.max_tokens - self._num_stored - self._num_held - num_new
             has_begun = bool(self._conversations) or is_first
-            if (has_begun and left >= wanted) or not self._num_held:
+            has_branch = self._has_branch(path)
+            if not (has_branch or self._num_sampling):
+                raise NoRoom(
+                    UsedUp.BRANCHES,
+                    f"a rollout has at most {self._max_branches}, and this prompt needs another",
+                )
+            if has_branch and ((has_begun and left >= wanted) or not self._num_held):
                 break
             await self._changed.next()
         most = min(left, context)
@@ -99,7 +123,7 @@ class Rooms:
                 "(data.max_prompt_tokens). Shorten its first text, or raise that."
             )
         if most < 1:
-            raise NoRoom(is_truncated=True)
+            raise NoRoom(UsedUp.TOKENS)
         room = Room(
             conversation=conversation,
             path=path,
@@ -111,17 +135,29 @@ class Rooms:
             self._first = room
         self._num_held += room.wanted + num_new
         self._num_calls += 1
+        self._num_sampling += 1
         return room
 
     def give_back(self, room: Room, *, has_reply: bool) -> None:
         """Its call has ended. Without a reply it is as if it had not been; with one, the reply is
         put into its conversation before anybody else runs."""
         self._num_held -= room.wanted + room.num_new
+        self._num_sampling -= 1
         if not has_reply:
             self._num_calls -= 1
         elif room.conversation not in self._conversations:
             self._conversations.append(room.conversation)
         self._changed.notify()
+
+    def _has_branch(self, path: Path) -> bool:
+        """Return whether the branches are within the limit, however the calls under way end: of two
+        that go on from the same branch, one begins another."""
+        if self._max_branches is None:
+            return True
+        num_branches = sum(one.num_branches for one in self._conversations) + self._num_sampling
+        if self._num_sampling or path.begins_branch:
+            num_branches += 1
+        return num_branches <= self._max_branches
 
     def _is_first(self, conversation: Conversation, path: Path) -> bool:
         """Whether it is the prompt that all is counted beyond: the first one, which calls at the
@@ -145,8 +181,8 @@ class Rooms:
                 "(data.max_prompt_tokens). Shorten its first text, or raise that."
             )
         return NoRoom(
-            is_truncated=True,
-            why=f"the environment says {error}; a conversation may have {limits.max_context} "
+            UsedUp.TOKENS,
+            f"the environment says {error}; a conversation may have {limits.max_context} "
             "(data.max_prompt_tokens + sampling.max_tokens). Let it say less, such as "
             "text[:8000], or raise these.",
         )

@@ -39,11 +39,11 @@ class Trajectory:
 
     prompt_token_ids: Int32Array  # [P]
     token_ids: Int32Array  # [T], the branches' own tokens one after another
-    sampler_logprobs: Float32Array  # [T], 0 where no policy sampled
-    policy_versions: Int32Array  # [T], INJECTED where no policy sampled
-    turn_rewards: Float32Array  # [T], 0 but at the last token of a reply
+    sampler_logprobs: Float32Array  # [T]; of no meaning where no policy sampled
+    policy_versions: Int32Array  # [T], INJECTED where no policy sampled or had no alternative
+    turn_rewards: Float32Array  # [T], 0 but at the last trained token of a reply
     branches: Int32Array  # [4 * B]
-    reply_ends: Int32Array  # [N], where each reply's last token stands in [T]; -1: it has none
+    reply_ends: Int32Array  # [N]: index in [T] of each reply's last trained token; -1: it has none
 
     @property
     def num_branches(self) -> int:
@@ -134,7 +134,8 @@ class TokenTree:
 
     def __init__(self) -> None:
         self._branches: list[_Branch] = []
-        self._ends: list[Place] = []  # behind each reply's last token; length -1: it has none
+        # Behind each reply's last token that is trained on; length -1: it has none.
+        self._ends: list[Place] = []
 
     @property
     def num_replies(self) -> int:
@@ -223,7 +224,9 @@ class TokenTree:
             branch.sampled_end = len(branch.token_ids) + len(sampled)
         branch.add(sampled, logprobs, versions)
         end = Place(number, branch.length)
-        self._ends.append(end if len(sampled) else Place(number, -1))
+        trained = [i for i, version in enumerate(versions) if version != INJECTED]
+        length = end.length - len(sampled) + trained[-1] + 1 if trained else -1
+        self._ends.append(Place(number, length))
         return end
 
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> Trajectory:

@@ -15,8 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.environments.tool_call import NO_OBJECT, Call, Piece, Reply, Written
+from rlsys.environments.tool_grammars import (
+    hermes_calls,
+    llama3_calls,
+    mistral_args_calls,
+    mistral_calls,
+    plain_json_calls,
+    qwen3_coder_calls,
+)
 from rlsys.environments.tool_json import hermes, llama3, mistral, plain_json
 from rlsys.environments.tool_xml import qwen3_coder
+from rlsys.structure import Format
 
 # Of one reply; what follows is not read. More than a ToolSet makes, so that it says so.
 MAX_CALLS_READ = 64
@@ -27,10 +36,13 @@ MAX_QUOTED = 200
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way to write calls. `pieces` takes a reply, and the schemas of the tools."""
+    """One way to write calls. `pieces` takes a reply, and the schemas of the tools. `calls` takes
+    schemas, and whether several calls are allowed, and returns the format of a reply that must call
+    one of these tools; None: calls cannot be forced."""
 
     name: str
     pieces: Callable[[str, Sequence[Mapping[str, Any]]], Iterator[Piece]]
+    calls: Callable[[Sequence[Mapping[str, Any]], bool], Format] | None = None
 
     def parse(
         self, text: str, tools: Sequence[Mapping[str, Any]] = (), *, num_before: int = 0
@@ -72,11 +84,12 @@ def _call(written: Written, place: int) -> Call:
 FORMATS = {
     one.name: one
     for one in (
-        ToolFormat("hermes", hermes),
-        ToolFormat("qwen3_coder", qwen3_coder),
-        ToolFormat("llama3", llama3),
-        ToolFormat("mistral", mistral),
-        ToolFormat("json", plain_json),
+        ToolFormat("hermes", hermes, hermes_calls),
+        ToolFormat("qwen3_coder", qwen3_coder, qwen3_coder_calls),
+        ToolFormat("llama3", llama3, llama3_calls),
+        ToolFormat("mistral", mistral, mistral_calls),
+        ToolFormat("mistral_args", mistral, mistral_args_calls),
+        ToolFormat("json", plain_json, plain_json_calls),
     )
 }
 
@@ -85,6 +98,7 @@ FORMATS = {
 SIGNS: tuple[tuple[str, str | None], ...] = (
     ("<arg_key>", None),  # GLM
     ("<function=", "qwen3_coder"),
+    ("[ARGS]", "mistral_args"),
     ("[TOOL_CALLS]", "mistral"),
     ("<tool_call>", "hermes"),
     ('"parameters": ', "llama3"),

@@ -16,10 +16,10 @@ from rlsys.environments.endpoint import MAX_BODY_BYTES, MAX_CALLS
 from rlsys.environments.environment import Environment
 from rlsys.environments.host import Ended
 from rlsys.environments.room import EpisodeLimits
-from rlsys.types import Generation, GenerationRequest
+from rlsys.types import MAX_BRANCHES, Generation, GenerationRequest
 from tests.environments.asking import Asking, asking, client, play
 from tests.environments.playing import Scripted, played, request
-from tests.environments.templates import CHATML, FORGETTING
+from tests.environments.templates import CHATML, FORGETTING, THINKING
 
 QUESTION: list[Any] = [{"role": "user", "content": "?"}]
 
@@ -76,8 +76,8 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
         ),
         (
             "/chat/completions",
-            {"messages": QUESTION, "response_format": {"type": "json_object"}},
-            "response_format={'type': 'json_object'} is not supported here; leave it out.",
+            {"messages": QUESTION, "response_format": {"type": "xml"}},
+            "response_format={'type': 'xml'}",
         ),
         ("/chat/completions", {"messages": QUESTION, "n": 65}, "n=65 is no number of answers"),
         ("/chat/completions", {"messages": QUESTION, "n": True}, "n=True is no number"),
@@ -93,16 +93,42 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
         (
             "/chat/completions",
             {"messages": QUESTION, "tool_choice": "required"},
-            "tool_choice='required' cannot be forced; use 'auto'.",
+            "tool_choice='required'",
         ),
         (
             "/chat/completions",
             {"messages": QUESTION, "tools": [{"type": "function", "function": {"name": "f"}}]},
             "the chat template does not render tools",
         ),
-        ("/completions", {"prompt": ["a", "b"]}, "prompt=['a', 'b'] is no text"),
-        ("/completions", {"prompt": ""}, "prompt='' is no text; give one, not empty."),
-        ("/completions", {"prompt": "a", "echo": True}, "echo=True is not supported here"),
+        ("/completions", {"prompt": ["a", ""]}, "prompt=['a', '']"),
+        ("/completions", {"prompt": ""}, "prompt=''"),
+        ("/completions", {"prompt": []}, "prompt=[]"),
+        ("/completions", {"prompt": [1, -1]}, "prompt=[1, -1]"),
+        ("/completions", {"prompt": [1, True]}, "prompt=[1, True]"),
+        ("/completions", {"prompt": [1, 10**6]}, "1000000"),
+        ("/completions", {"prompt": ["a"] * 33, "n": 2}, "66"),
+        ("/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo=True"),
+        ("/responses", {"input": []}, "input=[]"),
+        ("/responses", {"input": "a", "background": True}, "background=True"),
+        ("/responses", {"input": [{"type": "computer_call"}]}, "computer_call"),
+        ("/responses", {"input": "a", "previous_response_id": "resp_1"}, "resp_1"),
+        ("/responses", {"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input[0]"),
+        (
+            "/responses",
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}},
+            "response_format",
+        ),
+        (
+            "/chat/completions",
+            {
+                "messages": QUESTION,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "bogus"}},
+                },
+            },
+            "bogus",
+        ),
         ("/completions", {"prompt": "a", "best_of": 2}, "best_of=2 is not supported here"),
     ],
 )
@@ -128,9 +154,10 @@ def test_a_body_that_is_too_long_is_refused() -> None:
 
 def test_other_routes_say_which_there_are() -> None:
     async def talk(http: httpx.AsyncClient) -> None:
-        status, code, message = error_of(await http.post("/responses", json={}))
+        status, code, message = error_of(await http.post("/embeddings", json={}))
         assert (status, code) == (404, "not_found")
-        assert message.startswith("POST /v1/responses is not served here; there are POST /v1/chat")
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"):
+            assert path in message
 
     ended, _ = play(by_hand(talk), lambda text: "yes")
     assert ended.played is not None, ended.failure
@@ -411,3 +438,111 @@ def test_an_agent_that_takes_too_long_is_ours() -> None:
     ended, _ = play(mine, lambda text: "yes")
     assert ended.failure is not None
     assert ended.failure.kind == "timeout"
+
+
+def test_a_call_that_cannot_be_read_is_a_text() -> None:
+    """Clients raise on a call without a name, and on arguments that are no object."""
+    broken = [
+        '<tool_call>\n{"arguments": {"a": 1}}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": }\n</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><tool_call>oh</tool_call>',
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+    @rlsys.agent
+    async def mine(endpoint: Any, task: Any) -> float:
+        messages = list(QUESTION)
+        async with client(endpoint) as policy:
+            for text in broken:
+                answer = await ask(policy, messages=messages, tools=tools)
+                choice = answer.choices[0]
+                assert (choice.message.content, choice.finish_reason) == (text, "stop")
+                assert choice.message.tool_calls is None
+                messages += [choice.message.model_dump(), *QUESTION]
+        return 1.0
+
+    replies = iter(broken)
+    ended, _ = play(mine, lambda text: next(replies), template=THINKING)
+    assert ended.played is not None, ended.failure
+    assert ended.played.trajectory.num_branches == 1  # recognised when it is sent back
+
+
+@pytest.mark.parametrize("at_once", [1, 16])
+def test_branches_that_are_used_up_are_told(at_once: int) -> None:
+    """Also where many independent questions are asked at the same time."""
+    told: list[openai.BadRequestError] = []
+
+    @rlsys.agent(format_reward=-1.0)
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint) as policy:
+            for first in range(0, MAX_BRANCHES + at_once, at_once):
+                asked = [
+                    ask(policy, messages=[{"role": "user", "content": f"{n}?"}], max_tokens=8)
+                    for n in range(first, first + at_once)
+                ]
+                answers = await asyncio.gather(*asked, return_exceptions=True)
+                told.extend(one for one in answers if isinstance(one, openai.BadRequestError))
+                if told:
+                    return 0.5
+        return 1.0
+
+    limits = EpisodeLimits(max_prompt_tokens=60, max_tokens=9999, max_context=200)
+    ended, made = play(mine, lambda text: "yes", limits=limits)
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 0.5
+    assert ended.played.finish_reason == "stop"
+    assert ended.played.trajectory.num_branches == MAX_BRANCHES
+    assert {one.code for one in told} == {"max_branches_exceeded"}
+    assert "64" in told[0].message
+    assert len(made.sampler.asked) == MAX_BRANCHES
+
+
+def test_a_conversation_goes_on_when_branches_are_used_up() -> None:
+    @rlsys.agent
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint) as policy:
+            for n in range(MAX_BRANCHES):
+                messages = [{"role": "user", "content": f"{n}?"}]
+                answer = await ask(policy, messages=messages, max_tokens=8)
+            messages += [answer.choices[0].message.model_dump(), *QUESTION]
+            await ask(policy, messages=messages, max_tokens=8)
+        return 1.0
+
+    limits = EpisodeLimits(max_prompt_tokens=60, max_tokens=9999, max_context=200)
+    ended, _ = play(mine, lambda text: "yes", limits=limits)
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 1.0
+    assert ended.played.trajectory.num_branches == MAX_BRANCHES
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"GET / HTTP/9.9.9\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nbad header\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_prints_no_traceback(
+    sent: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    @rlsys.agent(num_retries=0)
+    async def mine(endpoint: Any, task: Any) -> float:
+        url = httpx.URL(endpoint.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(sent)
+        await writer.drain()
+        answer = await asyncio.wait_for(reader.read(4096), 60)
+        writer.close()
+        assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400", b"HTTP/1.1 401"))
+        async with client(endpoint) as policy:
+            await ask(policy)
+        return 1.0
+
+    ended, _ = play(mine, lambda text: "yes")
+    assert ended.played is not None, ended.failure
+    assert not [one for one in caplog.records if one.exc_info]
+    assert "Traceback" not in "".join(capfd.readouterr())

@@ -329,7 +329,8 @@ def test_a_reply_of_nothing_but_calls_is_read_to_a_bound() -> None:
 
 def test_the_format_is_found_in_the_template() -> None:
     for name, template in PAIRS:
-        assert detect(template).name == name
+        is_newer = name == "mistral" and "[ARGS]" in template
+        assert detect(template).name == ("mistral_args" if is_newer else name)
     assert detect(None).name == "json"
 
 

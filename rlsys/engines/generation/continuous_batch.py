@@ -34,10 +34,11 @@ import torch
 
 from rlsys.engines.context import context_length
 from rlsys.engines.generation.backbone import Backbone
+from rlsys.engines.generation.constraint import Grammars, Matcher, check_request_structure
 from rlsys.engines.generation.kv_cache import ROW_BLOCK, Kept, SlotCache, room, round_up
 from rlsys.engines.generation.prefixes import BLOCK, Prefix, Prefixes
 from rlsys.engines.generation.rows import Exchange
-from rlsys.engines.generation.sampling import Cut, sample
+from rlsys.engines.generation.sampling import Allowed, Cut, sample
 from rlsys.engines.generation.slots import Slots
 from rlsys.engines.generation.waiting import Waiting
 from rlsys.layout.transport.weights import Tensors, Weights
@@ -86,7 +87,8 @@ class ContinuousBatch:
     """`kv_cache_gib` bounds the keys and values of all running requests together: one is admitted
     only when they fit up to the length at which each must end. Parked ones have what is left. With
     `records_routing` generations tell the experts of their tokens. `reuses_prefixes`: whether any
-    are parked; none are of a model that cannot run a prompt in parts."""
+    are parked; none are of a model that cannot run a prompt in parts. `grammars` compile the
+    structures of constrained requests."""
 
     def __init__(
         self,
@@ -98,7 +100,9 @@ class ContinuousBatch:
         decode_text: Callable[[list[int]], str],
         records_routing: bool = False,
         reuses_prefixes: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
+        self._grammars = grammars
         self.policy_version = 0
         self.num_generated_tokens = 0
         self.num_prompt_tokens = 0
@@ -159,6 +163,9 @@ class ContinuousBatch:
             raise ValueError(
                 f"{name} asks for temperature={sampling.temperature}; use a value above 0."
             )
+        if sampling.structure:
+            has_end = self._grammars is not None and bool(self._slots.stop_ids(request))
+            check_request_structure(request, has_end=has_end)
         limit = room(self._slots.limit(request))
         if limit > self._max_cached_tokens:
             raise ValueError(
@@ -263,7 +270,7 @@ class ContinuousBatch:
         rows: dict[tuple[str, tuple[int, ...]], int] = {}  # the samples of a group share one row
         source = []
         for one in admitted:
-            self._slots.add(one.request)
+            self._slots.add(one.request, self._matcher(one.request))
             source.append(rows.setdefault(one.prompt, len(rows)))
         num_rows = max(len(rows), ROW_BLOCK // num_tokens)
         token_ids = np.zeros((num_rows, num_tokens), np.int64)  # [U, T]
@@ -287,6 +294,15 @@ class ContinuousBatch:
         self.num_prompt_tokens += sum(len(one.request.prompt_token_ids) for one in admitted)
         self.num_reused_tokens += sum(one.num_reused for one in admitted)
         return self._sample(first_slot, hidden)
+
+    def _matcher(self, request: GenerationRequest) -> Matcher | None:
+        structure = request.sampling.structure
+        if not structure:
+            return None
+        assert self._grammars is not None
+        start = len(request.prompt_token_ids) - request.num_prior_tokens
+        prior = request.prompt_token_ids[start:]
+        return self._grammars.matcher(structure, sorted(self._slots.stop_ids(request)), prior)
 
     def _reserve(self, longest: int) -> None:
         """Room for the running requests, the longest of `longest` tokens; what is parked gives
@@ -360,15 +376,24 @@ class ContinuousBatch:
             self._slots.running(name)[first:] for name in ("temperature", "top_k", "top_p")
         )
         cut = np.flatnonzero((top_k > 0) | (top_p < 1))  # [C]
+        logits = self._backbone.logits(hidden)[:num_rows]
         tokens, logprobs = sample(
-            self._backbone.logits(hidden)[:num_rows],
+            logits,
             self._tensor(self._slots.uniforms(first)),
             temperature=self._tensor(temperature),
             cut=Cut(*map(self._tensor, (cut, top_k[cut], top_p[cut]))) if len(cut) else None,
+            allowed=self._allowed(first, logits.shape[1]),
         )
         self._slots.record(first, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.policy_version)
         self.num_generated_tokens += num_rows
         return self._remove(self._slots.ended(first))
+
+    def _allowed(self, first: int, num_tokens: int) -> Allowed | None:
+        constrained = self._slots.masks(first)
+        if constrained is None:
+            return None
+        rows, masks = map(self._tensor, constrained)
+        return Allowed.of(rows, masks, num_tokens)
 
     def _remove(self, reasons: dict[int, FinishReason]) -> list[Generation]:
         if not reasons:

@@ -115,7 +115,10 @@ class InterruptingEngine:
         await self._engine.close()
 
     def _first_part(self, request: GenerationRequest) -> GenerationRequest:
-        """Up to the budget. One that goes on from another replica's tokens may be beyond it."""
+        """Return the part up to the budget. A request that continues another replica's tokens may
+        be beyond it. A constrained one stays whole: the phrase may not fit its structure."""
+        if request.sampling.structure:
+            return request
         left = self._interruption.after - request.num_prior_tokens
         if left < 0 or request.sampling.max_tokens <= left:
             return request

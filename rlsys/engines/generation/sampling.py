@@ -6,7 +6,8 @@ A request's stream is a function of its seed and the index of the completion's t
 a token does not depend on what shares its batch, and a continued request draws what an
 uninterrupted one would have drawn.
 
-Shape legend: N rows, V vocabulary, C rows whose distribution is cut by top-k or top-p.
+Shape legend: N rows, V vocabulary, C rows whose distribution is cut by top-k or top-p, M rows whose
+next token must be one of some, W = ceil(V / 32) words of a mask.
 """
 
 from __future__ import annotations
@@ -68,26 +69,50 @@ class Cut:
     top_p: torch.Tensor  # [C]
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """Rows whose next token must be one of some."""
+
+    rows: torch.Tensor  # [M]
+    tokens: torch.Tensor  # [M, V] bool
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, masks: torch.Tensor, num_tokens: int) -> Allowed:
+        """masks [M, W] int32: bit b of word w is for token 32 w + b."""
+        bits = torch.arange(32, dtype=torch.int32, device=masks.device)
+        unpacked = (masks[:, :, None] >> bits) & 1  # [M, W, 32]
+        return cls(rows, unpacked.flatten(1)[:, :num_tokens].bool())
+
+
 def sample(
     logits: torch.Tensor,
     uniforms: torch.Tensor,
     *,
     temperature: torch.Tensor,
     cut: Cut | None = None,
+    allowed: Allowed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw from softmax(logits / temperature), cut; logits [N, V], the others [N].
+    """Draw from softmax(logits / temperature), restricted and cut; logits [N, V], the others [N].
 
-    Returns tokens [N] int64 and their float32 log-probabilities [N] before the cut: the ones that a
-    trainer computes.
+    Returns tokens [N] int64 and their float32 log-probabilities [N] before the restriction and the
+    cut: the ones that a trainer computes.
     """
     scaled = logits.float() / temperature.clamp(min=SMALLEST_TEMPERATURE)[:, None]
     logprobs = scaled.log_softmax(-1)  # [N, V]
-    tokens = draw(logprobs, uniforms, cut)
+    tokens = draw(logprobs, uniforms, cut, allowed)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 
-def draw(logprobs: torch.Tensor, uniforms: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
-    """Tokens [N] int64 from distributions [N, V], cut, by one number of [0, 1) each [N]."""
+def draw(
+    logprobs: torch.Tensor,
+    uniforms: torch.Tensor,
+    cut: Cut | None = None,
+    allowed: Allowed | None = None,
+) -> torch.Tensor:
+    """Tokens [N] int64 from distributions [N, V], restricted and cut, by one number of [0, 1) each
+    [N]."""
+    if allowed is not None:
+        return _draw_allowed(logprobs, uniforms, cut, allowed)
     weights = logprobs.exp()  # [N, V]
     if cut is not None:
         weights[cut.rows] = cut_tail(weights[cut.rows], top_k=cut.top_k, top_p=cut.top_p)
@@ -98,6 +123,21 @@ def draw(logprobs: torch.Tensor, uniforms: torch.Tensor, cut: Cut | None = None)
     target = torch.minimum(uniforms * total, below_total)[:, None]
     tokens = torch.searchsorted(cumulative, target, right=True)  # first token with more than target
     return tokens.squeeze(1)
+
+
+def _draw_allowed(
+    logprobs: torch.Tensor, uniforms: torch.Tensor, cut: Cut | None, allowed: Allowed
+) -> torch.Tensor:
+    within = logprobs[allowed.rows].masked_fill(~allowed.tokens, -torch.inf)  # [M, V]
+    within = within.log_softmax(-1)  # or all might underflow
+    restricted = logprobs.clone()
+    restricted[allowed.rows] = within
+    tokens = draw(restricted, uniforms, cut)
+    drawn = tokens[allowed.rows]
+    # A sum that is computed in parallel may round so that a token without weight is drawn.
+    is_allowed = allowed.tokens.gather(1, drawn[:, None]).squeeze(1)
+    tokens[allowed.rows] = torch.where(is_allowed, drawn, within.argmax(-1))
+    return tokens
 
 
 def cut_tail(weights: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

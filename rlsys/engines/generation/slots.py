@@ -6,7 +6,7 @@ The running ones are always slots 0 .. num_running − 1: the last ones take the
 are removed.
 
 Shape legend: S slots, C capacity in tokens (prompt and completion), E stop tokens, N rows recorded,
-L·K experts of a token (rlsys.engines.routing).
+L·K experts of a token (rlsys.engines.routing), M constrained rows, W words of a mask.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlsys.engines.generation.constraint import Matcher, num_allowed, with_forced
 from rlsys.engines.generation.sampling import stream_key, uniforms
 from rlsys.engines.generation.stopping import text_after
 from rlsys.engines.routing import Routing
@@ -42,6 +43,7 @@ SLOT = np.dtype(
         ("top_k", np.int64),
         ("top_p", np.float32),
         ("has_stop_strings", np.bool_),
+        ("is_constrained", np.bool_),
     ]
 )
 NO_TOKEN = -1
@@ -71,11 +73,14 @@ class Slots:
         self._stop_token_ids = tuple(stop_token_ids)
         self._decode_text = decode_text
         self._requests: list[GenerationRequest] = []
+        self._matchers: list[Matcher | None] = []
         self._state = np.zeros(0, SLOT)  # [S]
         self._stop_ids = np.zeros((0, 0), np.int32)  # [S, E], filled up with NO_TOKEN
         self._tokens = np.zeros((0, 0), np.int32)  # [S, C]
         self._logprobs = np.zeros((0, 0), np.float32)  # [S, C]
         self._versions = np.zeros((0, 0), np.int32)  # [S, C]
+        self._forced = np.zeros((0, 0), np.bool_)  # [S, C]: the token had no alternative
+        self._is_forced = np.zeros(0, np.bool_)  # [S]: the next one has none
         self._experts: ExpertArray | None = None  # [S, C, L·K]
         if routing is not None:
             self._experts = np.zeros((0, 0, routing.width), routing.dtype)
@@ -92,10 +97,14 @@ class Slots:
         """Slots of those of the requests that are running."""
         return [i for i, request in enumerate(self._requests) if request.request_id in request_ids]
 
-    def add(self, request: GenerationRequest) -> None:
+    def stop_ids(self, request: GenerationRequest) -> set[int]:
+        """Return the tokens that end a request."""
+        return {*self._stop_token_ids, *request.sampling.stop_token_ids}
+
+    def add(self, request: GenerationRequest, matcher: Matcher | None = None) -> None:
         """Take the next slot."""
         slot, sampling = self.num_running, request.sampling
-        stop_ids = {*self._stop_token_ids, *sampling.stop_token_ids}
+        stop_ids = self.stop_ids(request)
         prompt_length = len(request.prompt_token_ids)
         self._reserve(slot + 1, prompt_length + 1, len(stop_ids))
         self._state[slot] = (
@@ -108,11 +117,14 @@ class Slots:
             sampling.top_k,
             sampling.top_p,
             bool(sampling.stop),
+            matcher is not None,
         )
         self._stop_ids[slot] = NO_TOKEN
         self._stop_ids[slot, : len(stop_ids)] = sorted(stop_ids)
         self._tokens[slot, :prompt_length] = request.prompt_token_ids
         self._requests.append(request)
+        self._matchers.append(matcher)
+        self._is_forced[slot] = False
         self.num_running += 1
 
     def last_tokens(self) -> Int32Array:
@@ -126,6 +138,22 @@ class Slots:
         index = state["num_prior_tokens"] + state["length"] - state["prompt_length"]
         return uniforms(state["stream"], index)
 
+    def masks(self, first: int) -> tuple[IntArray, Int32Array] | None:
+        """Return the constrained rows [M] among the slots from `first` on, counted from it, and
+        masks of the tokens that they may sample next [M, W]; None if there are none. Call it once
+        before each `record`."""
+        rows = np.flatnonzero(self._state["is_constrained"][first : self.num_running])
+        if not len(rows):
+            return None
+        masks = np.stack([self._matcher(first + row).next_mask() for row in rows])
+        self._is_forced[first + rows] = [num_allowed(mask) == 1 for mask in masks]
+        return rows, masks
+
+    def _matcher(self, slot: int) -> Matcher:
+        matcher = self._matchers[slot]
+        assert matcher is not None
+        return matcher
+
     def record(
         self, first: int, tokens: npt.NDArray[Any], logprobs: Float32Array, version: int
     ) -> None:
@@ -136,6 +164,10 @@ class Slots:
         self._tokens[places] = tokens
         self._logprobs[places] = logprobs
         self._versions[places] = version
+        self._forced[places] = self._is_forced[first : first + len(tokens)]
+        constrained = self._state["is_constrained"][first : first + len(tokens)]
+        for row in np.flatnonzero(constrained):
+            self._matcher(first + int(row)).accept(int(tokens[row]))
         self._state["length"][first : first + len(tokens)] += 1
 
     def record_experts(self, slots: IntArray, positions: IntArray, experts: ExpertArray) -> None:
@@ -192,12 +224,16 @@ class Slots:
                 self._tokens,
                 self._logprobs,
                 self._versions,
+                self._forced,
+                self._is_forced,
                 self._experts,
             ):
                 if array is not None:
                     array[target] = array[source]
             self._requests[target] = self._requests[source]
+            self._matchers[target] = self._matchers[source]
         del self._requests[num_left:]
+        del self._matchers[num_left:]
         self.num_running = num_left
         return generations, moves
 
@@ -214,6 +250,8 @@ class Slots:
             else self._experts[slot, : completion.stop - 1].copy(),
         )
         sampled.check_sampled()
+        if self._matchers[slot] is not None:
+            return with_forced(sampled, self._forced[slot, completion])
         return sampled
 
     def _has_stop_string(self, slot: int) -> bool:
@@ -251,6 +289,8 @@ class Slots:
         self._tokens = _grown(self._tokens, (slots, capacity))
         self._logprobs = _grown(self._logprobs, (slots, capacity))
         self._versions = _grown(self._versions, (slots, capacity))
+        self._forced = _grown(self._forced, (slots, capacity))
+        self._is_forced = _grown(self._is_forced, (slots,))
         if self._experts is not None:
             self._experts = _grown(self._experts, (slots, capacity, self._experts.shape[2]))
 

@@ -26,6 +26,7 @@ from rlsys.config import RolloutConfig
 from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.cpu_memory import keep_freed_memory
 from rlsys.engines.fused_elementwise import use_fused_elementwise
+from rlsys.engines.generation.constraint import Grammars
 from rlsys.engines.generation.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.protocol import EngineError, EngineStats
 from rlsys.engines.generation.rows import Exchange
@@ -304,6 +305,7 @@ class TorchEngine:
             decode_text=text_decoder(self._model_path),
             records_routing=self._config.replay_routing,
             reuses_prefixes=self._reuses_prefixes,
+            grammars=Grammars(self._model_path, model.config.get_text_config().vocab_size),
         )
 
     def _deliver_all(self) -> None:

@@ -11,8 +11,9 @@ was paused. Running requests keep their KV cache over an update. The prefix cach
 number of updates and by the salts of requests, so a request submitted after an update never reads
 keys and values of older weights.
 
-Log-probabilities are those of softmax(logits / temperature), before top-k and top-p; at temperature
-0, the most likely token, those of softmax(logits).
+Log-probabilities are those of softmax(logits / temperature), before top-k, top-p and structures cut
+it; at temperature 0, the most likely token, those of softmax(logits). Structures are vLLM's own
+structured outputs; tokens without an alternative are marked here, when a completion has ended.
 
 What a request yields depends on its prompt, its seed and the weights, not on what was sampled
 before: each has a random stream of its own, on the CPU that of the torch engine. Its companions
@@ -36,6 +37,7 @@ from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rlsys.config import RolloutConfig
+from rlsys.engines.generation.constraint import Grammars, forced_tokens, with_forced
 from rlsys.engines.generation.protocol import EngineError, EngineStats
 from rlsys.engines.generation.stopping import DecodeText, end_of_sequence_ids, text_decoder
 from rlsys.engines.generation.vllm_leftovers import Watchman, unlink_shared_files
@@ -95,6 +97,8 @@ class VLLMEngine:
         self._version = self._prepared = 0
         self._tasks: dict[str, asyncio.Task[Generation]] = {}  # unfinished, by request id
         self._aborted: set[str] = set()  # among these
+        self._constrained: dict[str, GenerationRequest] = {}  # among these
+        self._grammars: Grammars | None = None  # made when a request needs it
         self._finished: list[Generation] = []
         self._num_finished_tokens = 0
         self._num_prompt_tokens = self._num_reused_tokens = 0
@@ -140,6 +144,8 @@ class VLLMEngine:
             params = prepared[request.request_id]
             task = asyncio.create_task(self._generate(request, params), name=request.request_id)
             self._tasks[request.request_id] = task
+            if request.sampling.structure:
+                self._constrained[request.request_id] = request
             task.add_done_callback(self._end)
             if request.sampling.stop and request.num_prior_tokens:
                 # Runs after the task's first step, in which vLLM takes the request.
@@ -156,11 +162,12 @@ class VLLMEngine:
     async def progress(self) -> list[Generation]:
         self._check_alive()
         await self._rpc("rlsys_answer")  # never, from processes that are stopped or hang
-        return [
+        running = [
             partial_generation(state)
             for state in self._llm.output_processor.request_states.values()
             if state.detokenizer.num_output_tokens()
         ]
+        return [await self._with_forced(one) for one in running]
 
     async def abort(self, request_ids: Collection[str]) -> None:
         self._check_alive()
@@ -289,12 +296,30 @@ class VLLMEngine:
                 (completion,) = output.outputs
                 self._num_prompt_tokens += len(request.prompt_token_ids)
                 self._num_reused_tokens += output.num_cached_tokens
-        return generation(request_id, completion)
+        return await self._with_forced(generation(request_id, completion))
+
+    async def _with_forced(self, made: Generation) -> Generation:
+        """Mark the tokens of a constrained completion that had no alternative."""
+        request = self._constrained.get(made.request_id)
+        if request is None:
+            return made
+        if self._grammars is None:
+            vocab_size: int = self._llm.model_config.get_vocab_size()
+            self._grammars = Grammars(self._path, vocab_size)
+        grammars, sampling = self._grammars, request.sampling
+        stop_token_ids = [*self._stop_token_ids, *sampling.stop_token_ids]
+
+        def marked() -> Generation:  # reads the tokenizer the first time
+            matcher = grammars.matcher(sampling.structure, stop_token_ids)
+            return with_forced(made, forced_tokens(matcher, made.token_ids.tolist()))
+
+        return await asyncio.to_thread(marked)
 
     def _end(self, task: asyncio.Task[Generation]) -> None:
         """A request's task has ended: its generation is there, or the engine has failed."""
         del self._tasks[task.get_name()]
         self._aborted.discard(task.get_name())
+        self._constrained.pop(task.get_name(), None)
         if task.cancelled():
             return
         if error := task.exception():

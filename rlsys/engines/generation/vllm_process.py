@@ -52,6 +52,7 @@ def start_vllm(
         VLLM_HOST_IP=LOOPBACK,
         **loopback_variables(),
     ):
+        from vllm.config import StructuredOutputsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -70,6 +71,8 @@ def start_vllm(
             scheduling_policy="priority",
             enable_prefix_caching=None if reuses_prefixes else False,  # None: by the model's kind
             logprobs_mode="processed_logprobs",  # at the temperature; the worker sees to the rest
+            # As rlsys.engines.generation.constraint reads structures, or none would agree.
+            structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
             worker_cls=WORKER,
             disable_log_stats=True,
             use_tqdm_on_load=False,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlsys.config import VLLM_TEMPERATURES
+from rlsys.engines.generation.constraint import check_request_structure
 from rlsys.engines.generation.sampling import stream_key
 from rlsys.engines.generation.stopping import text_after
 from rlsys.types import FinishReason, Generation, GenerationRequest
@@ -30,7 +31,7 @@ def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[i
     `llm`, an AsyncLLM, can never run."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     request_id, sampling = request.request_id, request.sampling
     num_tokens = len(request.prompt_token_ids)
@@ -47,6 +48,15 @@ def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[i
             f"{lowest} to {highest}, and at 0 the most likely token."
         )
     stream = stream_key(request.seed)
+    structure = None
+    if sampling.structure:
+        check_request_structure(request, has_end=bool(stop_token_ids or sampling.stop_token_ids))
+        if request.num_prior_tokens:
+            raise ValueError(
+                f"request {request_id!r} has a structure and {request.num_prior_tokens} prior "
+                "tokens, which vLLM's grammar cannot begin behind. Sample it from its beginning."
+            )
+        structure = StructuredOutputsParams(structural_tag=sampling.structure)
     try:
         llm.renderer.validate_token_ids(request.prompt_token_ids)
         return SamplingParams(
@@ -66,6 +76,7 @@ def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[i
             seed=stream >> 1 if llm.vllm_config.use_v2_model_runner else None,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
+            structured_outputs=structure,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
     except VLLMClientError as error:

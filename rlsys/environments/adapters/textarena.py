@@ -28,7 +28,8 @@ class TextArena(Foreign):
     game: an id, such as "TicTacToe-v0".
     num_players: those that sit at it.
     opponent: `(what is new) -> move`, plays all sides but the policy's, which is a task's "player";
-        None: the policy plays all.
+        None: the policy plays all. A move of it that the game refuses, and ends for, is an error:
+        the policy has won nothing.
     brackets: put moves into [ ], as most games ask, where a reply has none.
     options: of `textarena.make`.
     """
@@ -77,6 +78,8 @@ class TextArena(Foreign):
                 move = self.opponent(text)
             with generator.drawing():
                 is_over, _ = env.step(self._move(move))
+            if is_over and player not in chats:
+                self._check_opponent(env, player, move)
             if not is_over and any(one.done for one in chats.values()):
                 break  # its limits came before its end: nobody has won
         rewards = (env.close()[0] if is_over else None) or {}
@@ -85,6 +88,15 @@ class TextArena(Foreign):
         for player in moved:
             chats[player].reward(float(rewards.get(player, 0.0)), name=f"player_{player}")
         return None
+
+    def _check_opponent(self, env: Any, player: int, move: str) -> None:
+        """Raise ValueError if the game has ended because it refused the opponent's move."""
+        told = (env.state.game_info or {}).get(player) or {}
+        if told.get("invalid_move"):
+            raise ValueError(
+                f"opponent of {self.game}: its move {move!r} as player {player} ended the game: "
+                f"{told.get('reason')!s} Let the function return a legal move."
+            )
 
     def _chats(self, chat: PlainChat, player: int) -> dict[int, PlainChat]:
         if len(self.seats) == 1:

@@ -92,6 +92,19 @@ def test_the_policy_plays_against_an_opponent() -> None:
     assert game(Script(["8", "7", "5"]).plain(), second) == -1.0
 
 
+def test_a_game_that_an_opponent_ends_by_a_refused_move_says_why() -> None:
+    """The policy has won nothing by it."""
+    game = TextArena(game="TicTacToe-v0", num_players=2, opponent=lambda text: "[4]")
+    with pytest.raises(ValueError, match="occupied") as error:
+        game(Script(["4"]).plain(), game.tasks(1)[0])
+    assert "TicTacToe-v0" in str(error.value)
+    assert "'[4]'" in str(error.value)
+    # One that the game lets it take back, it may.
+    moves = iter(["nonsense", "0", "1", "2"])
+    game = TextArena(game="TicTacToe-v0", num_players=2, opponent=lambda text: next(moves))
+    assert game(Script(["4", "3", "5"]).plain(), game.tasks(1)[0]) == 1.0
+
+
 def test_a_game_that_its_limits_end_is_worth_nothing() -> None:
     assert GUESS(Script(["[1]", "[2]"], max_turns=2).plain(), GUESS.tasks(1)[0]) == 0.0
     script = Script(["0", "3"], max_turns=2)
