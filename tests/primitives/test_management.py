@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 import tinker
+from click.testing import CliRunner
 from tinker import types
+from tinker.cli.__main__ import main_cli
 
 from rlsys.primitives.errors import Refused
 from rlsys.primitives.management_routes import URL_LIFETIME_S, UrlSigner
@@ -46,15 +45,9 @@ def trained(server: Served) -> tinker.TrainingClient:
 
 def command(server: Served, *arguments: str) -> Any:
     """Run the client's command line and return its JSON."""
-    environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY}
-    found = subprocess.run(
-        [sys.executable, "-m", "tinker.cli", "--format", "json", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert found.returncode == 0, found.stderr + found.stdout
+    environment = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY}
+    found = CliRunner().invoke(main_cli, ["--format", "json", *arguments], env=environment)
+    assert found.exit_code == 0, found.output
     return json.loads(found.stdout) if found.stdout.strip() else None
 
 

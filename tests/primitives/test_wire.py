@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -71,7 +73,7 @@ def test_a_request_of_the_client_is_read_as_it_was_meant() -> None:
 
 def test_the_schema_has_the_clients_numbers_and_types() -> None:
     """Every field that the server knows has the client's number, type and label."""
-    pairs = [
+    pairs: list[tuple[Any, Any]] = [
         (schema.ForwardBackwardRequest, pb.ForwardBackwardRequest),
         (schema.ForwardBackwardOutput, pb.ForwardBackwardOutput),
         (schema.SampleResponse, pb.SampleResponse),
