@@ -190,7 +190,7 @@ class Management:
         return {
             "training_run_ids": sorted(session.models),
             "sampler_ids": list(session.sampling.values()),
-            "user_metadata": requests.user_metadata({"user_metadata": session.metadata}) or None,
+            "user_metadata": session.metadata or None,
             "display_name": session.display_name,
         }
 

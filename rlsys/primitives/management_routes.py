@@ -11,6 +11,7 @@ other path of the API is refused by name.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -109,17 +110,25 @@ class ManagementRoutes:
         delete: Routes = {_CHECKPOINT: self._delete}
         return (("GET", get), ("POST", post), ("PUT", put), ("DELETE", delete))
 
+    # Listings read many small files, so they run in threads.
+
     async def _runs(self, request: Request) -> Response:
-        return JSONResponse(self._management.runs(_page(request, 20)))
+        found = await asyncio.to_thread(self._management.runs, _page(request, 20))
+        return JSONResponse(found)
 
     async def _run(self, request: Request) -> Response:
-        return JSONResponse(self._management.run(request.path_params["model"]))
+        found = await asyncio.to_thread(self._management.run, request.path_params["model"])
+        return JSONResponse(found)
 
     async def _checkpoints(self, request: Request) -> Response:
-        return JSONResponse(self._management.checkpoints(_page(request, 100)))
+        found = await asyncio.to_thread(self._management.checkpoints, _page(request, 100))
+        return JSONResponse(found)
 
     async def _checkpoints_of(self, request: Request) -> Response:
-        return JSONResponse(self._management.checkpoints_of(request.path_params["model"]))
+        found = await asyncio.to_thread(
+            self._management.checkpoints_of, request.path_params["model"]
+        )
+        return JSONResponse(found)
 
     async def _sessions(self, request: Request) -> Response:
         return JSONResponse(self._management.sessions(_page(request, 20)))

@@ -122,10 +122,9 @@ class Service:
     # Sessions.
 
     def create_session(self, body: Body) -> dict[str, Any]:
-        metadata = body.get("user_metadata") or {}
+        display_name = body.get("display_name")
         session = self.sessions.create(
-            metadata if isinstance(metadata, dict) else {},
-            requests.optional_text(body, "display_name"),
+            requests.user_metadata(body), display_name if isinstance(display_name, str) else None
         )
         return {
             "type": "create_session",
@@ -157,7 +156,7 @@ class Service:
         session, number = body.get("session_id"), body.get("model_seq_id")
         asked_s = self._clock()
         while self.models.is_full and f"{session}:train:{number}" not in self.models:
-            holders = {one.session for one in self.models.living} - {session}
+            holders = {one.session for one in self.models.living if one.session != session}
             if silent := self.sessions.silent(holders):
                 logger.info("session %s ends: silent, and its room is needed", silent[0].name)
                 self.finish_session(silent[0].name)

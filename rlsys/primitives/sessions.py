@@ -13,7 +13,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlsys.primitives.checkpoints import SamplerWeights
 from rlsys.primitives.errors import Refused
@@ -40,7 +39,7 @@ class SamplingSession:
 class Session:
     name: str
     last_seen_s: float  # by the clock
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     display_name: str | None = None
     models: set[str] = field(default_factory=set)
     sampling: dict[int, str] = field(default_factory=dict)  # by the client's number for it
@@ -56,7 +55,7 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._sampling: dict[str, SamplingSession] = {}
 
-    def create(self, metadata: Mapping[str, Any], display_name: str | None = None) -> Session:
+    def create(self, metadata: Mapping[str, str], display_name: str | None = None) -> Session:
         name = f"session-{secrets.token_hex(8)}"
         session = Session(
             name=name, last_seen_s=self._clock(), metadata=metadata, display_name=display_name

@@ -62,9 +62,11 @@ def test_recipes_run_with_their_default_losses(
         )
     assert found.returncode == 0, found.stderr[-4000:]
     for name in ("rl_loop", "sl_loop", "math_rl", "math_rl_async"):
-        steps = metrics(tmp_path / name)
-        assert len([one for one in steps if "progress/done_frac" in one]) == 2, name
-    # The server's trainer reports the norm of a gradient for each step that the recipes took.
-    assert all(one["grad_norm"] > 0 for one in metrics(tmp_path / "rl_loop"))
+        norms = [one["grad_norm"] for one in metrics(tmp_path / name) if "grad_norm" in one]
+        assert len(norms) == 2, name
+        assert min(norms) > 0, name
+    # On-policy, the sampler that recorded the sequences and the trainer are one policy.
+    first = metrics(tmp_path / "math_rl")[0]
+    assert abs(first["optim/kl_sample_train_v1"]) < 1e-5
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert any(float(one.abs().max()) > 0 for name, one in adapter.items() if "lora_B" in name)

@@ -43,7 +43,7 @@ def test_sessions_that_were_seen_since_are_alive() -> None:
 def test_reading_about_a_session_is_no_sign_of_life() -> None:
     clock = Clock()
     sessions = Sessions(clock, timeout_s=600)
-    name = sessions.create({"a": 1}, "run").name
+    name = sessions.create({"a": "1"}, "run").name
     clock.now += 599
     assert (sessions.get(name).display_name, sessions.idle_s(name)) == ("run", 599)
     clock.now += 2
