@@ -55,7 +55,8 @@ def _row(name: str, number: int) -> dict[str, Any]:
 def rl_loop(log_path: Path) -> None:
     from tinker_cookbook.recipes import rl_loop
 
-    rl_loop.get_reward = lambda response, answer: response.count(TARGET) / 8
+    # Rewards that differ within each group, so that each batch has advantages.
+    rl_loop.get_reward = lambda response, answer: len(set(response)) / 8
     config = rl_loop.Config(
         log_path=str(log_path),
         model_name=NAME,
