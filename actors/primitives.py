@@ -161,11 +161,16 @@ class PrimitiveTrainerActor(Heartbeat):
         version: int = self._engine.policy_version
         return version
 
-    def save_for_sampler(self, directory: Path, number: int) -> WeightManifest | Refusal | None:
+    def save_for_sampler(
+        self, directory: Path, number: int | None
+    ) -> WeightManifest | Refusal | None:
+        """Save weights for a sampler and publish them under `number`, if it is given."""
         try:
             self._engine.save_for_sampler(directory)
         except OSError as error:
             return Refusal(error)
+        if number is None:
+            return None
         manifest: WeightManifest | None = self._engine.publish_as(number, ())
         return manifest
 
@@ -241,10 +246,12 @@ class RayTrainer:
     async def load(self, directory: Path, *, optimizer: bool) -> None:
         self.version = (await self._all("load", absolute(directory), optimizer))[0]
 
-    async def save_for_sampler(self, directory: Path, number: int) -> None:
-        self.published = None  # it makes room for what comes
+    async def save_for_sampler(self, directory: Path, number: int | None) -> None:
+        if number is not None:
+            self.published = None  # its memory is used again
         found = _carried_out(await self._all("save_for_sampler", absolute(directory), number))
-        self.published = found[0]
+        if number is not None:
+            self.published = found[0]
 
     async def close(self) -> None:
         self.is_closed, self.published = True, None

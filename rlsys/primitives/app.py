@@ -15,7 +15,6 @@ import hashlib
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from datetime import UTC, datetime
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,9 +23,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlsys.primitives import requests
-from rlsys.primitives.checkpoints import SCHEME
 from rlsys.primitives.errors import Refused
 from rlsys.primitives.futures import Failure
+from rlsys.primitives.management_routes import (
+    DOWNLOAD,
+    METHODS,
+    Handler,
+    ManagementRoutes,
+    Routes,
+    UrlSigner,
+    not_offered,
+)
 from rlsys.primitives.requests import Body, parse_json
 from rlsys.primitives.service import Service
 from rlsys.primitives.wire import PROTOBUF, decode_pass
@@ -60,22 +67,23 @@ class Api:
         self._zstd = _zstd_decompressor()
 
     def application(self) -> Starlette:
-        post: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        service = self._service
+        training, sampling = service.training, service.sampling
+        post: Routes = {
             "client/config": self._client_config,
             "client/dynamic_config": self._dynamic_config,
-            "create_session": self._answered(self._service.create_session),
-            "session_heartbeat": self._answered(self._service.heartbeat),
-            "create_sampling_session": self._answered(self._service.create_sampling_session),
-            "join_sampling_session": self._answered(self._service.join_sampling_session),
-            "get_info": self._answered(self._service.info),
-            "weights_info": self._answered(self._service.weights_info),
-            "asample": self._answered(self._service.sample),
-            "create_model": self._commanded(self._service.create_model),
-            "optim_step": self._commanded(self._service.optim_step),
-            "save_weights": self._commanded(self._service.save_weights),
-            "load_weights": self._commanded(self._service.load_weights),
-            "save_weights_for_sampler": self._commanded(self._service.save_weights_for_sampler),
-            "save_weights_external": self._commanded(self._service.save_weights_external),
+            "create_session": self._answered(service.create_session),
+            "session_heartbeat": self._answered(service.heartbeat),
+            "create_sampling_session": self._answered(sampling.create_session),
+            "join_sampling_session": self._answered(sampling.join_session),
+            "get_info": self._answered(training.info),
+            "asample": self._answered(sampling.sample),
+            "create_model": self._commanded(training.create_model, service.make_room),
+            "optim_step": self._commanded(training.optim_step),
+            "save_weights": self._commanded(training.save_weights),
+            "load_weights": self._commanded(training.load_weights, self._make_room_to_load),
+            "save_weights_for_sampler": self._commanded(training.save_weights_for_sampler),
+            "save_weights_external": self._commanded(training.save_weights_external),
             "unload_model": self._unload,
             "forward_backward": self._forward_backward,
             "retrieve_future": self._retrieve_future,
@@ -84,18 +92,20 @@ class Api:
             "telemetry": self._telemetry,
             "sessions/{session}/finish": self._finish,
         }
-        get: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        get: Routes = {
             "healthz": self._health,
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler}": self._sampler,
-            "training_runs/{model}/checkpoints": self._checkpoints,
         }
-        delete = {"training_runs/{model}/checkpoints/{kind}/{name}": self._delete}
+        management = ManagementRoutes(service.management, self._body, UrlSigner(self._key))
         routes = [
             Route(f"/api/v1/{path}", self._kept(do), methods=[method])
-            for method, ways in (("POST", post), ("GET", get), ("DELETE", delete))
+            for method, ways in (("POST", post), ("GET", get), *management.routes)
             for path, do in ways.items()
         ]
+        download = self._kept(management.download, has_key=False)
+        routes.append(Route(f"/api/v1/{DOWNLOAD}", download, methods=["GET"]))
+        routes.append(Route("/{path:path}", self._kept(not_offered), methods=METHODS))
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -104,14 +114,15 @@ class Api:
 
         return Starlette(routes=routes, lifespan=lifespan)
 
-    # What stands before and behind every route.
+    # Before and after every route.
 
-    def _kept(
-        self, do: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _kept(self, do: Handler, *, has_key: bool = True) -> Handler:
+        """Return a handler that checks the key and answers errors as JSON."""
+
         async def kept(request: Request) -> Response:
             try:
-                self._check_key(request)
+                if has_key:
+                    self._check_key(request)
                 return await do(request)
             except Refused as refusal:
                 return _refusal(str(refusal), refusal.status)
@@ -157,22 +168,31 @@ class Api:
             raise Refused("zstd is not installed here; send the body as it is.", 415)
         return self._zstd(body, self._max_body_bytes)
 
-    def _answered(
-        self, ask: Callable[[Body], dict[str, Any]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _answered(self, ask: Callable[[Body], dict[str, Any]]) -> Handler:
         async def answered(request: Request) -> Response:
             return JSONResponse(ask(parse_json(await self._body(request))))
 
         return answered
 
     def _commanded(
-        self, enter: Callable[[Body, bytes], str]
-    ) -> Callable[[Request], Awaitable[Response]]:
+        self,
+        enter: Callable[[Body, bytes], str],
+        before: Callable[[Body], Awaitable[None]] | None = None,
+    ) -> Handler:
+        """Return a handler that answers with the name of a future."""
+
         async def commanded(request: Request) -> Response:
             body = await self._body(request)
-            return JSONResponse({"request_id": enter(parse_json(body), _digest(body))})
+            parsed = parse_json(body)
+            if before is not None:
+                await before(parsed)
+            return JSONResponse({"request_id": enter(parsed, _digest(body))})
 
         return commanded
+
+    async def _make_room_to_load(self, body: Body) -> None:
+        if body.get("session_id") is not None:  # the request creates a model
+            await self._service.make_room(body)
 
     # Routes of their own kind.
 
@@ -189,7 +209,7 @@ class Api:
             sent = decode_pass(body)
         else:
             sent = await asyncio.to_thread(decode_pass, body)
-        name = self._service.forward_backward(sent, _digest(body))
+        name = self._service.training.forward_backward(sent, _digest(body))
         return JSONResponse({"request_id": name, "model_id": sent.model_id})
 
     async def _retrieve_future(self, request: Request) -> Response:
@@ -214,7 +234,7 @@ class Api:
         fetched = body.get("retrieved_request_ids") or []
         self._service.futures.fetched([one for one in fetched if isinstance(one, str)])
         timeout_s = requests.number(body, "timeout", LONG_POLL_S, below=float("inf"))
-        cursor, found = await self._service.completions(name, client).wait(
+        cursor, found = await self._service.sampling.completions(name, client).wait(
             behind=requests.whole(body, "prev_cursor", 0, high=2**62),
             timeout_s=min(timeout_s, LONG_POLL_S),
         )
@@ -233,11 +253,11 @@ class Api:
         return JSONResponse({"completions": completions, "cursor": cursor})
 
     async def _cancel_future(self, request: Request) -> Response:
-        self._service.cancel(parse_json(await self._body(request)))
+        self._service.sampling.cancel(parse_json(await self._body(request)))
         return Response(status_code=204)
 
     async def _unload(self, request: Request) -> Response:
-        name = self._service.unload(parse_json(await self._body(request)))
+        name = self._service.training.unload(parse_json(await self._body(request)))
         return JSONResponse({"request_id": name})
 
     async def _client_config(self, request: Request) -> Response:
@@ -279,22 +299,11 @@ class Api:
         return JSONResponse({"supported_models": models})
 
     async def _sampler(self, request: Request) -> Response:
-        return JSONResponse(self._service.sampler(request.path_params["sampler"]))
-
-    async def _checkpoints(self, request: Request) -> Response:
-        found = self._service.checkpoints(request.path_params["model"])
-        for one in found:
-            one["time"] = datetime.fromtimestamp(one["time"], UTC).isoformat()
-        return JSONResponse({"checkpoints": found})
+        return JSONResponse(self._service.sampling.sampler(request.path_params["sampler"]))
 
     async def _finish(self, request: Request) -> Response:
         await self._body(request)
         self._service.finish_session(request.path_params["session"])
-        return Response(status_code=204)
-
-    async def _delete(self, request: Request) -> Response:
-        named = request.path_params
-        self._service.delete_checkpoint(f"{SCHEME}{named['model']}/{named['kind']}/{named['name']}")
         return Response(status_code=204)
 
 

@@ -80,8 +80,8 @@ class ServerConfig:
     max_body_mib: int = 256
     """Of one request."""
     session_timeout_s: float = 600.0
-    """Without a heartbeat for so long, a client's session ends, and its models are unloaded; what
-    was saved stays."""
+    """Seconds without a heartbeat after which a client's session ends and its models are unloaded;
+    30 when another client needs the room. Checkpoints stay."""
 
     def __post_init__(self) -> None:
         conform(self, "server")

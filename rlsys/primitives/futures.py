@@ -10,10 +10,11 @@ done. What was fetched stays for a while, since its answer may have been lost on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from rlsys.json_text import dump_json
 from rlsys.primitives.errors import Refused
 
 Category = Literal["user", "server"]
@@ -25,6 +26,11 @@ class Answer:
 
     body: bytes
     content_type: str = "application/json"
+
+
+def json_answer(body: Mapping[str, Any]) -> Answer:
+    """Return an answer with a JSON object."""
+    return Answer(body=dump_json(body).encode())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,14 @@
     dro                   −(A log p − β/2 (log r)²)           the same
     gspo                  as ppo, r = s · p/sg(p),            and sequence_ratio_mask
                           s = exp(mean of log r)
+    stable_reinforce      −sg(w) · A · log p + κ/2 (log r)²   target_tokens, advantages, provenance
+                          w = 1 for A ≥ 0, else min(r, 1)
 
 with r = p/q, p the trainer's and q the sampler's probability of a target. Source: the API's public
 documentation, tinker-docs.thinkingmachines.ai/tinker/losses, and the papers that it names: PPO
-1707.06347, CISPO 2506.13585, DRO 2405.19107, GSPO-token 2507.18071 (equations 13 and 14).
+1707.06347, CISPO 2506.13585, DRO 2405.19107, GSPO-token 2507.18071 (equations 13 and 14). The API
+publishes no formula of stable_reinforce, only its inputs and its setting kl_coeff (κ). This server
+uses TOPR's weights (2503.14286, token by token) and the penalty of DRO.
 
 Shape legend: N tokens of one pass, K targets of a token.
 """
@@ -27,7 +31,13 @@ import torch
 from rlsys.algorithms.inputs import LossFn, LossInputs, TokenLoss
 from rlsys.algorithms.losses import cispo, clipped_surrogate
 from rlsys.algorithms.parameters import parameters
-from rlsys.algorithms.ratios import bounded_exp, floored, log_ratio, ratio
+from rlsys.algorithms.ratios import (
+    bounded_exp,
+    check_coefficient,
+    floored,
+    log_ratio,
+    ratio,
+)
 from rlsys.primitives.errors import Refused
 
 
@@ -60,6 +70,31 @@ class dro:
         moved = log_ratio(inputs.trainer_logprobs, inputs.sampler_logprobs)
         gain = floored(inputs.trainer_logprobs) * inputs.advantages
         return -(gain - 0.5 * self.beta * moved**2), {}
+
+
+@parameters
+class stable_reinforce:
+    """−sg(w) · A · log p + κ/2 (log r)², w = 1 where A ≥ 0, else min(r, 1).
+
+    REINFORCE for on-policy tokens (r = 1, where the penalty has no gradient). No weight exceeds 1,
+    so stale data cannot blow the gradient up; a discouraged token loses its gradient as its
+    probability vanishes. q is the probability that the server recorded when it sampled the token;
+    tokens that were not sampled (column `sampled`) have no penalty.
+    """
+
+    kl_coeff: float = 0.01
+    needs: ClassVar[tuple[str, ...]] = ("sampled",)
+
+    def __post_init__(self) -> None:
+        check_coefficient(self.kl_coeff)
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        advantages, logprobs = inputs.advantages, floored(inputs.trainer_logprobs)
+        moved = log_ratio(inputs.trainer_logprobs, inputs.sampler_logprobs)
+        tapered = bounded_exp(moved.detach()).clamp(max=1.0)
+        weights = torch.where(advantages >= 0, torch.ones_like(tapered), tapered)
+        penalty = 0.5 * self.kl_coeff * inputs.column("sampled") * moved**2
+        return penalty - weights * advantages * logprobs, {}
 
 
 @parameters
@@ -98,6 +133,8 @@ class Kind:
     config: Mapping[str, float]
 
 
+STABLE_REINFORCE = "stable_reinforce"
+
 _RL = {"logprobs": "sampler_logprobs", "advantages": "advantages"}
 
 
@@ -127,6 +164,12 @@ KINDS: Mapping[str, Kind] = {
         # The paper's clips, 3e-4 and 4e-4.
         config={"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004},
     ),
+    # rlsys.primitives.provenance adds logprobs and sampled.
+    STABLE_REINFORCE: Kind(
+        make=lambda config: stable_reinforce(config["kl_coeff"]),
+        inputs={**_RL, "sampled": "sampled"},
+        config={"kl_coeff": 0.01},
+    ),
 }
 
 
@@ -136,8 +179,6 @@ def kind_of(name: str) -> Kind:
         why = ""
         if name == "custom":
             why = " (a custom loss runs in the client, which needs nothing of the server)"
-        elif name == "stable_reinforce":
-            why = " (it needs what the sampler would have to record)"
         raise Refused(
             f"loss_fn={name!r} is not offered here{why}; use {', '.join(KINDS)}, or "
             "forward_backward_custom with a function of your own."

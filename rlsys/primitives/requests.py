@@ -23,11 +23,13 @@ MAX_TOP_K = 32
 MAX_SEED = 2**63 - 1
 MAX_RANK = 1024
 
+# Limits of ttl_seconds in the client's documentation: 1 hour and 10 years.
+MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 24 * 3600
+
 # What the API has and this server has not, by the field that asks for it.
 _NOT_OFFERED = {
     "target_prompt_logprobs": "log-probabilities of chosen tokens",
     "prompt_alt_tokens_k": "draws at every position of a prompt",
-    "record_stability_info": "what stable_reinforce needs",
 }
 
 
@@ -76,6 +78,29 @@ def yes(body: Body, name: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise Refused(f"{name}={value!r}; give true or false.")
     return value
+
+
+def texts(body: Body, name: str) -> list[str]:
+    """Return a list of texts; an empty one where it is missing. Raises Refused."""
+    value = body.get(name)
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise Refused(f"{name}={value!r}. Give a list of texts.")
+    return value
+
+
+def ttl_s(body: Body) -> int | None:
+    """Return for how many seconds a checkpoint is kept; None: for ever. Raises Refused."""
+    if body.get("ttl_seconds") is None:
+        return None
+    return whole(body, "ttl_seconds", low=MIN_TTL_S, high=MAX_TTL_S)
+
+
+def user_metadata(body: Body) -> dict[str, str]:
+    """Return the client's labels of a session, a model or a checkpoint, all as texts."""
+    found = body.get("user_metadata")
+    found = found if isinstance(found, dict) else {}
+    return {str(name): str(value) for name, value in found.items()}
 
 
 def seq_id(body: Body) -> int:
@@ -139,45 +164,65 @@ def lora(body: Body) -> LoraRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """`seed` None: any. `last_n`: of how many prompt tokens log-probabilities are wanted; 0: of
-    none."""
+    """A checked sample request.
+
+    `seed` None: any. `prompt_logprobs`: whether log-probabilities of the prompt's tokens are
+    returned. `last_n`: number of the last prompt tokens that are scored. `record`: whether the
+    server remembers the sequences for stable_reinforce.
+    """
 
     prompt: Int32Array
     num_samples: int
     sampling: SamplingParams
     seed: int | None
+    prompt_logprobs: bool
     last_n: int
     prompt_top_k: int
     sample_top_k: int
-
-    @property
-    def scores(self) -> bool:
-        """Whether something is asked that a sampler does not tell by itself."""
-        return bool(self.last_n or self.prompt_top_k or self.sample_top_k)
+    record: bool
 
 
 def sample(body: Body, limits: ModelLimits) -> SampleRequest:
+    """Check a sample request. Raises Refused."""
     for name, what in _NOT_OFFERED.items():
         if body.get(name):
-            raise Refused(f"{name} asks for {what}, which is not offered here; leave it out.")
+            raise Refused(f"{name} asks for {what}, which is not offered here. Leave it out.")
     prompt = _prompt(body.get("prompt"), limits)
     params = body.get("sampling_params")
     if not isinstance(params, dict):
         raise Refused(f"sampling_params={params!r}; give an object.")
-    last_n, top_k = 0, whole(body, "topk_prompt_logprobs", 0, high=MAX_TOP_K)
-    if yes(body, "prompt_logprobs") or top_k:
-        last_n = len(prompt) - 1
-        if body.get("prompt_logprobs_last_n") is not None:
-            last_n = whole(body, "prompt_logprobs_last_n", low=1, high=max(len(prompt) - 1, 1))
+    prompt_logprobs = yes(body, "prompt_logprobs")
+    top_k = whole(body, "topk_prompt_logprobs", 0, high=MAX_TOP_K)
     return SampleRequest(
         prompt=prompt,
         num_samples=whole(body, "num_samples", 1, low=1, high=MAX_SAMPLES),
         sampling=_sampling(params, limits.max_context - len(prompt)),
         seed=None if params.get("seed") is None else whole(params, "seed", high=MAX_SEED),
-        last_n=last_n,
+        prompt_logprobs=prompt_logprobs,
+        last_n=_last_n(body, len(prompt), prompt_logprobs=prompt_logprobs, top_k=top_k),
         prompt_top_k=top_k,
         sample_top_k=whole(body, "topk_sample_logprobs", 0, high=MAX_TOP_K),
+        record=yes(body, "record_stability_info"),
     )
+
+
+def _last_n(body: Body, size: int, *, prompt_logprobs: bool, top_k: int) -> int:
+    """Return how many of the last prompt tokens are scored. The first token never is.
+
+    As the client documents it, prompt_logprobs_last_n requires prompt_logprobs and is between 1
+    and the prompt's length - 1. Raises Refused for anything else.
+    """
+    if body.get("prompt_logprobs_last_n") is None:
+        return size - 1 if prompt_logprobs or top_k else 0
+    value = body["prompt_logprobs_last_n"]
+    if not prompt_logprobs:
+        raise Refused(f"prompt_logprobs_last_n={value!r} requires prompt_logprobs=true.")
+    if size < 2:
+        raise Refused(
+            f"prompt_logprobs_last_n={value!r}: a prompt of one token has no scored token. Leave "
+            "it out."
+        )
+    return whole(body, "prompt_logprobs_last_n", low=1, high=size - 1)
 
 
 def _prompt(prompt: Any, limits: ModelLimits) -> Int32Array:

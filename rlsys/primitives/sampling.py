@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,10 +18,18 @@ from rlsys.types import FinishReason, Float32Array, Generation, GenerationReques
 MAX_ENGINE_SEED = 2**31 - 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Result of one sample request. `body`: a SampleResponse."""
+
+    body: bytes
+    generations: Sequence[Generation]
+
+
 async def sampled(
     backend: Backend, name: str, weights: SamplerWeights, asked: SampleRequest
-) -> bytes:
-    """A SampleResponse. `name`: of the request, unique. Raises as the backend does."""
+) -> Sampled:
+    """Sample a request. `name`: of the request, unique. Raises as the backend does."""
     seed = secrets.randbelow(MAX_ENGINE_SEED) if asked.seed is None else asked.seed
     generations = await backend.sample(
         weights,
@@ -38,21 +47,34 @@ async def sampled(
         others = set(one.policy_versions.tolist()) - {weights.number}
         assert not others, f"{one.request_id} was sampled by weights {others}, not {weights}"
     prompt, of_samples = await _scores(backend, weights, asked, generations)
-    return encode_sample(
-        [
-            WireSequence(
-                token_ids=one.token_ids,
-                logprobs=one.sampler_logprobs,
-                is_stopped=one.finish_reason is FinishReason.STOP,
-                top_k=top_k,
-            )
-            for one, top_k in zip(generations, of_samples, strict=True)
-        ],
-        prompt_logprobs=None if prompt is None else _last(prompt.logprobs, asked.last_n),
+    sequences = [
+        WireSequence(
+            token_ids=one.token_ids,
+            logprobs=one.sampler_logprobs,
+            is_stopped=one.finish_reason is FinishReason.STOP,
+            top_k=top_k,
+        )
+        for one, top_k in zip(generations, of_samples, strict=True)
+    ]
+    body = encode_sample(
+        sequences,
+        prompt_logprobs=_prompt_logprobs(asked, prompt),
         prompt_top_k=None
         if prompt is None or prompt.top_k is None
         else _last_top_k(prompt.top_k, asked.last_n),
     )
+    return Sampled(body=body, generations=generations)
+
+
+def _prompt_logprobs(asked: SampleRequest, scores: Scores | None) -> Float32Array | None:
+    """Return the log-probability of each prompt token, NaN where it was not scored; None where
+    they were not asked for. [P]"""
+    if not asked.prompt_logprobs:
+        return None
+    found = np.full(len(asked.prompt), np.nan, np.float32)
+    if scores is not None:
+        found[-asked.last_n :] = scores.logprobs[-asked.last_n :]
+    return found
 
 
 async def _scores(
@@ -78,13 +100,6 @@ async def _scores(
             TopK(token_ids=one.top_k.token_ids[start:], logprobs=one.top_k.logprobs[start:])
         )
     return prompt, tops
-
-
-def _last(logprobs: Float32Array, last_n: int) -> Float32Array:
-    """[P], NaN where there is none or none was asked for."""
-    found = np.full(len(logprobs) + 1, np.nan, np.float32)
-    found[-last_n:] = logprobs[-last_n:]
-    return found
 
 
 def _last_top_k(top_k: TopK, last_n: int) -> TopK:

@@ -1,14 +1,26 @@
-"""Who uses the server: sessions, which live by their heartbeats, and what each samples with."""
+"""Sessions of clients and their sampling sessions.
+
+create() ──► alive: heartbeats and other requests ──► end(), or expired() after `timeout_s`
+                └──► silent() after three missed heartbeats; alive again with the next request
+
+A session is one process of a client. The client sends nothing when its process exits, so an ended
+session looks like one with a slow network. It keeps its models for `timeout_s`. A silent session
+loses them earlier, but only when another client needs the room.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlsys.primitives.checkpoints import SamplerWeights
 from rlsys.primitives.errors import Refused
+
+# Interval at which the client sends heartbeats: SESSION_HEARTBEAT_PERIOD_SEC in its
+# lib/internal_client_holder.py.
+HEARTBEAT_S = 10.0
+SILENT_S = 3 * HEARTBEAT_S
 
 
 @dataclass(kw_only=True)
@@ -27,7 +39,8 @@ class SamplingSession:
 class Session:
     name: str
     last_seen_s: float  # by the clock
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    display_name: str | None = None
     models: set[str] = field(default_factory=set)
     sampling: dict[int, str] = field(default_factory=dict)  # by the client's number for it
 
@@ -42,9 +55,11 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._sampling: dict[str, SamplingSession] = {}
 
-    def create(self, metadata: Mapping[str, Any]) -> Session:
+    def create(self, metadata: Mapping[str, str], display_name: str | None = None) -> Session:
         name = f"session-{secrets.token_hex(8)}"
-        session = Session(name=name, last_seen_s=self._clock(), metadata=metadata)
+        session = Session(
+            name=name, last_seen_s=self._clock(), metadata=metadata, display_name=display_name
+        )
         self._sessions[name] = session
         return session
 
@@ -60,6 +75,41 @@ class Sessions:
             )
         session.last_seen_s = self._clock()
         return session
+
+    def all(self) -> list[Session]:
+        """Return the living sessions, newest first."""
+        return list(reversed(self._sessions.values()))
+
+    def get(self, name: str) -> Session:
+        """Return a living session without counting this as a sign of life. Raises Refused, 404."""
+        if name not in self._sessions:
+            raise Refused(f"session {name!r} does not exist, or has ended.", 404)
+        return self._sessions[name]
+
+    def idle_s(self, name: str) -> float:
+        """Return the seconds since a living session's last sign of life; 0 for an ended one."""
+        session = self._sessions.get(name)
+        return 0.0 if session is None else self._clock() - session.last_seen_s
+
+    def silent(self, among: Collection[str]) -> list[Session]:
+        """Return those of these sessions that have missed three heartbeats, longest first."""
+        limit_s = self._clock() - SILENT_S
+        found = [one for name, one in self._sessions.items() if name in among]
+        return sorted(
+            (one for one in found if one.last_seen_s <= limit_s), key=lambda one: one.last_seen_s
+        )
+
+    def silence_in_s(self, among: Collection[str], since_s: float) -> float | None:
+        """Return in how many seconds the next of these sessions would be silent.
+
+        Sessions that were seen at `since_s` or later are alive and do not count. None: all are.
+        """
+        times = [
+            one.last_seen_s
+            for name, one in self._sessions.items()
+            if name in among and one.last_seen_s < since_s
+        ]
+        return max(min(times) + SILENT_S - self._clock(), 0.0) if times else None
 
     def expired(self) -> list[Session]:
         """Those whose time is over; they are forgotten, and so is what they sampled with."""

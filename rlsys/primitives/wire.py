@@ -29,11 +29,29 @@ MASK_LOGPROB = -99999.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class Span:
+    """A run of tokens that comes from one sampled sequence, or from its prompt.
+
+    It is the range [offset, offset + length) of the sampled tokens, or of the prompt.
+    """
+
+    is_sampled: bool
+    sequence_id: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class WireDatum:
-    """One datum as it was sent, not yet checked against a model or a loss."""
+    """One datum as it was sent, not yet checked against a model or a loss.
+
+    Spans say where the input tokens and the targets come from; None without provenance.
+    """
 
     token_ids: Int32Array  # [N]
     tensors: Mapping[str, Array]  # [N] or [N, K], float32 or int64
+    input_spans: Sequence[Span] | None = None
+    target_spans: Sequence[Span] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +131,26 @@ def _datum(number: int, datum: Any) -> WireDatum:
             name: _tensor(tensor, f"{name} of datum {number}")
             for name, tensor in datum.loss_fn_inputs.items()
         },
+        input_spans=_spans(datum.model_input_spans),
+        target_spans=_spans(datum.loss_fn_input_spans),
     )
+
+
+def _spans(messages: Any) -> list[Span] | None:
+    """Return the spans of a field; None where it has none."""
+    found = []
+    for one in messages:
+        is_sampled = one.HasField("sampled_tokens")
+        tokens = one.sampled_tokens if is_sampled else one.prompt_tokens
+        found.append(
+            Span(
+                is_sampled=is_sampled,
+                sequence_id=tokens.sequence_id,
+                offset=tokens.offset,
+                length=tokens.length,
+            )
+        )
+    return found or None
 
 
 def _tensor(tensor: Any, what: str) -> Array:

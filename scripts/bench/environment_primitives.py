@@ -92,7 +92,7 @@ def serving(model: Path, directory: Path, *options: str) -> Iterator[str]:
         **os.environ,
         "TINKER_API_KEY": KEY,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
     log = directory / "server.log"
     with log.open("w") as out:

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 120.0
 
-# A client that trains until it is killed; it says what it has saved.
+# A client that trains until it is killed. It prints the paths of the state and of the same weights
+# for samplers.
 CLIENT = """
 import sys
 import tinker
@@ -29,8 +30,8 @@ from scripts.bench.environment_primitives import NAME, grpo
 service = tinker.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
 client = service.create_lora_training_client(NAME, rank=8, seed=0).result()
 for number, step in enumerate(grpo(client, 100)):
-    path = client.save_state(f"step-{number}").result().path
-    print(path, step.reward, flush=True)
+    weights = client.save_weights_for_sampler(f"step-{number}").result().path
+    print(client.save_state(f"step-{number}").result().path, weights, flush=True)
 """
 
 
@@ -95,12 +96,19 @@ def test_a_killed_client_goes_on_from_what_it_saved(url: str) -> None:
     lines = [process.stdout.readline().split() for _ in range(3)]
     process.send_signal(signal.SIGKILL)  # in the middle of a step
     process.wait(LIMIT_S)
-    path, reward = lines[-1]
-    client = service(url).create_training_client_from_state_with_optimizer(path).result()
-    assert path not in client.model_id
+    path, weights = lines[-1]
+    one = service(url)
+    client = one.create_training_client_from_state_with_optimizer(path).result()
+    assert client.model_id not in path
+    samplers = [
+        one.create_sampling_client(model_path=weights).result(),
+        client.save_weights_and_get_sampling_client().result(),
+    ]
+    tokens = types.ModelInput.from_ints([3, 4, 5, 6, 7])
+    before, after = (each.compute_logprobs(tokens).result(LIMIT_S)[1:] for each in samplers)
+    assert np.allclose(before, after, atol=1e-4)
     (step,) = grpo(client, 1)
-    assert step.reward > float(reward) - 0.2
-    assert step.labels == {f"tinker://{client.model_id}/sampler_weights/step-000003-1"}
+    assert step.labels == {f"tinker://{client.model_id}/sampler_weights/step-000003-2"}
 
 
 def test_a_dead_sampler_is_told_and_replaced(url: str) -> None:

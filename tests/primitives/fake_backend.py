@@ -12,7 +12,7 @@ import numpy as np
 from rlsys.primitives.backend import BaseModel, PassResult, Scores, StepParams
 from rlsys.primitives.checkpoints import SamplerWeights
 from rlsys.primitives.rows import DataRows, ModelLimits
-from rlsys.types import FinishReason, Generation, GenerationRequest, Int32Array
+from rlsys.types import FinishReason, Generation, GenerationRequest, Int32Array, TrainRow
 
 
 class FakeTrainer:
@@ -20,6 +20,7 @@ class FakeTrainer:
         self.name = name
         self.version = 0
         self.calls: list[str] = []
+        self.rows: Sequence[TrainRow] = ()  # of the last pass
         self.fails: list[Exception] = []  # the next calls do, in this order
         self.is_closed = False
         self.is_slow = False  # it never ends
@@ -31,6 +32,7 @@ class FakeTrainer:
 
     async def forward_backward(self, data: DataRows, loss: Any, *, backward: bool) -> PassResult:
         self._called("forward_backward" if backward else "forward")
+        self.rows = data.rows
         await asyncio.sleep(1000 if self.is_slow else 0)
         return PassResult(
             logprobs=[np.full(shape, -1.0, np.float32) for shape in data.shapes],
@@ -53,8 +55,10 @@ class FakeTrainer:
         self._called(f"load optimizer={optimizer}")
         self.version = int((directory / "state").read_text())
 
-    async def save_for_sampler(self, directory: Path, number: int) -> None:
+    async def save_for_sampler(self, directory: Path, number: int | None) -> None:
         self._called(f"save_for_sampler {number}")
+        (directory / "adapter").mkdir()
+        (directory / "adapter" / "adapter_config.json").write_text('{"r": 8}')
 
     async def close(self) -> None:
         self.is_closed = True

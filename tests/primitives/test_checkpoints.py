@@ -10,13 +10,21 @@ import pytest
 
 from rlsys.primitives.checkpoints import Checkpoints, SavedModel, check_whole
 from rlsys.primitives.errors import Refused
+from tests.primitives.clocks import Clock
 
 SAID = SavedModel(base_model="tiny", lora="r8a32", version=3)
 
 
-def save(checkpoints: Checkpoints, path: str, text: str, *, overwrite: bool = False) -> None:
+def save(
+    checkpoints: Checkpoints,
+    path: str,
+    text: str,
+    *,
+    overwrite: bool = False,
+    ttl_s: float | None = None,
+) -> None:
     async def write() -> None:
-        async with checkpoints.writing(path, SAID, overwrite=overwrite) as place:
+        async with checkpoints.writing(path, SAID, overwrite=overwrite, ttl_s=ttl_s) as place:
             (place / "state").write_text(text)
             assert checkpoints.exists(path, "weights") == overwrite
 
@@ -31,7 +39,7 @@ def test_what_was_saved_is_found_by_its_path(tmp_path: Path) -> None:
     model, directory = checkpoints.parse(path, "weights")
     assert (model, (directory / "state").read_text()) == ("session-1:train:0", "1")
     assert checkpoints.said(directory) == SAID
-    assert [one["checkpoint_id"] for one in checkpoints.of_model(model)] == ["weights/first"]
+    assert [one.path for one in checkpoints.of_model(model)] == [path]
 
 
 def test_a_name_is_taken_once_unless_it_is_overwritten(tmp_path: Path) -> None:
@@ -39,7 +47,7 @@ def test_a_name_is_taken_once_unless_it_is_overwritten(tmp_path: Path) -> None:
     path = checkpoints.path("m", "weights", "a")
     save(checkpoints, path, "1")
     save(checkpoints, path, "2", overwrite=True)
-    with pytest.raises(Refused, match="is there already"):
+    with pytest.raises(Refused, match="exists already"):
         save(checkpoints, path, "3")
     assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "2"
 
@@ -123,3 +131,57 @@ def test_a_kill_before_the_state_before_is_removed_leaves_the_new_one(tmp_path: 
     shutil.copytree(directory, before)
     checkpoints.remove(directory)
     assert not checkpoints.exists(path, "weights")
+
+
+def test_a_checkpoint_expires_also_after_a_restart(tmp_path: Path) -> None:
+    clock = Clock()
+    checkpoints = Checkpoints(tmp_path, now=clock)
+    path = checkpoints.path("m:1", "weights", "a")
+    kept = checkpoints.path("m:1", "weights", "kept")
+    save(checkpoints, path, "1", ttl_s=50)
+    save(checkpoints, kept, "2", ttl_s=50)
+    checkpoints.set_ttl(kept, None)
+    checkpoints = Checkpoints(tmp_path, now=clock)
+    clock.now += 49
+    assert [one.expires_at for one in checkpoints.of_model("m:1")] == [150.0, None]
+    checkpoints.expire()
+    clock.now += 1
+    with pytest.raises(Refused) as refused:
+        checkpoints.parse(path, "weights")
+    assert refused.value.status == 404
+    checkpoints.expire()
+    files = sorted(one.name for one in (tmp_path / "m.1" / "weights").iterdir())
+    assert files == ["kept"]
+
+
+def test_saving_again_replaces_the_time_to_live(tmp_path: Path) -> None:
+    clock = Clock()
+    checkpoints = Checkpoints(tmp_path, now=clock)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1", ttl_s=10)
+    save(checkpoints, path, "2", overwrite=True)
+    clock.now += 10
+    checkpoints.expire()
+    assert checkpoints.exists(path, "weights")
+
+
+def test_a_damaged_expiry_keeps_the_checkpoint(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).path("m", "weights", "a")
+    save(Checkpoints(tmp_path), path, "1", ttl_s=1e6)
+    (tmp_path / "m" / "weights" / ".a.expires").write_text("soon")
+    assert Checkpoints(tmp_path).get(path).expires_at is None
+
+
+def test_a_copy_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1", ttl_s=50)
+    copied = asyncio.run(checkpoints.copy(path, "copy-1", None))
+    assert copied == "tinker://copy-1/weights/a"
+    assert asyncio.run(checkpoints.copy(path, "copy-1", None)) == copied
+    checkpoints.remove(checkpoints.get(path).directory)
+    _, directory = checkpoints.parse(copied, "weights")
+    asyncio.run(check_whole(copied, directory))
+    assert (directory / "state").read_text() == "1"
+    assert checkpoints.get(copied).expires_at is None
+    assert [one.path for one in checkpoints.all()] == [copied]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -33,6 +36,7 @@ class Served:
     url: str
     backend: FakeBackend
     service: Service
+    clock: Clock
     clients: list[tinker.ServiceClient] = field(default_factory=list)
 
     def client(self) -> tinker.ServiceClient:
@@ -50,13 +54,14 @@ class Served:
 
 
 @contextmanager
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(tmp_path: Path, *, max_models: int = 100) -> Iterator[Served]:
     started: list[tuple[uvicorn.Server, FakeBackend, Service]] = []
+    clock = Clock()
 
     async def main() -> None:
         backend = FakeBackend()
-        limits = Limits(max_models=100)
-        service = Service(backend, Checkpoints(tmp_path), clock=Clock(), limits=limits)
+        limits = Limits(max_models=max_models)
+        service = Service(backend, Checkpoints(tmp_path), clock=clock, limits=limits)
         api = Api(service, key=KEY, max_body_bytes=1 << 20)
         config = uvicorn.Config(
             api.application(), port=0, log_level="error", timeout_graceful_shutdown=1
@@ -73,7 +78,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
         is_up.wait(0.01)
     server, backend, service = started[0]
     port = server.servers[0].sockets[0].getsockname()[1]
-    made = Served(f"http://127.0.0.1:{port}", backend, service)
+    made = Served(f"http://127.0.0.1:{port}", backend, service, clock)
     try:
         yield made
         made.close()
@@ -104,6 +109,74 @@ def training_client(server: Served) -> tinker.TrainingClient:
         server.client().create_lora_training_client(base_model="tiny", rank=8).result()
     )
     return client
+
+
+def test_a_script_that_ended_makes_room_for_the_next(tmp_path: Path) -> None:
+    """The client sends nothing when its process exits."""
+    script = (
+        "import sys, tinker\n"
+        "client = tinker.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])\n"
+        "client.create_lora_training_client(base_model='tiny', rank=8).result()\n"
+    )
+    with served(tmp_path, max_models=1) as server:
+        for _ in range(2):
+            command = [sys.executable, "-c", script, server.url, KEY]
+            subprocess.run(command, check=True, timeout=60)
+            server.clock.now += 31
+        assert [one.is_closed for one in server.backend.trainers.values()] == [True, False]
+        training_client(server)
+        assert len(server.service.models.living) == 1
+
+
+def test_prompt_log_probabilities_follow_the_clients_documentation(server: Served) -> None:
+    sampler = server.client().create_sampling_client(base_model="tiny").result()
+    prompt, params = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=1)
+
+    def found(**options: Any) -> list[float | None] | None:
+        answer = sampler.sample(prompt, 1, params, **options).result(LIMIT_S)
+        logprobs: list[float | None] | None = answer.prompt_logprobs
+        return logprobs
+
+    assert found() is None
+    assert found(include_prompt_logprobs=True) == [None, -1.0, -2.0]
+    last = found(include_prompt_logprobs=True, prompt_logprobs_last_n=1)
+    assert last == [None, None, -2.0]
+    assert sampler.compute_logprobs(types.ModelInput.from_ints([1])).result(LIMIT_S) == [None]
+    for wrong in (0, 3):
+        with pytest.raises((ValueError, tinker.UnprocessableEntityError)) as raised:
+            found(include_prompt_logprobs=True, prompt_logprobs_last_n=wrong)
+        assert "prompt_logprobs_last_n" in str(raised.value)
+
+
+def test_stable_reinforce_trains_on_what_the_server_recorded(server: Served) -> None:
+    client = training_client(server)
+    sampler = client.save_weights_and_get_sampling_client(record_stability_info=True).result()
+    params = types.SamplingParams(max_tokens=2)
+    asked = sampler.sample(types.ModelInput.from_ints([1, 2]), 1, params).result(LIMIT_S)
+    (sequence,) = asked.sequences
+    name = sequence.sequence_id
+    plain = types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2, 7]),
+        loss_fn_inputs={
+            "target_tokens": [0, *sequence.tokens],
+            "advantages": np.array([0, 1, 1], np.float32),
+        },
+    )
+    known = plain.with_provenance(
+        model_input=[
+            types.PromptProvenanceSpan(sequence_id=name, length=2),
+            types.SampledProvenanceSpan(sequence_id=name, length=1),
+        ],
+        loss_fn_inputs=[
+            types.PromptProvenanceSpan(sequence_id=name, offset=1, length=1),
+            types.SampledProvenanceSpan(sequence_id=name, length=2),
+        ],
+    )
+    config = {"kl_coeff": 0.02}
+    passed = client.forward_backward([known], "stable_reinforce", config).result(LIMIT_S)
+    assert len(passed.loss_fn_outputs) == 1
+    (row,) = server.trainer.rows
+    assert row.columns["sampler_logprobs"].tolist() == [0.0, -0.5, -0.25]
 
 
 def test_train_save_sample(server: Served) -> None:
@@ -165,8 +238,8 @@ def test_what_fails_is_raised_where_it_is_waited_for(server: Served) -> None:
     with pytest.raises(tinker.RequestFailedError, match="datum 0 has 100 tokens") as raised:
         wrong.result(LIMIT_S)
     assert raised.value.category is types.RequestErrorCategory.User
-    unknown = client.forward_backward([datum()], "stable_reinforce")
-    with pytest.raises(tinker.RequestFailedError, match="'stable_reinforce' is not offered here"):
+    unknown = client.forward_backward([datum()], "custom")
+    with pytest.raises(tinker.RequestFailedError, match="'custom' is not offered here"):
         unknown.result(LIMIT_S)
     with pytest.raises(tinker.RequestFailedError, match="lacks a part"):
         client.optim_step(types.AdamParams()).result(LIMIT_S)
@@ -190,7 +263,7 @@ def test_a_sample_that_is_refused_is_raised(server: Served) -> None:
             types.ModelInput.from_ints([1] * 64), 1, types.SamplingParams(max_tokens=1)
         ).result(LIMIT_S)
     missing = "tinker://nobody/sampler_weights/x"
-    with pytest.raises(tinker.NotFoundError, match="is not here; save it first"):
+    with pytest.raises(tinker.NotFoundError, match=missing):
         server.client().create_sampling_client(model_path=missing).result()
 
 

@@ -23,7 +23,11 @@ def computed(
 ) -> tuple[list[float], list[float]]:
     """Loss of each token, and its gradient by the token's log-probability."""
     logprobs = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
-    columns = {"weights": ADVANTAGES, "sequence_ratio_mask": [1.0, 1.0, 1.0, 0.0]}
+    columns = {
+        "weights": ADVANTAGES,
+        "sequence_ratio_mask": [1.0, 1.0, 1.0, 0.0],
+        "sampled": [1.0, 1.0, 1.0, 1.0],
+    }
     inputs = LossInputs(
         trainer_logprobs=logprobs,
         proximal_logprobs=logprobs.detach(),
@@ -88,10 +92,50 @@ def test_gspo_gives_every_token_the_ratio_of_its_row() -> None:
     assert gradient == pytest.approx([-1.0, -1.0, 2.0, 1.0])
 
 
+def test_stable_reinforce_tapers_discouraged_tokens_and_pulls_back_to_the_sampler() -> None:
+    losses, gradient = computed("stable_reinforce", {"kl_coeff": 0.5})
+    weights = [1.0, 1.0, 1.0, 1.0]  # advantages 1, 1, -2, -1 with ratios 2, 1/2, 1, 1.1
+    expected = [
+        -w * a * p + 0.25 * m**2
+        for w, a, p, m in zip(weights, ADVANTAGES, LOGPROBS, MOVED, strict=True)
+    ]
+    assert losses == pytest.approx(expected)
+    slopes = [-w * a + 0.5 * m for w, a, m in zip(weights, ADVANTAGES, MOVED, strict=True)]
+    assert gradient == pytest.approx(slopes)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "moved", "expected"),
+    [
+        (1.0, 0.0, -1.0),  # on-policy: REINFORCE
+        (-1.0, 0.0, 1.0),
+        (-1.0, math.log(0.25), 0.25 - 0.01 * math.log(4)),  # min(r, 1) = 1/4; penalty 0.01 log r
+        (-1.0, math.log(4), 1.0 + 0.01 * math.log(4)),
+        (1.0, math.log(0.25), -1.0 - 0.01 * math.log(4)),
+        (1.0, math.log(4), -1.0 + 0.01 * math.log(4)),
+    ],
+)
+def test_stable_reinforce_by_one_token(advantage: float, moved: float, expected: float) -> None:
+    logprobs = torch.tensor([-2.0 + moved], dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(
+        trainer_logprobs=logprobs,
+        proximal_logprobs=logprobs.detach(),
+        sampler_logprobs=torch.tensor([-2.0], dtype=torch.float64),
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+        entropy=torch.zeros(1),
+        staleness=torch.zeros(1, dtype=torch.int64),
+        row_index=torch.zeros(1, dtype=torch.int64),
+        columns={"sampled": torch.ones(1, dtype=torch.float64)},
+    )
+    losses, _ = loss_of("stable_reinforce", {})(inputs)
+    losses.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("name", "config", "told"),
     [
-        ("stable_reinforce", {}, "'stable_reinforce' is not offered.*the sampler would"),
         ("custom", {}, "'custom' is not offered.*runs in the client"),
         ("ppo_loss", {}, "'ppo_loss' is not offered here; use cross_entropy, importance_sampling"),
         ("cross_entropy", {"beta": 1.0}, "of cross_entropy has 'beta'; it may have none"),
@@ -100,6 +144,7 @@ def test_gspo_gives_every_token_the_ratio_of_its_row() -> None:
         ("ppo", {"clip_high_threshold": math.inf}, "clip_high_threshold=inf is no number"),
         ("ppo", {"clip_low_threshold": 1.1}, "clip_low_threshold=1.1.*around 1"),
         ("cispo", {"clip_low_threshold": 5.0}, "of cispo.*min_ratio=5.0"),
+        ("stable_reinforce", {"kl_coeff": -1.0}, "-1.0"),
     ],
 )
 def test_what_is_no_loss_is_refused_by_name(

@@ -37,11 +37,42 @@ def test_sampling_parameters_are_the_engines() -> None:
 
 
 def test_prompt_log_probabilities_of_all_of_some_or_none() -> None:
-    assert requests.sample(body(), LIMITS).last_n == 0
-    assert requests.sample(body(prompt_logprobs=True), LIMITS).last_n == 2
-    last = requests.sample(body(prompt_logprobs=True, prompt_logprobs_last_n=1), LIMITS)
-    assert last.last_n == 1
-    assert requests.sample(body(topk_prompt_logprobs=3), LIMITS).prompt_top_k == 3
+    def found(**fields: Any) -> tuple[bool, int, int]:
+        one = requests.sample(body(**fields), LIMITS)
+        return one.prompt_logprobs, one.last_n, one.prompt_top_k
+
+    assert found() == (False, 0, 0)
+    assert found(prompt_logprobs=True) == (True, 2, 0)
+    assert found(prompt_logprobs=True, prompt_logprobs_last_n=1) == (True, 1, 0)
+    assert found(topk_prompt_logprobs=3) == (False, 2, 3)
+    # A prompt of one token has no scored token.
+    assert found(prompt=[1], prompt_logprobs=True) == (True, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 0},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 3},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 1, "prompt": [1]},
+        {"prompt_logprobs_last_n": 1},
+        {"prompt_logprobs_last_n": 1, "topk_prompt_logprobs": 2},
+    ],
+)
+def test_the_last_n_requires_prompt_logprobs_and_is_within_the_prompt(sent: dict[str, Any]) -> None:
+    """The client's documentation of prompt_logprobs_last_n, whose own check is the same."""
+    with pytest.raises(Refused) as refused:
+        requests.sample(body(**sent), LIMITS)
+    assert "prompt_logprobs_last_n" in str(refused.value)
+
+
+def test_a_time_to_live_is_an_hour_to_ten_years() -> None:
+    assert requests.ttl_s({}) is None
+    assert requests.ttl_s({"ttl_seconds": 3600}) == 3600
+    for wrong in (3599, 10**10, "1h", True):
+        with pytest.raises(Refused) as refused:
+            requests.ttl_s({"ttl_seconds": wrong})
+        assert "ttl_seconds" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +92,6 @@ def test_prompt_log_probabilities_of_all_of_some_or_none() -> None:
         (body(sampling_params={"seed": "x"}), "seed='x'"),
         (body(target_prompt_logprobs={"data": [1]}), "target_prompt_logprobs asks for"),
         (body(prompt_alt_tokens_k=2), "prompt_alt_tokens_k asks for"),
-        (body(record_stability_info=True), "stable_reinforce"),
         ({"prompt": {"chunks": [{"type": "image"}]}, "sampling_params": {}}, "type 'image'"),
         ({"prompt": {}, "sampling_params": {}}, "no list of chunks"),
     ],

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rlsys.primitives.checkpoints import Checkpoints
 from rlsys.primitives.errors import PartDied, Refused
 from rlsys.primitives.futures import Answer, Failure
 from rlsys.primitives.service import Limits, Service
-from rlsys.primitives.wire import WireDatum, WirePass
+from rlsys.primitives.wire import Span, WireDatum, WirePass
 from tests.primitives.clocks import Clock
 from tests.primitives.fake_backend import FakeBackend, FakeTrainer
 
@@ -44,7 +44,7 @@ class Server:
             "base_model": "tiny",
             "lora_config": {"rank": 8},
         }
-        answer = await self.answer(self.service.create_model(body, b"create"))
+        answer = await self.answer(self.service.training.create_model(body, b"create"))
         assert answer["model_id"] == self.model
 
     def sent(self, seq_id: int, **fields: Any) -> dict[str, Any]:
@@ -61,14 +61,16 @@ class Server:
             config={},
             forward_only=forward_only,
         )
-        return self.service.forward_backward(sent, b"%d" % seq_id)
+        return self.service.training.forward_backward(sent, b"%d" % seq_id)
 
     def step(self, seq_id: int) -> str:
         body = self.sent(seq_id, adam_params={})
-        return self.service.optim_step(body, b"%d" % seq_id)
+        return self.service.training.optim_step(body, b"%d" % seq_id)
 
     def save_for_sampler(self, seq_id: int, **fields: Any) -> str:
-        return self.service.save_weights_for_sampler(self.sent(seq_id, **fields), b"%d" % seq_id)
+        return self.service.training.save_weights_for_sampler(
+            self.sent(seq_id, **fields), b"%d" % seq_id
+        )
 
     async def outcome(self, future: str) -> Answer | Failure:
         found = await self.service.futures.wait(future, 5.0)
@@ -86,14 +88,15 @@ class Server:
         assert isinstance(found, Failure)
         return found
 
-    def sample(self, sampling: str, seq_id: int = 0) -> dict[str, Any]:
-        return self.service.sample(
+    def sample(self, sampling: str, seq_id: int = 0, **fields: Any) -> dict[str, Any]:
+        return self.service.sampling.sample(
             {
                 "sampling_session_id": sampling,
                 "seq_id": seq_id,
                 "num_samples": 2,
                 "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
                 "sampling_params": {"max_tokens": 2},
+                **fields,
             }
         )
 
@@ -138,7 +141,7 @@ def test_a_command_that_is_sent_again_trains_once(tmp_path: Path) -> None:
         await server.outcome(first)
         assert server.passes(1) == first
         with pytest.raises(Refused, match="seq_id=1 was another command"):
-            server.service.optim_step(server.sent(1, adam_params={}), b"other")
+            server.service.training.optim_step(server.sent(1, adam_params={}), b"other")
         await server.outcome(server.step(2))
         assert server.trainer.calls == ["forward_backward", "optim_step"]
 
@@ -184,7 +187,7 @@ def test_a_dead_trainer_fails_all_that_waits_with_its_name_and_reason(tmp_path: 
             failure = await server.failure(future)
             assert failure.category == "server"
             assert failure.message.startswith("trainer-0 died during forward_backward: killed.")
-            assert "make a training client from what was saved" in failure.message
+            assert server.model in failure.message
         later = await server.failure(server.step(4))  # what comes later too
         assert later.message == failure.message
         await asyncio.sleep(0.01)
@@ -198,10 +201,12 @@ def test_a_model_that_cannot_begin_says_why(tmp_path: Path) -> None:
         server.backend.fails = [ValueError("no layer of that name.")]
         session = server.service.create_session({})["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
-        failure = await server.failure(server.service.create_model(body, b"x"))
+        failure = await server.failure(server.service.training.create_model(body, b"x"))
         assert failure == Failure(message="no layer of that name.", category="user")
-        with pytest.raises(Refused, match="base_model='other' is not served here; use tiny"):
-            server.service.create_model({**body, "base_model": "other", "model_seq_id": 1}, b"y")
+        with pytest.raises(Refused, match="base_model='other'"):
+            server.service.training.create_model(
+                {**body, "base_model": "other", "model_seq_id": 1}, b"y"
+            )
 
     run(tmp_path, scenario)
 
@@ -225,7 +230,7 @@ def test_sampled_sequences_say_which_weights_sampled_them(tmp_path: Path) -> Non
         assert named["path"] == f"tinker://{server.model}/sampler_weights/first"
         made = await server.answer(server.save_for_sampler(4, sampling_session_seq_id=0))
         sampling = made["sampling_session_id"]
-        assert server.service.sampler(sampling) == {
+        assert server.service.sampling.sampler(sampling) == {
             "sampler_id": sampling,
             "base_model": "tiny",
             "model_path": f"tinker://{server.model}/sampler_weights/step-000001-2",
@@ -236,7 +241,7 @@ def test_sampled_sequences_say_which_weights_sampled_them(tmp_path: Path) -> Non
         assert isinstance(await server.outcome(told["request_id"]), Answer)
         weights, requests = server.backend.sampled[0]
         assert (weights.path, weights.number, len(requests)) == (path, 2, 2)
-        base = server.service.create_sampling_session(
+        base = server.service.sampling.create_session(
             {"session_id": server.session, "sampling_session_seq_id": 1, "base_model": "tiny"}
         )["sampling_session_id"]
         assert server.sample(base)["sample_sequence_ids"][0] == f"{base}:0:0@base"
@@ -253,7 +258,7 @@ def test_inflight_sampling_follows_the_newest_weights_and_snapshots_do_not(tmp_p
                 server.save_for_sampler(seq_id, sampling_session_seq_id=seq_id, kind=kind)
             )
             names.append(made["sampling_session_id"])
-        paths = [server.service.sampler(name)["model_path"][-1] for name in names]
+        paths = [server.service.sampling.sampler(name)["model_path"][-1] for name in names]
         assert paths == ["3", "2", "3"]
 
     run(tmp_path, scenario)
@@ -263,8 +268,8 @@ def test_a_sample_that_is_asked_for_again_is_sampled_once(tmp_path: Path) -> Non
     async def scenario(server: Server) -> None:
         await server.create()
         body = {"session_id": server.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
-        sampling = server.service.create_sampling_session(body)["sampling_session_id"]
-        assert server.service.create_sampling_session(body)["sampling_session_id"] == sampling
+        sampling = server.service.sampling.create_session(body)["sampling_session_id"]
+        assert server.service.sampling.create_session(body)["sampling_session_id"] == sampling
         first = server.sample(sampling)
         assert server.sample(sampling) == first
         await server.outcome(first["request_id"])
@@ -278,18 +283,18 @@ def test_a_sample_can_be_cancelled_and_a_dead_sampler_is_told(tmp_path: Path) ->
     async def scenario(server: Server) -> None:
         await server.create()
         body = {"session_id": server.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
-        sampling = server.service.create_sampling_session(body)["sampling_session_id"]
+        sampling = server.service.sampling.create_session(body)["sampling_session_id"]
         server.backend.is_free.clear()
         asked = server.sample(sampling)
         await asyncio.sleep(0.01)
-        server.service.cancel({"request_id": asked["request_id"]})
+        server.service.sampling.cancel({"request_id": asked["request_id"]})
         assert (await server.failure(asked["request_id"])).message == "the sample was cancelled."
         assert server.backend.num_cancelled == 1
         server.backend.is_free.set()
         server.backend.fails = [PartDied("sampler-0 died: out of memory.")]
         failure = await server.failure(server.sample(sampling, 1)["request_id"])
         assert failure.message.startswith("sampler-0 died: out of memory.")
-        completions = server.service.completions(sampling, 0)
+        completions = server.service.sampling.completions(sampling, 0)
         _, (first,) = await completions.wait(behind=0, timeout_s=5)
         assert (first.request, first.size) == (f"{sampling}:0", None)
         _, found = await completions.wait(behind=1, timeout_s=5)
@@ -303,7 +308,7 @@ def test_a_sample_can_be_cancelled_and_a_dead_sampler_is_told(tmp_path: Path) ->
 def test_without_heartbeats_a_session_ends_with_all_that_it_had(tmp_path: Path) -> None:
     async def scenario(server: Server) -> None:
         await server.create()
-        await server.answer(server.service.save_weights(server.sent(1, path="kept"), b"1"))
+        await server.answer(server.service.training.save_weights(server.sent(1, path="kept"), b"1"))
         server.clock.now += 599
         server.service.heartbeat({"session_id": server.session})
         server.clock.now += 599
@@ -327,7 +332,7 @@ def test_without_heartbeats_a_session_ends_with_all_that_it_had(tmp_path: Path) 
             "path": f"tinker://{old}/weights/kept",
             "optimizer": True,
         }
-        made = await server.answer(server.service.load_weights(body, b"load"))
+        made = await server.answer(server.service.training.load_weights(body, b"load"))
         assert made["model_id"] == f"{other}:train:0"
         assert server.backend.trainers[made["model_id"]].calls == ["load optimizer=True"]
 
@@ -338,13 +343,77 @@ def test_so_many_models_and_no_more(tmp_path: Path) -> None:
     async def scenario(server: Server) -> None:
         await server.create()
         body = {"session_id": server.session, "model_seq_id": 1, "base_model": "tiny"}
-        with pytest.raises(Refused, match="1 models are being trained") as refused:
-            server.service.create_model(body, b"x")
+        with pytest.raises(Refused, match="max_models=1") as refused:
+            server.service.training.create_model(body, b"x")
         assert refused.value.status == 403
-        await server.outcome(server.service.unload({"model_id": server.model}))
-        await server.outcome(server.service.create_model(body, b"x"))
+        await server.outcome(server.service.training.unload({"model_id": server.model}))
+        await server.outcome(server.service.training.create_model(body, b"x"))
         await asyncio.sleep(0.01)
         assert server.trainer.is_closed
+
+    run(tmp_path, scenario, Limits(max_models=1))
+
+
+async def other_model(server: Server) -> str:
+    """Create a session and its model as a client does: room first. Return the session."""
+    session: str = server.service.create_session({})["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    await server.service.make_room(body)
+    await server.answer(server.service.training.create_model(body, b"create"))
+    return session
+
+
+def test_silent_sessions_make_room_longest_first(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        await server.create()
+        server.clock.now += 5
+        second = await other_model(server)
+        server.clock.now += 40
+        third = await other_model(server)  # the first was silent for 45 s, the second for 40 s
+        names = {one.name for one in server.service.sessions.all()}
+        assert names == {second, third}
+        await asyncio.sleep(0.01)
+        assert server.trainer.is_closed
+
+    run(tmp_path, scenario, Limits(max_models=2))
+
+
+def test_a_session_keeps_its_models_while_there_is_room(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        await server.create()
+        server.clock.now += 500
+        await other_model(server)
+        assert len(server.service.models.living) == 2
+
+    run(tmp_path, scenario, Limits(max_models=2))
+
+
+def test_a_model_is_refused_when_all_others_have_shown_that_they_live(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        await server.create()
+        server.clock.now += 9
+        asked = asyncio.create_task(other_model(server))
+        await asyncio.sleep(0.01)
+        assert not asked.done()  # the first may have ended: its heartbeat is due in a second
+        server.clock.now += 1
+        server.service.heartbeat({"session_id": server.session})
+        with pytest.raises(Refused) as refused:
+            await asked
+        assert refused.value.status == 403
+        assert "max_models=1" in str(refused.value)
+        assert not server.trainer.is_closed
+
+    run(tmp_path, scenario, Limits(max_models=1))
+
+
+def test_a_waiting_client_gets_the_room_of_a_model_that_ends(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        await server.create()
+        server.clock.now += 9
+        asked = asyncio.create_task(other_model(server))
+        await asyncio.sleep(0.01)
+        server.service.finish_session(server.session)
+        assert await asked in {one.name for one in server.service.sessions.all()}
 
     run(tmp_path, scenario, Limits(max_models=1))
 
@@ -355,7 +424,7 @@ def test_what_runs_when_a_model_is_unloaded_ends_with_it(tmp_path: Path) -> None
         server.trainer.is_slow = True
         running, waiting = server.passes(1), server.step(2)
         await asyncio.sleep(0.01)
-        server.service.unload({"model_id": server.model})
+        server.service.training.unload({"model_id": server.model})
         for future in (running, waiting):
             assert "was unloaded" in (await server.failure(future)).message
 
@@ -369,9 +438,54 @@ def test_of_unnamed_sampler_weights_the_newest_are_kept(tmp_path: Path) -> None:
         for seq_id in range(2, 13):
             made = server.save_for_sampler(seq_id, sampling_session_seq_id=seq_id)
             await server.outcome(made)
-        kept = {one["checkpoint_id"] for one in server.service.checkpoints(server.model)}
+        listed = server.service.management.checkpoints_of(server.model)["checkpoints"]
+        kept = {one["checkpoint_id"] for one in listed}
         assert kept == {"sampler_weights/named"} | {
             f"sampler_weights/step-000000-{number}" for number in range(5, 13)
         }
+
+    run(tmp_path, scenario)
+
+
+def test_recorded_sequences_are_trained_on_in_their_own_session(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        await server.create()
+        body = {"session_id": server.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        sampling = server.service.sampling.create_session(body)["sampling_session_id"]
+        sequence_id = server.sample(sampling)["sample_sequence_ids"][0]
+        recorded = server.sample(sampling, 1, record_stability_info=True)
+        await server.outcome(recorded["request_id"])
+
+        def sent(seq_id: int, sequence: str) -> str:
+            # The fake backend samples the tokens 7 and 8 after the prompt 1 and 2.
+            spans = [
+                Span(is_sampled=False, sequence_id=sequence, offset=1, length=1),
+                Span(is_sampled=True, sequence_id=sequence, offset=0, length=2),
+            ]
+            datum = WireDatum(
+                token_ids=np.array([1, 2, 7], np.int32),
+                tensors={
+                    "target_tokens": np.array([2, 7, 8]),
+                    "advantages": np.array([0.0, 1.0, 1.0], np.float32),
+                },
+                input_spans=[replace(spans[0], offset=0, length=2), replace(spans[1], length=1)],
+                target_spans=spans,
+            )
+            asked = WirePass(
+                model_id=server.model,
+                seq_id=seq_id,
+                data=[datum],
+                loss="stable_reinforce",
+                config={},
+                forward_only=False,
+            )
+            return server.service.training.forward_backward(asked, b"%d" % seq_id)
+
+        failure = await server.failure(sent(1, sequence_id))
+        assert (failure.category, sequence_id in failure.message) == ("user", True)
+        assert isinstance(await server.outcome(sent(2, recorded["sample_sequence_ids"][0])), Answer)
+        (row,) = server.trainer.rows
+        assert row.columns["sampler_logprobs"].tolist() == [0.0, -0.5, -0.25]
+        assert row.columns["sampled"].tolist() == [0.0, 1.0, 1.0]
 
     run(tmp_path, scenario)

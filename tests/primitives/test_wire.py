@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import (
     deserialize_forward_backward_output,
     deserialize_sample_response,
 )
 
+from rlsys.primitives import schema
 from rlsys.primitives.errors import Refused
 from rlsys.primitives.wire import (
+    Span,
     TopK,
     WireSequence,
     decode_pass,
@@ -64,6 +69,56 @@ def test_a_request_of_the_client_is_read_as_it_was_meant() -> None:
     assert second.tensors["target_tokens"].tolist() == [[2, 3]]
     assert second.tensors["weights"].tolist() == [[0.5, 0.0]]
     assert decode_pass(sent([], forward_only=True)).forward_only
+
+
+def test_the_schema_has_the_clients_numbers_and_types() -> None:
+    """Every field that the server knows has the client's number, type and label."""
+    pairs: list[tuple[Any, Any]] = [
+        (schema.ForwardBackwardRequest, pb.ForwardBackwardRequest),
+        (schema.ForwardBackwardOutput, pb.ForwardBackwardOutput),
+        (schema.SampleResponse, pb.SampleResponse),
+    ]
+    seen: set[str] = set()
+    messages = [(ours.DESCRIPTOR, theirs.DESCRIPTOR) for ours, theirs in pairs]
+    while messages:
+        ours, theirs = messages.pop()
+        if ours.full_name in seen:
+            continue
+        seen.add(ours.full_name)
+        known = {one.number: one for one in theirs.fields}
+        for field in ours.fields:
+            same = known[field.number]
+            # Enumerations are read as numbers.
+            kind = field.TYPE_INT32 if same.type == same.TYPE_ENUM else same.type
+            assert (field.name, field.type) == (same.name, kind), ours.full_name
+            assert field.is_repeated == same.is_repeated, (ours.full_name, field.name)
+            if field.message_type is not None:
+                messages.append((field.message_type, same.message_type))
+    assert len(seen) > 15
+
+
+def test_provenance_is_read() -> None:
+    plain = datum([5, 6, 7], target_tokens=[6, 7, 8])
+    known = plain.with_provenance(
+        model_input=[
+            types.PromptProvenanceSpan(sequence_id="a", offset=4, length=2),
+            types.SampledProvenanceSpan(sequence_id="a", length=1),
+        ],
+        loss_fn_inputs=[
+            types.PromptProvenanceSpan(sequence_id="a", offset=5, length=1),
+            types.SampledProvenanceSpan(sequence_id="a", length=2),
+        ],
+    )
+    first, second = decode_pass(sent([plain, known])).data
+    assert (first.input_spans, first.target_spans) == (None, None)
+    assert second.input_spans == [
+        Span(is_sampled=False, sequence_id="a", offset=4, length=2),
+        Span(is_sampled=True, sequence_id="a", offset=0, length=1),
+    ]
+    assert second.target_spans == [
+        Span(is_sampled=False, sequence_id="a", offset=5, length=1),
+        Span(is_sampled=True, sequence_id="a", offset=0, length=2),
+    ]
 
 
 def test_sparse_tensors_are_filled_with_zeros() -> None:
