@@ -57,7 +57,7 @@ def test_a_conversation_of_items_is_one_branch() -> None:
     assert first.usage.input_tokens == len(made.sampler.asked[0].prompt_token_ids)
     assert first.usage.output_tokens == len(made.sampler.sampled[0].token_ids)
     assert first.policy_version == 7
-    text = made.codec.text.decode(list(made.sampler.asked[-1].prompt_token_ids))
+    text = made.codec.boundary.decode_written(list(made.sampler.asked[-1].prompt_token_ids))
     assert text.count("Be brief.") == 1
     assert text.count("<tool_response>") == 3
 
@@ -75,7 +75,7 @@ def test_a_response_goes_on_from_a_previous_one() -> None:
 
     ended, made = play(mine, lambda text: f"{text.count('?')}.")
     assert trajectory_of(ended).num_branches == 1
-    text = made.codec.text.decode(list(made.sampler.asked[1].prompt_token_ids))
+    text = made.codec.boundary.decode_written(list(made.sampler.asked[1].prompt_token_ids))
     assert [text.count(one) for one in ("Count.", "one?", "1.", "two?")] == [1, 1, 1, 1]
 
 

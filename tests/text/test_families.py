@@ -80,7 +80,6 @@ def read(name: str, token_ids: Sequence[int], *, prompt: Sequence[int] = (), sto
         prompt_text="",
         finish_reason=FinishReason.STOP,
         metadata={},
-        record=False,
     )
     columns = {
         "token_ids": [np.array(token_ids, np.int32)],
