@@ -3,7 +3,6 @@
     python scripts/bench/train.py                         # on a small random model, CPU
     python scripts/bench/train.py --model MODEL_DIR --device cuda --dtype bfloat16
     python scripts/bench/train.py --only tree balance     # some of its parts
-    python scripts/bench/train.py --only mfu --shape 8b --device cuda --dtype bfloat16
 
 The padded loop is what is usually written over transformers: right-padded rows, an attention mask,
 logits of every token, the same loss, AdamW. Both train on the same rows, in turn.
@@ -16,10 +15,7 @@ against logits in one piece), `checkpoint` (what training waits for, a copy into
 checkpoint is then written from, against memcpy of as many bytes; of both destinations every page
 was touched before; a state of 500 MB), `load` (peak memory of each of four ranks that load a model
 of 1B parameters, against its share of the float32 masters), `memory` (peak of a rank that trains a
-model of 103M parameters, against what --dry-run estimates), `mfu` (passes of 8,192 tokens, rows of
-2,048, whole optimizer steps: what they need by scripts/bench/flops.py, a second, over the device's
-peak; of a model of random weights of `--shape`, by default of the model of the other parts; null
-where no peak is known, as on a CPU, and not given by `--peak-tflops`). Prints one line of JSON
+model of 103M parameters, against what --dry-run estimates). Prints one line of JSON
 last.
 """
 
@@ -54,11 +50,10 @@ from rlsys.engines.training.trainer_state import finish_state
 from rlsys.layout.transport.shared_memory import SharedMemory
 from rlsys.tiny_models import build_tiny_model
 from rlsys.types import MicroBatch, TrainRow
-from scripts.bench.flops import peak_tflops, step_flops
 from scripts.bench.loading import measure_loading
 from scripts.bench.memory import measure_memory
 
-PARTS = ("equal", "mixed", "tree", "balance", "head", "checkpoint", "load", "memory", "mfu")
+PARTS = ("equal", "mixed", "tree", "balance", "head", "checkpoint", "load", "memory")
 REPEATS = 7
 BATCH_ROWS = 16  # of the padded loop: the usual micro-batch
 LOW, HIGH = 0.2, 0.28
@@ -74,8 +69,6 @@ def main() -> None:
     parser.add_argument("--dtype", choices=get_args(Precision), default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--shape", choices=SHAPES, help="of the model of part mfu")
-    parser.add_argument("--peak-tflops", type=float, help="of the device; default: by its name")
     parser.add_argument("--peak-of", choices=("rlsys", "naive"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -95,11 +88,6 @@ def main() -> None:
             found |= bench.tree()
         if "checkpoint" in args.only:
             found |= checkpoint(Path(directory))
-        del bench  # and its memory
-        if "mfu" in args.only:
-            peak = args.peak_tflops or peak_tflops(torch.device(args.device), args.dtype)
-            shaped = build_shape(Path(directory) / "shape", args.shape) if args.shape else path
-            found |= utilisation(Path(shaped), args.device, args.dtype, peak)
     if "balance" in args.only:
         found["balance"] = min(balance(size, ranks) for size in GROUP_TOKENS for ranks in (4, 8))
     if "head" in args.only:
@@ -222,53 +210,6 @@ class PaddedLoop:
         clipped = ratio.clamp(1 - LOW, 1 + HIGH) * advantages
         loss: torch.Tensor = -(torch.minimum(ratio * advantages, clipped) * trained_[:, 1:]).sum()
         return loss
-
-
-# Of Qwen3: width, layers, query heads, width of the MLP, and whether the head is the embedding.
-SHAPES = {
-    "0.6b": (1024, 28, 16, 3072, True),
-    "1.7b": (2048, 28, 16, 6144, True),
-    "4b": (2560, 36, 32, 9728, True),
-    "8b": (4096, 36, 32, 12288, False),
-}
-PACK_TOKENS, PACK_ROW_TOKENS, PACKS = 8192, 2048, 4
-
-
-def build_shape(directory: Path, name: str) -> Path:
-    """Of random weights, in bfloat16 files."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    width, num_layers, num_heads, mlp_width, tied = SHAPES[name]
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=151_936,
-        hidden_size=width,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=mlp_width,
-        tie_word_embeddings=tied,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
-    return directory
-
-
-def utilisation(
-    path: Path, device: str, dtype: Precision, peak: float | None
-) -> dict[str, float | None]:
-    """Of a median step. The moments are in 16 bits, so that 8B parameters fit on one large GPU."""
-    bench = Bench(path, device, dtype, micro_batch_tokens=PACK_TOKENS, optimizer_state="bfloat16")
-    lengths = [(PACK_ROW_TOKENS // 4, 3 * PACK_ROW_TOKENS // 4)]
-    batch = rows(bench.vocab_size, lengths * (PACKS * PACK_TOKENS // PACK_ROW_TOKENS))
-    seconds = statistics.median(one for one, _ in in_turn(lambda: bench.step(batch), lambda: None))
-    tflops = step_flops(bench.config, batch) / 1e12 / seconds
-    return {
-        "mfu": None if peak is None else round(tflops / peak, 3),
-        "mfu_tflops_per_s": round(tflops, 3),
-        "mfu_tokens_per_s": round(PACKS * PACK_TOKENS / seconds),
-        "peak_tflops": peak,
-    }
 
 
 STATE_WIDTH, STATE_MLP_WIDTH, STATE_REPEATS = 1024, 3264, 9  # 500 MB

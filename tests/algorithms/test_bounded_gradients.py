@@ -100,7 +100,7 @@ BY_HAND: list[tuple[LossFn, Callable[[float, float], float]]] = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "by_hand"), BY_HAND, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("loss", "by_hand"), BY_HAND, ids=[str(loss)[:40] for loss, _ in BY_HAND])
 @pytest.mark.parametrize("advantage", [1.0, -2.0])
 def test_policy_losses_have_the_stated_gradient_on_both_sides_of_each_bound(
     loss: LossFn, by_hand: Callable[[float, float], float], advantage: float
