@@ -11,7 +11,16 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.fused_elementwise import gated_silu, rotate, use_fused_elementwise
+from rlsys.engines.fused_elementwise import (
+    _compiled,
+    _gated,
+    _gated_grads,
+    _turned,
+    _turned_back,
+    gated_silu,
+    rotate,
+    use_fused_elementwise,
+)
 from tests.engines.torch_engine_harness import FAMILIES, build_model
 
 
@@ -73,3 +82,20 @@ def test_a_model_computes_the_same(family: Any, tmp_path: Path) -> None:
         logits.square().mean().backward()
         results.append([logits, *(parameter.grad.clone() for parameter in model.parameters())])
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_compiler_makes_is_the_same(dtype: torch.dtype) -> None:
+    """Compiled as on a GPU, for tokens of two numbers and transposed heads."""
+    for num_tokens in (5, 7):
+        x = torch.randn(1, num_tokens, 4, 8, dtype=dtype).transpose(1, 2)
+        cos, sin = torch.randn(2, 1, num_tokens, 8, dtype=dtype)
+        for function, arguments in (
+            (_turned, (x, cos, sin)),
+            (_turned_back, (x, cos, sin)),
+            (_gated, (x, x)),
+            (_gated_grads, (x, x, x)),
+        ):
+            expected = function(*arguments)  # type: ignore[operator]
+            torch.testing.assert_close(_compiled(function)(*arguments), expected)
