@@ -18,15 +18,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlsys.config import TrainerConfig
+from rlsys.engines.training.fused_adamw import SEEDS_PER_PIECE, Coefficients, update
 from rlsys.layout.holdings import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 # Numbers of a parameter that are updated at a time, where moments are kept otherwise than computed.
-# On a GPU smaller pieces would be bound by the launches of kernels.
+# On a GPU a piece bounds what moments in the host's memory take there, and its kernels' launches.
 PIECE = 1 << 22
-GPU_PIECE = 1 << 24
+GPU_PIECE = 1 << 26
 
 
 class AdamW(torch.optim.AdamW):
@@ -79,15 +80,16 @@ class AdamW(torch.optim.AdamW):
         ]
         if not own[0].numel():
             return
+        if own[0].is_cuda:
+            self._update_on_gpu(group, int(moments["step"]), own)
+            return
         drawn_for = f"{int(moments['step'])} {tuple(own[0].shape)}"
         chance = torch.Generator(parameter.device)
         chance.manual_seed(zlib.crc32(drawn_for.encode()))  # on the CPU a seed has 32 bits
         beta1, beta2 = group["betas"]
-        size = GPU_PIECE if own[0].is_cuda else PIECE
-        pieces = [_pieces(one, size) for one in own]
+        pieces = [_pieces(one, PIECE) for one in own]
         for weights, its_gradient, *kept in zip(*pieces, strict=True):
-            # Copies from and to pinned memory do not wait for one another.
-            computed = [one.to(weights.device, non_blocking=True).float() for one in kept]
+            computed = [one.float() for one in kept]
             first, second = ([one] for one in computed)
             torch._fused_adamw_(
                 [weights],
@@ -106,8 +108,37 @@ class AdamW(torch.optim.AdamW):
             )
             for one, result in zip(kept, computed, strict=True):
                 if one is not result:
-                    exact = result if one.dtype is torch.float32 else _rounded(result, chance)
-                    one.copy_(exact, non_blocking=True)
+                    one.copy_(result if one.dtype is torch.float32 else _rounded(result, chance))
+
+    def _update_on_gpu(self, group: dict[str, Any], step: int, own: list[torch.Tensor]) -> None:
+        """Update a parameter of which `own` has weights, gradient and moments. Moments in the
+        host's memory come to the device and go back piece by piece, without waiting."""
+        beta1, beta2 = group["betas"]
+        device = own[0].device
+        coefficients = Coefficients(
+            rate=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=step,
+        ).on(device)
+        # The same on ranks with copies of the same weights.
+        seed = zlib.crc32(f"{step} {tuple(own[0].shape)}".encode()) >> 2
+        pieces = zip(*(_pieces(one, GPU_PIECE) for one in own), strict=True)
+        for number, (weights, gradient, *kept) in enumerate(pieces):
+            moments = [one.to(device, non_blocking=True) for one in kept]
+            update(
+                weights.view(-1),
+                gradient.reshape(-1),
+                moments[0].view(-1),
+                moments[1].view(-1),
+                coefficients,
+                torch.tensor(seed + SEEDS_PER_PIECE * number, device=device),
+            )
+            for one, updated in zip(kept, moments, strict=True):
+                if one is not updated:
+                    one.copy_(updated, non_blocking=True)
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
