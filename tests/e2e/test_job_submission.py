@@ -319,15 +319,15 @@ class HeadThatHasJustStarted:
         return "raysubmit_1"
 
 
+HEAD = "http://127.0.0.1:8265"
+
+
 def test_submit_waits_until_the_head_takes_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr("time.sleep", waited.append)
     monkeypatch.setattr(scripts.submit, "agent_fault", lambda address: None)
     agent = "No available agent to submit job, please try again later"
-    assert (
-        submit(HeadThatHasJustStarted(3, agent), "python x.py", {}, "http://127.0.0.1:8265")
-        == "raysubmit_1"
-    )
+    assert submit(HeadThatHasJustStarted(3, agent), "python x.py", {}, HEAD) == "raysubmit_1"
     assert len(waited) == 3
     with pytest.raises(RuntimeError, match="disk is full"):
         submit(
@@ -335,7 +335,7 @@ def test_submit_waits_until_the_head_takes_jobs(monkeypatch: pytest.MonkeyPatch)
         )
     monkeypatch.setattr(scripts.submit, "AGENT_TIMEOUT_S", -1.0)
     with pytest.raises(RuntimeError, match="52365"):
-        submit(HeadThatHasJustStarted(1, agent), "python x.py", {}, "http://127.0.0.1:8265")
+        submit(HeadThatHasJustStarted(1, agent), "python x.py", {}, HEAD)
 
 
 def test_a_submitted_job_must_say_where_its_results_stay(
