@@ -223,7 +223,7 @@ def test_an_interruption_leaves_constrained_completions_alone(path: Path) -> Non
     async def sample() -> Generation:
         engine = InterruptingEngine(
             TorchEngine(path, RolloutConfig(kv_cache_gib=0.01), dtype="float32"),
-            Interruption(after=3, phrase=(5, 6), closed_by="never", tokenizer=TOKENIZER),
+            Interruption(after=3, phrase=(5, 6), closed_by="never", decode=TOKENIZER.decode),
         )
         await engine.start()
         try:

@@ -21,15 +21,16 @@ def test_the_fused_norm_rounds_once(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight, grad = torch.randn(7, 33), torch.randn(33), torch.randn(7, 33)
     x, weight, grad = (one.to(dtype) for one in (x, weight, grad))
-    exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    expected = rms_norm(*exact, 1e-6)
+    exact = x.double().requires_grad_(), weight.double().requires_grad_()
+    expected = rms_norm(exact[0], exact[1], 1e-6)
     expected.backward(grad.double())
-    found = [x.requires_grad_(), weight.requires_grad_()]
-    normed = fused_rms_norm(*found, 1e-6)
+    found = x.requires_grad_(), weight.requires_grad_()
+    normed = fused_rms_norm(found[0], found[1], 1e-6)
     normed.backward(grad)
     precision = 2**-8 if dtype is torch.bfloat16 else 1e-6
     torch.testing.assert_close(normed.double(), expected, rtol=precision, atol=1e-6)
     for one, wanted in zip(found, exact, strict=True):
+        assert one.grad is not None
         torch.testing.assert_close(one.grad.double(), wanted.grad, rtol=precision, atol=precision)
 
 
