@@ -127,6 +127,12 @@ class ChatColumn:
         """Return where a reply stands in the whole text, its end of turn included."""
         before = self.renderer.chat_text(messages[:reply], where, tools=tools)
         closed = self._text(messages[: reply + 1], where, tools).rstrip()
+        require(
+            closed.startswith(before.rstrip()),
+            f"{where}: the model's chat template begins a reply with {before[-20:]!r}, which it "
+            f"leaves out of the written message {reply} (from 0), so that its tokens are not those "
+            "of a reply. Use a template for training, or write that beginning into the message.",
+        )
         after = self.renderer.boundary.shared_beginning(closed, whole).rstrip()
         # Beyond it: what ends a conversation, but no turn.
         is_same = closed == after or _visible(messages[reply]["content"]) in _visible(

@@ -45,8 +45,15 @@ def mixed(sources: Sequence[Int32Array], weights: Sequence[float], where: str) -
     counts = [
         max(size, round(num * weight / total)) for size, weight in zip(sizes, weights, strict=True)
     ]
-    rows = [np.resize(one, count) for one, count in zip(sources, counts, strict=True)]
+    rows = [_repeated(one, count) for one, count in zip(sources, counts, strict=True)]
     places = [(np.arange(count) + 0.5) / count for count in counts]
     order = np.argsort(np.concatenate(places), kind="stable")
     found: Int32Array = np.concatenate(rows)[order].astype(np.int32)
     return found
+
+
+def _repeated(rows: Int32Array, count: int) -> Int32Array:
+    """Return `count` rows: all of them equally often, and once more some that are evenly spread."""
+    whole, extra = divmod(count, len(rows))
+    spread = rows[np.arange(extra) * len(rows) // max(extra, 1)]
+    return np.concatenate((np.tile(rows, whole), spread))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import reprlib
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -140,7 +141,8 @@ class RowSource(ABC):
     def order(self) -> dict[str, int]:
         """What decides which prompt has which index; a checkpoint keeps it for `check_order`.
         Reads all rows."""
-        checksum = rows_checksum(self._rows)
+        # The rows of an epoch count too: in a mixture they follow from the weights.
+        checksum = rows_checksum(self._rows) ^ zlib.crc32(self._admitted.tobytes())
         return {"seed": self._seed, "num_prompts": len(self), "checksum": checksum}
 
     def check_order(self, order: Mapping[str, int]) -> None:

@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from rlsys.config import require
 from rlsys.json_text import parse_json
-from rlsys.text.messages import Message
+from rlsys.text.messages import Message, with_text_arguments
 
 REPLY_ROLE = "assistant"
 
@@ -69,15 +69,25 @@ def render_chat(
     """
     if ending is Ending.CONTINUED:
         return _continued(tokenizer, messages, tools, template, options)
-    text: str = tokenizer.apply_chat_template(
-        list(messages),
-        tools=list(tools) or None,
-        chat_template=template,
-        tokenize=False,
-        add_generation_prompt=ending is Ending.REPLY,
-        **{**template_options(tokenizer), **(options or {})},
-    )
-    return text
+
+    def render(given: Sequence[Message]) -> str:
+        text: str = tokenizer.apply_chat_template(
+            list(given),
+            tools=list(tools) or None,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=ending is Ending.REPLY,
+            **{**template_options(tokenizer), **(options or {})},
+        )
+        return text
+
+    try:
+        return render(messages)
+    except TypeError:
+        # Some templates, DeepSeek-V3's for one, join the arguments of calls to other text.
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        return render([with_text_arguments(message) for message in messages])
 
 
 def _continued(

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys.config import require
-from rlsys.json_text import parse_json
+from rlsys.json_text import dump_json, parse_json
 
 Message = Mapping[str, Any]
 
@@ -121,3 +121,14 @@ def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(parsed, dict):
         function["arguments"] = parsed
     return {**call, "function": function}
+
+
+def with_text_arguments(message: Message) -> Message:
+    """Return a message whose tool calls have their arguments as JSON text."""
+    calls = [dict(call) for call in message.get("tool_calls") or ()]
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
+            text = dump_json(function["arguments"], ensure_ascii=False)
+            call["function"] = {**function, "arguments": text}
+    return {**message, "tool_calls": calls} if calls else message

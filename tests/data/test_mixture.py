@@ -53,6 +53,26 @@ def test_every_row_comes_and_every_source_has_its_part(sources: list[tuple[int, 
         assert abs(np.isin(found, own).sum() - exact) <= len(sources)
 
 
+def test_rows_that_come_once_more_are_spread_over_their_source() -> None:
+    # 10 rows at 0.75 beside 5 at 0.25: an epoch of 20 has 15 of the first source.
+    counts = Counter(mixed(numbered(10, 5), [0.75, 0.25], "data").tolist())
+    assert [row for row in range(10) if counts[row] == 2] == [0, 2, 4, 6, 8]
+
+
+def test_other_weights_are_another_order(tmp_path: Path) -> None:
+    orders = []
+    for weights in ("0.7 0.3", "0.3 0.7"):
+        sources = []
+        for name, weight in zip("ab", weights.split(), strict=True):
+            file = tmp_path / f"{name}.jsonl"
+            rows = ({"prompt": f"{name}{n}"} for n in range(10))
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            sources.append(f"{file}*{weight}")
+        orders.append(TaskSource(DataConfig(source=",".join(sources)), seed=0).order)
+    assert orders[0]["num_prompts"] == orders[1]["num_prompts"]
+    assert orders[0]["checksum"] != orders[1]["checksum"]
+
+
 def test_weights_need_no_sum_of_one() -> None:
     parts = numbered(4, 2)
     assert mixed(parts, [2, 6], "x").tolist() == mixed(parts, [0.25, 0.75], "x").tolist()

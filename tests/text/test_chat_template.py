@@ -13,6 +13,7 @@ from rlsys.environments.codec import Codec
 from rlsys.environments.conversation import Conversation
 from rlsys.observe.diagnosis import foresee
 from rlsys.text.chat_template import Ending, parse_options, render_chat, set_template_options
+from rlsys.tiny_models import build_tokenizer
 from tests.text.families import FAMILIES
 
 USER = {"role": "user", "content": "Hi"}
@@ -92,3 +93,16 @@ def test_a_backslash_that_no_shell_has_read_is_warned_of(stop: str, names: str |
     warnings = foresee(RunConfig(sampling=SamplingConfig(stop=(stop,))))
     assert len(warnings) == (names is not None)
     assert all(names is not None and names in one for one in warnings)
+
+
+def test_a_template_that_joins_arguments_to_text_gets_them_as_text() -> None:
+    """As DeepSeek-V3's does; others get an object."""
+    tokenizer = build_tokenizer()
+    loop = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    end = "{% endfor %}{% endfor %}"
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokenizer.chat_template = loop + "{{ 'args ' + c.function.arguments }}" + end
+    assert render_chat(tokenizer, messages, ending=Ending.CLOSED) == 'args {"a": 1}'
+    tokenizer.chat_template = loop + "{{ c.function.arguments.a }}" + end
+    assert render_chat(tokenizer, messages, ending=Ending.CLOSED) == "1"
