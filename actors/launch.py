@@ -152,8 +152,11 @@ async def _dry_run(
             _history(files, config, flow, read.prompts)
         capacity = None
         if machine is not None:
-            room = disk_bytes(ready, flow, read.shape, warm_start=warm_start is not None)
-            room = 0 if continues else room  # new checkpoints take the places of the old ones
+            # The disk of a named machine is not known; new checkpoints of a run that continues take
+            # the places of the old ones.
+            room = None
+            if not isinstance(stated, str) and not continues:
+                room = disk_bytes(ready, flow, read.shape, warm_start=warm_start is not None)
             capacity = check_run(ready, flow, read.shape, [machine], disk_bytes=room)
         text = describe(
             ready,

@@ -116,6 +116,12 @@ class Layout:
             total = node.machine.host_bytes
             of = f" of {size(total)}" if total else ""
             yield f"{name}: host memory {size(node.host_bytes)}{of}"
+            if node.devices and not any(device.demands for device in node.devices):
+                yield (
+                    f"  none of its {len(node.devices)} GPUs is used: trainer.num_gpus and "
+                    "rollout.num_gpus reserve them"
+                )
+                continue
             uses = itertools.groupby(
                 enumerate(node.devices), lambda one: (one[1].num_bytes, _uses(one[1]))
             )

@@ -488,7 +488,7 @@ class RunConfig(Section):
     """Of data order, sampling and initialisation."""
     checkpoint_every: int | str = "10min"
     """Time between checkpoints (90s, 10min, 1h), or optimizer steps (50); there is one at the end
-    too. 0: only at the end."""
+    too, but none when the run is interrupted. 0: only at the end."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept on disk."""
     runs_dir: str = "runs"
