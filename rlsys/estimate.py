@@ -37,6 +37,9 @@ from rlsys.run_directory import MAX_WAITING
 STORE_FILL = 0.5
 MIN_STORE_BYTES = 64 << 20
 
+# Larger models do not exist; tensors of such sizes cannot even be described on every machine.
+MAX_PARAMETERS = 10**14
+
 MASTER_BYTES = 4  # per parameter, float32
 
 # Of published weights, beside those that replicas compute with: the newest, and the one before
@@ -139,8 +142,14 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
             f"{setting}={path!r} holds no {'causal ' if head == 'logits' else ''}language model "
             f"({in_short(error)}); give a Hugging Face model directory or hub name."
         ) from error
+    num = num_parameters(model)
+    if num > MAX_PARAMETERS:
+        raise ValueError(
+            f"{setting}={path!r}: its config.json describes a model of {num:.1e} parameters, more "
+            f"than {MAX_PARAMETERS:.0e}. Correct its sizes."
+        )
     return ModelShape(
-        num_parameters=num_parameters(model),
+        num_parameters=num,
         buffer_bytes=sum(
             tensor.nbytes
             for tensor in model_tensors(model).values()

@@ -37,6 +37,14 @@ def test_a_size_that_is_not_positive_is_named(
         model_shape(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "intermediate_size"])
+def test_a_model_that_no_machine_holds_is_refused(name: str, tmp_path: Path, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, name: 10**13}))
+    with pytest.raises(ValueError, match=r"model\.path=.*parameters"):
+        model_shape(str(tmp_path))
+
+
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -368,11 +368,9 @@ def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path, path: str, message
 
 
 def test_adapters_beside_no_layer_are_refused(tmp_path: Path) -> None:
-    refused = (
-        r"model.lora='r4:q_proj,v_prj': 'v_prj' is no linear layer of this model, or its head; "
-        "name some of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
-    )
-    with pytest.raises(ValueError, match=refused):
+    with pytest.raises(
+        ValueError, match=r"model.lora='r4:q_proj,v_prj': 'v_prj' .* q_proj, up_proj"
+    ):
         launch(tmp_path, ROWS, model=rlsys.ModelConfig(lora="r4:q_proj,v_prj"))
 
 

@@ -231,9 +231,8 @@ class Api:
         name = requests.text(target, "sampling_session_id")
         self._service.sessions.sampling(name)
         client = requests.whole(target, "cloned_sampler_id", 0, high=2**62)
-        fetched = body.get("retrieved_request_ids") or []
-        self._service.futures.fetched([one for one in fetched if isinstance(one, str)])
-        timeout_s = requests.number(body, "timeout", LONG_POLL_S, below=float("inf"))
+        self._service.futures.fetched(requests.texts(body, "retrieved_request_ids"))
+        timeout_s = requests.number(body, "timeout", LONG_POLL_S, below=float("inf"), nullable=True)
         cursor, found = await self._service.sampling.completions(name, client).wait(
             behind=requests.whole(body, "prev_cursor", 0, high=2**62),
             timeout_s=min(timeout_s, LONG_POLL_S),

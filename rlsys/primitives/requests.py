@@ -63,9 +63,22 @@ def whole(body: Body, name: str, default: int | None = None, *, low: int = 0, hi
     return value
 
 
-def number(body: Body, name: str, default: float, *, low: float = 0.0, below: float) -> float:
-    value = body.get(name)
-    value = default if value is None else value
+def number(
+    body: Body,
+    name: str,
+    default: float,
+    *,
+    low: float = 0.0,
+    below: float,
+    nullable: bool = False,
+) -> float:
+    """Return a finite number; the default where the name is missing. Raises Refused.
+
+    Clients write NaN and infinities as null, so null is refused unless `nullable`.
+    """
+    value = body.get(name, default)
+    if value is None and nullable:
+        value = default
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not low <= value < below:
         raise Refused(f"{name}={value!r}; give a number of at least {low:g}, below {below:g}.")

@@ -19,7 +19,9 @@ and a log of each part. Prints the tables at the end. Exits with 1 if a part fai
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import math
 import os
 import platform
 import signal
@@ -36,6 +38,12 @@ sys.path.insert(0, str(ROOT))
 from scripts.gpu.records import read_line  # noqa: E402 - the path comes first
 
 # Seconds that a part may take, in the order in which the parts run.
+CASES = {
+    "training": ("0.6b", "1.7b", "4b", "8b"),
+    "generation": ("0.6b", "1.7b", "4b", "8b"),
+    "weights": ("0.6b", "1.7b", "4b", "8b"),
+    "runs": ("separate-1", "colocated-0", "separate-0", "colocated-1"),
+}
 LIMITS_S = {
     "kernels": 60,
     "tests": 150,
@@ -61,9 +69,13 @@ def main() -> int:
         metavar="PART",
         help="parts, each with its cases where not all are wanted: training:8b,0.6b",
     )
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="for all parts")
+    parser.add_argument("--limit-s", type=seconds, default=math.inf, help="for all parts")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "results.jsonl").touch()
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error.strerror}. Name a directory that can be written.")
     deadline = time.monotonic() + args.limit_s
     failed = False
     for part, cases in args.only:
@@ -72,17 +84,32 @@ def main() -> int:
             record(args.out, {"part": part, "status": "not run: the time was used up"})
             continue
         failed |= not run_part(part, cases, args, limit_s)
-        (args.out / "results.md").write_text(tables(read_results(args.out)))
-    print((args.out / "results.md").read_text())
+    text = tables(read_results(args.out))
+    (args.out / "results.md").write_text(text)
+    print(text)
     return int(failed)
 
 
 def chosen(text: str) -> tuple[str, list[str]]:
     """Read PART or PART:CASE,CASE. Raises ArgumentTypeError for an unknown part."""
-    part, _, cases = text.partition(":")
+    part, colon, named = text.partition(":")
     if part not in LIMITS_S:
         raise argparse.ArgumentTypeError(f"{part!r} is no part. Use {', '.join(LIMITS_S)}.")
-    return part, [case for case in cases.split(",") if case]
+    cases = named.split(",") if colon else []
+    known = CASES.get(part, ())
+    for case in cases:
+        if case not in known:
+            use = f"Use {', '.join(known)}." if known else "The part has no cases."
+            raise argparse.ArgumentTypeError(f"{case!r} is no case of {part}. {use}")
+    return part, cases
+
+
+def seconds(text: str) -> float:
+    """Read a positive number of seconds."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time limit. Use a number above 0.")
+    return value
 
 
 def command(part: str, cases: list[str], args: argparse.Namespace) -> list[str]:
@@ -115,6 +142,7 @@ def run_part(part: str, cases: list[str], args: argparse.Namespace, limit_s: flo
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         assert process.stdout is not None
         timed_out = threading.Event()
@@ -135,6 +163,10 @@ def run_part(part: str, cases: list[str], args: argparse.Namespace, limit_s: flo
                 if values is not None:
                     errors += "error" in values
                     record(args.out, {"part": part, **values})
+        except KeyboardInterrupt:
+            end(process)
+            record(args.out, {"part": part, "status": "interrupted"})
+            sys.exit(130)
         finally:
             timer.cancel()
         code = process.wait()
@@ -154,6 +186,11 @@ def end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def _end_with_parent() -> None:
+    """Let a part die with this script, even when that is killed: it would hold the device."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def record(out: Path, values: dict[str, Any]) -> None:

@@ -106,6 +106,9 @@ def test_only_adamw_is_offered() -> None:
     assert (params.learning_rate, params.eps, params.beta2) == (0.5, 0.0, 0.95)
     with pytest.raises(Refused, match="optimizer_params='dimuon'"):
         requests.adam({"optimizer_params": {"type": "dimuon"}})
+    for name in ("learning_rate", "beta1", "eps", "weight_decay", "grad_clip_norm"):
+        with pytest.raises(Refused, match=f"{name}=None"):  # as clients write NaN
+            requests.adam({"adam_params": {name: None}})
     with pytest.raises(Refused, match="learning_rate=-1"):
         requests.adam({"adam_params": {"learning_rate": -1}})
     with pytest.raises(Refused, match="beta1=1"):

@@ -81,5 +81,9 @@ def test_lines_of_the_log_are_no_results() -> None:
 
 def test_parts_are_named_with_their_cases() -> None:
     assert check.chosen("training:8b,0.6b") == ("training", ["8b", "0.6b"])
-    with pytest.raises(argparse.ArgumentTypeError, match="train8b"):
-        check.chosen("train8b")
+    for wrong in ("train8b", "training:nope", "training:", "kernels:8b"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            check.chosen(wrong)
+    for wrong in ("-1", "0", "nan"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            check.seconds(wrong)
