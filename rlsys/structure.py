@@ -13,17 +13,33 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rlsys.json_schemas import compilable
 from rlsys.json_text import dump_json
 
 Format = Mapping[str, Any]
+
+# Levels that the styles of XML do not write as JSON: the arguments, and the value of each.
+XML_LEVELS = 2
 
 # xgrammar begins its messages with a time and the place in its source.
 SOURCE_PLACE = re.compile(r"^(\[[^\]]*\] )?\S+\.(cc|h):\d+: ")
 
 
 def structural_tag(format: Format) -> str:
-    """Return the structural tag of a format."""
-    return dump_json({"type": "structural_tag", "format": format}, ensure_ascii=False)
+    """Return the structural tag of a format, with its schemas as xgrammar compiles them."""
+    tag = {"type": "structural_tag", "format": _compilable(format)}
+    return dump_json(tag, ensure_ascii=False)
+
+
+def _compilable(format: Any) -> Any:
+    """Return the format with each JSON Schema in it rewritten."""
+    if isinstance(format, Mapping):
+        made = {key: _compilable(value) for key, value in format.items() if key != "json_schema"}
+        if "json_schema" in format:
+            raw_levels = 0 if format.get("style", "json") == "json" else XML_LEVELS
+            made["json_schema"] = compilable(format["json_schema"], raw_levels=raw_levels)
+        return made
+    return [_compilable(one) for one in format] if isinstance(format, list) else format
 
 
 def check_structure(structure: str) -> None:

@@ -65,7 +65,7 @@ def _math_answer(rollout: Rollout, *, column: str, cpu_limit_s: float) -> float:
     expected = reference(rollout, column, NUMBERS)
     verdict = _CHILDREN.ask(expected, rollout.completion_text, cpu_limit_s=cpu_limit_s)
     if isinstance(verdict, str):
-        raise ValueError(f"metadata[{column!r}]: {verdict}; name the column with the answer.")
+        raise ValueError(f"metadata[{column!r}]: {verdict}")
     return float(verdict)
 
 
@@ -80,7 +80,7 @@ class _Children:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def ask(self, expected: str, completion: str, *, cpu_limit_s: float) -> bool | str:
-        """Return the verdict, or a text that says what is wrong with the reference.
+        """Return the verdict, or a text with the error.
 
         The wait for a free child and its start do not count against the limit of the call. An
         exception in this thread, such as that of a call past its limit, ends the child.

@@ -1,7 +1,7 @@
 """The math-verify library in a process of its own; run as a script, by math_answer.py alone.
 
 In: on stdin, a line of JSON for each question: [reference, completion, limit in CPU seconds].
-Out: on stdout, a line of JSON for each: true, false, or a text that says what is wrong.
+Out: on stdout, a line of JSON for each: true, false, or a text with the error.
 
 A model can write 10^{10^{10}}. Python then computes a power in C, holds the interpreter lock, and
 heeds no exception and no thread. So the kernel keeps the limit: the CPU timer's signal has its
@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import re
+import reprlib
 import signal
 import sys
 from decimal import Decimal
@@ -42,10 +43,30 @@ _WORD = r"[A-Za-z\N{DEGREE SIGN}]+(?:\^\{?\d\}?|[\N{SUPERSCRIPT TWO}\N{SUPERSCRI
 WITH_UNIT = re.compile(
     rf"(?P<number>-?\d[\d,]*(?:\.\d+)?(?: ?/ ?\d+)?) ?%?\s+(?P<words>{_WORD}(?:[ /-]+{_WORD})*)"
 )
-FORMULA_WORD = re.compile(
-    r"\b(?:or|and|to|in|mod|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|cup|cap|union|inf|infinity)\b",
-    re.IGNORECASE,
-)
+_UNITS = """
+    bit bits bpm cent cents cm cu cup cups day days deg dl egg eggs eur eurs ev ft gal gb gbp gbps
+    gm gms hr hrs hz kb kg kgs khz kj km kmh kn kph kpa kw kwh lb lbs man mb mbps men mg mhz mi
+    min mins ml mm mo mol mph ms nm oz pa pie pies psi pt pts qt qts rad rpm secs sqft tb tbsp ton
+    tons tsp usd wk wks yd yds yr yrs
+"""
+# Words and letters that may come with a unit, but are none: 12 sq cm, 36.50 per hour, 5 km/h.
+_BESIDE_UNITS = "a all an c cubed cubic each f for g h k l m of per s sq square squared the"
+# Words of formulas: functions, letters, operators, and multiples.
+_FORMULA_WORDS = """
+    alpha beta gamma delta epsilon zeta theta iota kappa lambda omicron sigma upsilon omega
+    arcsin arccos arctan arccot arcsec arccsc arcsinh arccosh arctanh arsinh arcosh artanh
+    asin acos atan acot asec acsc asinh acosh atanh sine cosine tangent cotangent secant cosecant
+    sinh cosh tanh coth sech csch ceil ceiling floor trunc round sign
+    infinity infty undefined union intersect intersection choose factorial root sqrt cbrt
+    plus minus times over divided equals modulo base where else otherwise
+    hundred thousand million billion trillion
+"""
+UNITS = frozenset(_UNITS.split())
+BESIDE_UNITS = frozenset(_BESIDE_UNITS.split())
+FORMULA_WORDS = frozenset(_FORMULA_WORDS.split())
+
+# Another word counts as a unit if it looks like an English one.
+ENGLISH = re.compile(r"(?=[A-Za-z]*[AEIOUaeiou])[A-Za-z][a-z]{3,}")
 
 # Decimal places in which numbers must agree, the most of them, and the least significant digits.
 PLACES, MAX_PLACES, MIN_DIGITS = 6, 400, 3
@@ -70,10 +91,18 @@ def forms_of(answer: str) -> list[str]:
         return [answer]
     forms = [f"${answer}$"]
     unit = WITH_UNIT.fullmatch(answer)
-    # One letter may be a variable: 5 x.
-    if unit and re.search("[A-Za-z]{2}", unit["words"]) and not FORMULA_WORD.search(unit["words"]):
+    if unit and _is_unit(unit["words"]):
         forms.append(f"${unit['number']}$")
     return forms
+
+
+def _is_unit(phrase: str) -> bool:
+    """Return whether the words behind a number name a unit, and not factors such as xy or max."""
+    words = [one for one in re.findall("[A-Za-z]+", phrase) if one.lower() not in BESIDE_UNITS]
+    return bool(words) and all(
+        one.lower() in UNITS or (ENGLISH.fullmatch(one) and one.lower() not in FORMULA_WORDS)
+        for one in words
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -84,21 +113,36 @@ def parse_reference(text: str) -> Any:
 
 
 def places_of(gold: list[Any]) -> int:
-    """Return how many decimal places count: more than usual for an answer close to 0."""
+    """Return how many decimal places count: more than usual for an answer close to 0.
+
+    Infinity, and integers beyond the range of floats, do not matter here.
+    """
     sizes = [abs(float(one)) for one in gold if getattr(one, "is_Number", False)]
-    least = min((size for size in sizes if size > 0), default=1.0)
+    least = min((size for size in sizes if 0 < size < math.inf), default=1.0)
     zeros = math.ceil(-math.log10(least)) - 1  # behind the decimal point
     return min(MAX_PLACES, max(PLACES, zeros + MIN_DIGITS))
 
 
 def judge(reference: str, completion: str) -> bool | str:
-    """Return whether the completion equals the reference, or what is wrong with the reference."""
+    """Return whether the completion equals the reference, or the reference's fault."""
     gold = parse_reference(reference)
     if not gold:
-        return f"reference {reference!r} holds no mathematical expression"
+        return (
+            f"reference {reference!r} holds no mathematical expression. Name the column with the "
+            "answer."
+        )
     # The library's own limits are signals too, which it could not raise inside C either.
     found = parse(normalised(completion), parsing_timeout=None)
     return bool(verify(gold, found, float_rounding=places_of(gold), timeout_seconds=None))
+
+
+def answer_of(reference: str, completion: str) -> bool | str:
+    """Return the verdict, or the error that the library raised for these texts."""
+    try:
+        return judge(reference, completion)
+    except Exception as error:  # noqa: BLE001 - sympy raises any type
+        reason = f"{type(error).__name__}: {reprlib.repr(str(error))}"
+        return f"math-verify failed for reference {reprlib.repr(reference)} with {reason}"
 
 
 def main() -> None:
@@ -108,7 +152,7 @@ def main() -> None:
     for line in sys.stdin:
         reference, completion, limit_s = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, limit_s)
-        verdict = judge(reference, completion)
+        verdict = answer_of(reference, completion)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(verdict), flush=True)
 

@@ -46,6 +46,8 @@ def rollout(completion: str, answer: Any) -> Rollout:
         ("The answer is 19.", "9 * 2 = 18\n#### 18", 0.0),
         ("no idea", "18", 0.0),
         ("\\boxed{", "18", 0.0),
+        ("\\boxed{\\infty}", "\\infty", 1.0),
+        ("\\boxed{5}", 2**1024, 0.0),
         ("line\nbreaks \u2028 and \N{GREEK SMALL LETTER PI} \\boxed{3}", 3, 1.0),
     ],
 )

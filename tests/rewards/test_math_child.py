@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
 
-from rlsys.rewards.math_child import judge
+from rlsys.rewards import math_child
+from rlsys.rewards.math_child import answer_of, judge
 
 RIGHT = [
     # Money, units and words behind a number
@@ -23,8 +24,24 @@ RIGHT = [
     ("12 cm^2", "\\boxed{12\\text{ cm}^2}"),
     ("-3/4 miles", "\\boxed{-\\frac{3}{4}}"),
     ("3 1/2 cups", "\\boxed{3.5}"),
+    ("1 cup", "\\boxed{1}"),
+    ("1/3 cup", "\\boxed{\\frac13}"),
+    ("3 1/2 cup", "\\boxed{3.5}"),
+    ("8 Ohms", "\\boxed{8}"),
+    ("60 km/h", "\\boxed{60}"),
+    ("12 sq ft", "\\boxed{12}"),
+    ("9 cm squared", "\\boxed{9}"),
+    ("7 Newtons per square meter", "\\boxed{7}"),
     ("-5 degrees Celsius", "\\boxed{-5}"),
     ("18 kg", "18 kg"),
+    # Products and functions behind a number
+    ("2 xy", "\\boxed{2xy}"),
+    ("2 ABCD", "\\boxed{2ABCD}"),
+    # Infinite and very large
+    ("\\infty", "\\boxed{\\infty}"),
+    ("-\\infty", "\\boxed{-\\infty}"),
+    (str(2**1024), f"\\boxed{{{2**1024}}}"),
+    (str(10**400), "\\boxed{10^{400}}"),
     # Delimiters
     ("\\[\\frac{3}{4}\\]", "\\boxed{0.75}"),
     ("\\(x^2\\)", "$x^2$"),
@@ -74,6 +91,20 @@ WRONG = [
     ("5 dollars", "\\boxed{6}"),
     ("5 dollars", "\\boxed{5x}"),
     ("12 cm^2", "\\boxed{2}"),
+    ("2 xy", "\\boxed{2}"),
+    ("6 xyz", "\\boxed{6}"),
+    ("2 wxyz", "\\boxed{2}"),
+    ("2 ABCD", "\\boxed{2}"),
+    ("3 max", "\\boxed{3}"),
+    ("5 sinh", "\\boxed{5}"),
+    ("5 arcsin x", "\\boxed{5}"),
+    ("5 cm x", "\\boxed{5}"),
+    ("4 theta", "\\boxed{4}"),
+    ("5 million", "\\boxed{5}"),
+    ("5 squared", "\\boxed{5}"),
+    ("\\infty", "\\boxed{-\\infty}"),
+    ("\\infty", "\\boxed{7}"),
+    (str(2**1024), f"\\boxed{{{2**1024 + 1}}}"),
     ("5e-05", "\\boxed{0.0001}"),
     ("5e-05", "\\boxed{0.00006}"),
     ("1e-08", "\\boxed{2e-08}"),
@@ -104,3 +135,13 @@ def test_wrong_answers(reference: str, completion: str) -> None:
 @pytest.mark.parametrize("reference", ["", "#### ", "   "])
 def test_a_reference_without_an_expression_is_told(reference: str) -> None:
     assert isinstance(judge(reference, "1"), str)
+
+
+def test_an_exception_of_the_library_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(math_child, "verify", fail)
+    answer = answer_of("2", "\\boxed{2}")
+    assert isinstance(answer, str)
+    assert "RecursionError" in answer
