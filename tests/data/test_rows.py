@@ -285,7 +285,7 @@ def test_a_device_is_no_source(source: str) -> None:
 
 def test_a_pipe_is_no_source(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
-    assert "pipe" in refusal(tmp_path / "a.jsonl")
+    assert "a device, a pipe" in refusal(tmp_path / "a.jsonl")
 
 
 def test_the_root_is_no_source() -> None:
