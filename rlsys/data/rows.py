@@ -9,16 +9,16 @@ from __future__ import annotations
 import codecs
 import contextlib
 import glob
-import gzip
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from rlsys.config import DataConfig, require
 from rlsys.data.joined import JoinedRows
-from rlsys.data.sources import Source, read_sources, takes_subset
+from rlsys.data.json_types import check_json_types, opened
+from rlsys.data.sources import Source, loader_of, read_sources, takes_subset
 
 # The fix for a source that cannot be loaded, by its kind or its files' loader.
 HINTS = {
@@ -64,7 +64,6 @@ def load_rows(config: DataConfig, setting: str = "data.source", *, file_split: s
 
 def _load(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
     import datasets
-    from datasets.exceptions import DatasetsError
 
     if source.kind != "hub":
         datasets.disable_progress_bars()  # local data loads within seconds
@@ -74,10 +73,21 @@ def _load(source: Source, config: DataConfig, setting: str, file_split: str) -> 
         require(Path(file).stat().st_size > 0, f"{setting}={file!r} is an empty file; fill it.")
         if source.loader == "json":
             _check_json(Path(file), setting)
+    with _as_refusal(source, setting), _quiet_datasets():
+        rows = load(source, config, _split_setting(setting), file_split)
+        files = _json_files(source, config)
+    check_json_types(files, rows.features, setting)
+    return rows
+
+
+@contextlib.contextmanager
+def _as_refusal(source: Source, setting: str) -> Iterator[None]:
+    """Raise ValueError with the source and the fix for an error of the loader."""
+    from datasets.exceptions import DatasetsError
+
     try:
-        with _quiet_datasets():
-            return load(source, config, _split_setting(setting), file_split)
-    except SplitError:
+        yield
+    except RefusalError:
         raise
     # StopIteration: raised by the JSON loader for a file without a row. RuntimeError: raised for a
     # name that ends with .py. KeyError: an Arrow file without the dataset's description.
@@ -88,8 +98,11 @@ def _load(source: Source, config: DataConfig, setting: str, file_split: str) -> 
         ValueError,
         StopIteration,
         KeyError,
+        IndexError,
         TypeError,
     ) as error:
+        if source.loader == "json":
+            check_json_types(source.files, None, setting)
         reason = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
         raise ValueError(
             f"{setting}={source.text!r} cannot be loaded ({reason}); "
@@ -97,30 +110,32 @@ def _load(source: Source, config: DataConfig, setting: str, file_split: str) -> 
         ) from error
 
 
-class SplitError(ValueError):
-    """A split that the data does not have."""
+class RefusalError(ValueError):
+    """An error that names the setting and the fix."""
 
 
 def _load_files(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
     import datasets
 
+    _check_file_split(source, config.split, setting, file_split)
     tabs = source.files[0].removesuffix(".gz").endswith(".tsv")
-    return datasets.load_dataset(
+    rows = datasets.load_dataset(
         source.loader,
         data_files=[glob.escape(file) for file in source.files],
-        split=_file_split(source, config.split, setting, file_split),
+        split=TRAIN,
         **({"sep": "\t"} if tabs else {}),
     )
+    return _of_splits({TRAIN: rows, file_split: rows}, config.split, setting, source.text)
 
 
 def _load_saved(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
     import datasets
 
     saved = datasets.load_from_disk(source.text)
-    if isinstance(saved, datasets.DatasetDict):
-        return _of_splits(saved, config.split, setting, source.text)
-    split = _file_split(source, config.split, setting, file_split)
-    return _of_splits({TRAIN: saved}, split, setting, source.text)
+    if not isinstance(saved, datasets.DatasetDict):
+        _check_file_split(source, config.split, setting, file_split)
+        saved = {TRAIN: saved, file_split: saved}
+    return _of_splits(saved, config.split, setting, source.text)
 
 
 def _load_named(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
@@ -128,49 +143,82 @@ def _load_named(source: Source, config: DataConfig, setting: str, file_split: st
     of them (README.md)."""
     import datasets
 
-    return datasets.load_dataset(path=source.text, name=config.subset, split=config.split)
+    _instruction(config.split, setting)
+    names = list(dict.fromkeys(SPLIT_NAME.findall(config.split)))
+    rows = datasets.load_dataset(path=source.text, name=config.subset, split=names)
+    return _of_splits(dict(zip(names, rows, strict=True)), config.split, setting, source.text)
+
+
+def _json_files(source: Source, config: DataConfig) -> Sequence[str]:
+    """Return the local JSON files that the rows of a source come from."""
+    import datasets
+
+    if source.kind == "directory":
+        builder = datasets.load_dataset_builder(source.text, config.subset)
+        found = builder.config.data_files or {}
+        names = dict.fromkeys(SPLIT_NAME.findall(config.split))
+        files = [file for name in names for file in found.get(name, ())]
+        return [file for file in files if loader_of(file) == "json" and Path(file).is_file()]
+    return source.files if source.loader == "json" else ()
 
 
 def _of_splits(splits: Any, text: str, setting: str, path: str) -> Any:
-    """Return the rows of a split, of parts of it, or of several."""
+    """Return the rows of a split, of parts of it, or of several. Raises RefusalError for a split
+    that the data does not have, and for a part without a row."""
     import datasets
 
-    names = SPLIT_NAME.findall(text)
-    missing = [name for name in names if name not in splits]
-    if missing or not names:
-        raise SplitError(
+    if text in splits:
+        return splits[text]
+    instruction = _instruction(text, setting)
+    if any(name not in splits for name in SPLIT_NAME.findall(text)):
+        raise RefusalError(
             f"{setting}={text!r} is no split of {path!r}, which has {', '.join(splits)}; use one "
             "of them."
         )
-    if text in splits:
-        return splits[text]
-    spec = datasets.ReadInstruction.from_spec(text)
-    parts = spec.to_absolute({name: len(splits[name]) for name in splits})
+    sizes = {name: len(splits[name]) for name in splits}
+    try:
+        parts = instruction.to_absolute(sizes)
+    except ValueError as error:
+        raise RefusalError(f"{setting}={text!r}: {error} Leave the rounding out.") from error
+    for written, part in zip(text.split("+"), parts, strict=True):
+        if part.from_ >= part.to:
+            raise RefusalError(
+                f"{setting}={text!r}: the part {written.strip()!r} has no rows: it begins at row "
+                f"{part.from_} and ends before row {part.to} of {sizes[part.splitname]}. Use a "
+                "part with rows, such as train[:90%]."
+            )
     return datasets.concatenate_datasets(
         [splits[one.splitname].select(range(one.from_, one.to)) for one in parts]
     )
 
 
-def _file_split(source: Source, text: str, setting: str, file_split: str) -> str:
-    """Return the split by which `datasets` reads files that have none. Raises SplitError for
-    another name than `file_split` and "train"."""
+def _instruction(text: str, setting: str) -> Any:
+    """Return the parts of a split. Raises RefusalError for a text that is written wrongly."""
+    import datasets
+
+    try:
+        return datasets.ReadInstruction.from_spec(text)
+    except ValueError as error:
+        raise RefusalError(
+            f"{setting}={text!r} is no split. A split is NAME or NAME[FROM:TO], where FROM and TO "
+            "are numbers of rows or percentages up to 100%, and + joins several. Use one such as "
+            "train or train[:90%]."
+        ) from error
+
+
+def _check_file_split(source: Source, text: str, setting: str, file_split: str) -> None:
+    """Raise RefusalError for another name than `file_split` and "train" of files, which have no
+    splits."""
     names = SPLIT_NAME.findall(text)
     if not names or any(name not in (TRAIN, file_split) for name in names):
-        raise SplitError(
+        raise RefusalError(
             f"{setting}={text!r}: {source.text!r} has no splits. Remove the option, or write a "
             "part of the file, such as train[:90%]."
         )
-    return SPLIT_NAME.sub(lambda match: match[0].replace(match[1], TRAIN), text)
 
 
 def _split_setting(setting: str) -> str:
     return setting.removesuffix("source") + "split"
-
-
-def _opened(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return cast("IO[bytes]", gzip.open(path))
-    return path.open("rb")
 
 
 def _check_json(path: Path, setting: str) -> None:
@@ -188,7 +236,7 @@ def _check_utf8(path: Path, setting: str) -> None:
     """Raise ValueError with the line that is no UTF-8. The loader finds it late or not at all."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     number = 0
-    with _opened(path) as file:
+    with opened(path) as file:
         try:
             for number, line in enumerate(file, start=1):  # noqa: B007, used below
                 decoder.decode(line)
@@ -203,7 +251,12 @@ def _check_utf8(path: Path, setting: str) -> None:
 def _check_objects(path: Path, setting: str) -> None:
     """Raise ValueError for a file whose first row is no object. The loader makes a column called
     "text" of some of them, and crashes over others."""
-    with _opened(path) as file:
+    with opened(path) as file:
+        require(
+            any(line.strip(b"\xef\xbb\xbf \t\r\n") for line in file),
+            f"{setting}={str(path)!r} has only blank lines. Write rows into it: {HINTS['json']}.",
+        )
+        file.seek(0)
         beginning = file.read(4096)
     require(
         OBJECTS.match(beginning) is not None,

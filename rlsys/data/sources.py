@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import glob
 import math
+import os
 import re
+import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -35,6 +37,10 @@ COMPRESSED = ("json", "csv")
 ENDINGS = f"{', '.join(LOADERS)} (texts also with .gz)"
 
 WEIGHT = re.compile(r"(.+)\*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+
+# The most characters of a path, and of a name in it, on common file systems.
+MAX_PATH = 4096
+MAX_NAME = 255
 
 Kind = Literal["files", "saved", "directory", "hub"]
 
@@ -77,7 +83,7 @@ def may_have_splits(text: str) -> bool:
     """Return whether a source of `text` is of a kind that has splits: a hub dataset or a directory.
     Plain files have none."""
     paths = [_without_weight(part)[0] for part in _parts(text)]
-    return any(_is_hub_name(path) or Path(path).is_dir() for path in paths)
+    return any(_is_hub_name(path) or os.path.isdir(path) for path in paths)
 
 
 def takes_subset(text: str) -> bool:
@@ -85,7 +91,7 @@ def takes_subset(text: str) -> bool:
     one."""
     paths = [_without_weight(part)[0] for part in _parts(text)]
     return any(
-        _is_hub_name(path) or (Path(path).is_dir() and not _is_saved(path)) for path in paths
+        _is_hub_name(path) or (os.path.isdir(path) and not _is_saved(path)) for path in paths
     )
 
 
@@ -95,20 +101,20 @@ def _is_saved(path: str) -> bool:
 
 
 def _parts(text: str) -> list[str]:
-    if not text or Path(text).exists():
+    if not text or os.path.exists(text):
         return [text] if text else []
     return [part.strip() for part in text.split(",")]
 
 
 def _without_weight(part: str) -> tuple[str, float | None]:
     match = WEIGHT.fullmatch(part)
-    if match is None or Path(part).exists():
+    if match is None or os.path.exists(part):
         return part, None
     return match[1], float(match[2])
 
 
 def _is_hub_name(part: str) -> bool:
-    is_local = Path(part).exists() or _is_pattern(part) or loader_of(part) is not None
+    is_local = os.path.exists(part) or _is_pattern(part) or loader_of(part) is not None
     return bool(part) and not is_local
 
 
@@ -132,25 +138,69 @@ def _read_one(part: str, setting: str) -> Source:
         f"{setting}={part!r}: the weight is not a positive number. Use one such as *0.3, or leave "
         "the source out.",
     )
-    if Path(path).is_dir():
+    _check_path(path, setting)
+    if os.path.isdir(path):
         return _directory(path, weight)
-    if not Path(path).exists() and _is_pattern(path):
+    if not os.path.exists(path) and _is_pattern(path):
         return _pattern(path, weight, setting)
     if loader_of(path) is None:
         require(
-            not Path(path).is_file(),
+            not os.path.isfile(path),
             f"{setting}={path!r} is a file of unknown type; use one of {ENDINGS}.",
         )
         return Source(text=path, kind="hub", weight=weight)
     require(
-        Path(path).is_file(),
+        os.path.isfile(path),
         f"{setting}={path!r} is no file (looked in {Path.cwd()}); give the path of one.",
     )
     return Source(text=path, kind="files", weight=weight, loader=loader_of(path), files=(path,))
 
 
+def _check_path(path: str, setting: str) -> None:
+    """Raise ValueError for a path that can hold no dataset."""
+    is_long = len(path) > MAX_PATH or max(map(len, path.split("/"))) > MAX_NAME
+    is_long = is_long or (_is_hub_name(path) and len(path) > MAX_NAME)
+    require(
+        not is_long or os.path.exists(path) or _is_pattern(path),
+        f"{setting}={reprlib.repr(path)} has {len(path)} characters, and there is no such file. "
+        f"A path has at most {MAX_PATH}, a name in it and a hub dataset's name at most {MAX_NAME}. "
+        "Shorten it.",
+    )
+    require(
+        not os.path.exists(path) or os.path.isfile(path) or os.path.isdir(path),
+        f"{setting}={path!r} is a device, a pipe or a socket, which cannot be read twice. Write "
+        "the rows into a file.",
+    )
+    require(
+        not os.path.isdir(path) or Path(path).resolve() != Path(path).resolve().parent,
+        f"{setting}={path!r} is the root of the file system, which is no dataset. Give a "
+        "directory with data files.",
+    )
+
+
+def _check_weight(path: str, setting: str) -> None:
+    """Raise ValueError for a pattern without a match that ends with a wrong weight."""
+    head, _, tail = path.rpartition("*")
+    is_source = os.path.exists(head) or loader_of(head) is not None or bool(glob.glob(head))
+    require(
+        not head or not tail or not (is_source or _is_float(tail)),
+        f"{setting}={path!r}: the weight {tail!r} is no positive finite number, written with "
+        f"digits and at most one point. Use one such as {head}*0.3, or leave the weight out.",
+    )
+
+
+def _is_float(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _pattern(path: str, weight: float | None, setting: str) -> Source:
-    files = tuple(sorted(one for one in glob.glob(path, recursive=True) if Path(one).is_file()))
+    files = tuple(sorted(one for one in glob.glob(path, recursive=True) if os.path.isfile(one)))
+    if not files:
+        _check_weight(path, setting)
     require(
         len(files) > 0,
         f"{setting}={path!r} matches no file (looked in {Path.cwd()}); give a pattern that does.",

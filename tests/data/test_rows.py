@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from rlsys.config import DataConfig
 from rlsys.data.rows import load_rows
 from rlsys.data.sources import hub_names, may_have_splits
+
+WRONG_WEIGHTS = ("-1", "1e308", "nan", "inf", "1e-12", "abc")
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 
@@ -52,7 +55,8 @@ def test_local_files_are_read(tmp_path: Path, name: str) -> None:
         ("missing.jsonl", None, ["missing.jsonl' is no file (looked in ", "give the path"]),
         ("missing.py", None, ["missing.py' cannot be loaded (", "or give a local file"]),
         ("a.jsonl", "", ["a.jsonl' is an empty file"]),
-        ("a.jsonl", "\n", ["cannot be loaded", "one JSON object per line"]),
+        ("a.jsonl", "\n", ["blank lines", "one JSON object per line"]),
+        ("a.jsonl", "\n" * 5000, ["blank lines", "one JSON object per line"]),
         ("a.json", "[]", ["cannot be loaded"]),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt":\n', ["cannot be loaded (", "JSON"]),
         ("a.parquet", "PAR", ["cannot be loaded (", "Parquet", "write it anew"]),
@@ -224,6 +228,70 @@ def test_a_split_of_a_file(tmp_path: Path) -> None:
     assert "'validation'" in refusal(path, split="validation", evaluated=True)
 
 
+WRONG_SPLITS = ("train[", "train[:200%]", "train[::2]", " train", "train]", "train[a:]")
+EMPTY_PARTS = ("train[:0%]", "train[100:]", "train[50%:40%]", "train[:1]+train[2:]", "train[1:1]")
+
+
+@pytest.mark.parametrize("split", [*WRONG_SPLITS, *EMPTY_PARTS, "train[:50%](pct1_dropremainder)"])
+@pytest.mark.parametrize("kind", ["file", "saved", "dictionary", "directory"])
+def test_a_wrong_split_or_an_empty_part_names_the_split(
+    tmp_path: Path, split: str, kind: str
+) -> None:
+    import datasets
+
+    path = tmp_path / "data"
+    match kind:
+        case "file":
+            path = write(tmp_path / "a.jsonl")
+        case "saved":
+            saved().save_to_disk(str(path))
+        case "dictionary":
+            datasets.DatasetDict(train=saved()).save_to_disk(str(path))
+        case "directory":
+            path.mkdir()
+            write(path / "a.jsonl")
+    message = refusal(path, split=split)
+    assert message.startswith(f"data.split={split!r}")
+    assert "such as train" in message or "rounding" in message
+    if split in EMPTY_PARTS:
+        assert "no rows" in message
+
+
+def test_a_wrong_split_of_an_evaluation_names_its_own_setting(tmp_path: Path) -> None:
+    config = DataConfig(source=str(write(tmp_path / "a.jsonl")), split="test[")
+    with pytest.raises(ValueError, match=r"evaluation\.split='test\['"):
+        load_rows(config, "evaluation.source", file_split="test")
+
+
+def test_parts_of_the_splits_of_a_directory(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl")
+    (tmp_path / "test.jsonl").write_text(json.dumps(ROWS[0]))
+    assert loaded(tmp_path, split="train[1:]+test") == [ROWS[1], ROWS[0]]
+
+
+@pytest.mark.parametrize("source", ["a" * 5000, "a/" * 2000, "a" * 300 + ".jsonl"])
+def test_a_source_too_long_for_a_path_is_refused_in_short(source: str) -> None:
+    message = refusal(source)
+    assert "characters" in message
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("source", ["/dev/zero", "/dev/null"])
+def test_a_device_is_no_source(source: str) -> None:
+    message = refusal(source)
+    assert "device" in message
+    assert "network" not in message
+
+
+def test_a_pipe_is_no_source(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    assert "a device, a pipe" in refusal(tmp_path / "a.jsonl")
+
+
+def test_the_root_is_no_source() -> None:
+    assert "root" in refusal("/")
+
+
 def test_several_sources_follow_each_other_with_the_columns_of_all(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl")
     (tmp_path / "b.csv").write_text("prompt,level\n3+3=,7\n")
@@ -247,6 +315,9 @@ def test_several_sources_follow_each_other_with_the_columns_of_all(tmp_path: Pat
         ("{a}*0,{a}*1", "*0"),
         ("{a},", "comma"),
         ("{a},missing.csv", "missing.csv"),
+        *((f"{{a}}*{weight}", f"weight {weight!r}") for weight in WRONG_WEIGHTS),
+        ("{a}*0.5,{a}*nan", "weight 'nan'"),
+        ("org/name*-1", "weight '-1'"),
     ],
 )
 def test_a_list_of_sources_that_cannot_be_read(tmp_path: Path, text: str, word: str) -> None:
