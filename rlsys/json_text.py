@@ -2,7 +2,8 @@
 
 User code and the libraries that it imports may replace `json.dumps` and `json.loads` for the whole
 process; orjson's `dumps`, for example, returns bytes. The functions of this file call the standard
-library's encoder and decoder directly, so such a replacement does not change them. No other module
+library's encoder and decoder as they were at import, so such a replacement does not change them,
+nor does one of the methods of these classes. No other module
 of rlsys or actors calls `json.dumps` or `json.loads`, except scripts that run in a process of their
 own without the package.
 """
@@ -15,8 +16,25 @@ from typing import Any
 # Lists and objects within each other in a prompt or a row; Python follows a thousand, at most.
 MAX_NESTING = 50
 
-_DECODER = JSONDecoder()
-_PLAIN = JSONEncoder()
+
+class _Encoder(JSONEncoder):
+    """The standard encoder, with methods that a replacement in JSONEncoder does not change."""
+
+    __init__ = JSONEncoder.__init__
+    default = JSONEncoder.default
+    encode = JSONEncoder.encode
+    iterencode = JSONEncoder.iterencode
+
+
+class _Decoder(JSONDecoder):
+    """The standard decoder, with methods that a replacement in JSONDecoder does not change."""
+
+    decode = JSONDecoder.decode
+    raw_decode = JSONDecoder.raw_decode
+
+
+_DECODER = _Decoder()
+_PLAIN = _Encoder()
 
 
 def dump_json(
@@ -33,14 +51,15 @@ def dump_json(
     Raises TypeError for a value that JSON cannot hold, and ValueError for NaN without `allow_nan`.
     """
     if indent is None and separators is None and ensure_ascii and allow_nan and not sort_keys:
-        return _PLAIN.encode(value)
-    return JSONEncoder(
+        return str(_PLAIN.encode(value))
+    text: str = _Encoder(
         indent=indent,
         sort_keys=sort_keys,
         ensure_ascii=ensure_ascii,
         allow_nan=allow_nan,
         separators=separators,
     ).encode(value)
+    return text
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:

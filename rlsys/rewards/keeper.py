@@ -93,7 +93,10 @@ def watch(
     woken: socket.socket,
     statuses: dict[int, int],
 ) -> str:
-    """Until the process has ended or must; why."""
+    """Return why the process has ended or must end, when it does.
+
+    A process that is stopped must end: it answers nothing, and may never be continued.
+    """
     poller = select.poll()
     for side in (control, woken):
         poller.register(side, select.POLLIN)
@@ -103,9 +106,9 @@ def watch(
         ready = {fd for fd, _ in poller.poll(wait_s * 1000)}
         if woken.fileno() in ready:
             woken.recv(4096)
-        statuses.update(reap())
+        statuses.update(reap(os.WUNTRACED))
         if pid in statuses:
-            return "exit"
+            return "stopped" if os.WIFSTOPPED(statuses[pid]) else "exit"
         statuses.clear()  # pids come again
         if control.fileno() in ready:  # a byte that asks for the end, or the actor's death
             return "exit"
@@ -118,11 +121,14 @@ def watch(
             next_count_s = time.monotonic() + COUNT_EVERY_S
 
 
-def reap() -> Iterator[tuple[int, int]]:
-    """Children that have ended, adopted ones too: (pid, status)."""
+def reap(options: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the pid and status of children that have ended, adopted ones too.
+
+    With os.WUNTRACED, yield those that were stopped as well.
+    """
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG | options)
         except ChildProcessError:
             return
         if pid == 0:

@@ -219,6 +219,8 @@ class RewardProcess:
                     self._on_outcomes(self, [(n, _told(told)) for n, told in message["outcomes"]])
                 elif "handed_back" in message:
                     self._on_handed_back(message["handed_back"])
+                else:
+                    raise ValueError("a message that is none")
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         # If a function wrote to every descriptor that it found. It may have returned since.
@@ -258,11 +260,13 @@ class RewardProcess:
         if report["reason"] == "processes":
             limit = f"{self._concurrency * PROCESSES_PER_PLACE} processes"
             return "crash", f"had started more than {limit}"
+        if report["reason"] == "stopped":
+            return "crash", "was ended, since a signal such as SIGSTOP had stopped it"
         code = os.waitstatus_to_exitcode(report["status"])
         if code >= 0:
             return "crash", f"ended with exit code {code}"
         name = signal.Signals(-code).name if -code in signal.valid_signals() else str(-code)
-        hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+        hint = " (the kernel does so if memory runs out)" if name == "SIGKILL" else ""
         return "crash", f"was ended by {name}{hint}"
 
     def _send(self, message: object) -> None:

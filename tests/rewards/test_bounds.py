@@ -49,6 +49,11 @@ def kill_process() -> float:
     return 1.0
 
 
+def stop_process() -> float:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+
+
 def read_nowhere() -> float:
     return float(ctypes.c_int.from_address(8).value)
 
@@ -105,6 +110,7 @@ def fork_without_end() -> float:
 ACTS = {
     "os._exit": (end_process, "crash", "ended with exit code 1, alone with it"),
     "kill": (kill_process, "crash", "was ended by SIGKILL"),
+    "stop": (stop_process, "crash", "SIGSTOP"),
     "segfault": (read_nowhere, "crash", "was ended by SIGSEGV"),
     "backtrack": (backtrack, "timeout", f"took longer than {LIMIT_S:g} s"),
     "allocate": (allocate, "memory", "MemoryError"),
