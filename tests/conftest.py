@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
+
+from rlsys.option_names import COMMAND_LINE
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
@@ -15,3 +20,11 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
     if signal.getsignal(number) is signal.SIG_IGN:
         is_interrupt = number == signal.SIGINT
         signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def options_are_set_in_python() -> Iterator[None]:
+    """Forget that an earlier test has parsed a command line: messages would name its options."""
+    os.environ.pop(COMMAND_LINE, None)
+    yield
+    os.environ.pop(COMMAND_LINE, None)

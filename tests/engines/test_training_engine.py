@@ -475,7 +475,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(model_path: P
     rows = make_rows(2)
     rows[0].columns["advantages"][:] = np.inf
     accumulate(engine, [rows])
-    with pytest.raises(FloatingPointError, match=r"at optimizer step 1.*resume=True"):
+    with pytest.raises(FloatingPointError, match=r"at optimizer step 1"):
         engine.optimizer_step()
     assert engine.policy_version == 0
     assert_same(weights(engine), before, rtol=0, atol=0)
