@@ -15,6 +15,7 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.estimate import ModelShape, cache_fault, ceil_to
 from rlsys.fit import Layout
 from rlsys.machine import CARDS, Machine, parse_machine
+from rlsys.option_names import option
 from rlsys.rank_estimate import estimate_rank
 
 from .demands import first_needs, laid_out
@@ -64,25 +65,26 @@ def _changes(
     yield from _smaller_caches(config, layout)
     yield from _smaller_passes(config, flow, shape, layout)
     recomputed = _with(config, "model", gradient_checkpointing="full")
-    recompute = "--model.gradient-checkpointing full"
+    recompute = option("model.gradient_checkpointing", "full")
     yield recompute, recomputed
     offload, offloaded = "", recomputed
     if config.trainer.num_gpus and not config.trainer.offloads_moments:
         state = f"cpu_{config.trainer.optimizer_state}"
-        offload = f" --trainer.optimizer-state {state}"
+        offload = f" {option('trainer.optimizer_state', state)}"
         yield offload.strip(), _with(config, "trainer", optimizer_state=state)
         offloaded = _with(recomputed, "trainer", optimizer_state=state)
     layouts = [*_wider(config)]
-    yield from ((f"--trainer.layout {one.trainer.layout}", one) for one in layouts)
+    yield from ((option("trainer.layout", one.trainer.layout), one) for one in layouts)
     for times in (1, 2, 4, 8):
         tokens = config.trainer.micro_batch_tokens // times
         if tokens >= _longest(config):
             fewer = _with(offloaded, "trainer", micro_batch_tokens=tokens)
             text = f"{recompute}{offload}"
-            yield f"{text} --trainer.micro-batch-tokens {tokens}" if times > 1 else text, fewer
+            smaller = option("trainer.micro_batch_tokens", tokens)
+            yield f"{text} {smaller}" if times > 1 else text, fewer
     for one in layouts:
         wider = _with(offloaded, "trainer", layout=one.trainer.layout)
-        yield f"{recompute}{offload} --trainer.layout {one.trainer.layout}", wider
+        yield f"{recompute}{offload} {option('trainer.layout', one.trainer.layout)}", wider
 
 
 def _smaller_caches(config: RunConfig, layout: Layout) -> Iterator[tuple[str, RunConfig]]:
@@ -94,13 +96,13 @@ def _smaller_caches(config: RunConfig, layout: Layout) -> Iterator[tuple[str, Ru
                 if shares and device.used_bytes > device.num_bytes:
                     left = (1 - others / device.num_bytes) / len(shares) - SPARE
                     if (frac := int(100 * left) / 100) > 0:
-                        text = f"--rollout.gpu-memory-frac {frac:g}"
+                        text = option("rollout.gpu_memory_frac", frac)
                         yield text, _with(config, "rollout", gpu_memory_frac=frac)
         return
     gib = config.rollout.kv_cache_gib / 2
     while gib >= MIN_CACHE_GIB:
         given = ceil_to(gib, 3)
-        yield f"--rollout.kv-cache-gib {given:g}", _with(config, "rollout", kv_cache_gib=given)
+        yield option("rollout.kv_cache_gib", given), _with(config, "rollout", kv_cache_gib=given)
         gib /= 2
 
 
@@ -119,7 +121,7 @@ def _smaller_passes(
     while (tokens := config.trainer.micro_batch_tokens // times) >= _longest(config):
         if passes * (1 - 1 / times) >= 0.8 * missing:
             fewer = _with(config, "trainer", micro_batch_tokens=tokens)
-            yield f"--trainer.micro-batch-tokens {tokens}", fewer
+            yield option("trainer.micro_batch_tokens", tokens), fewer
         times *= 2
 
 

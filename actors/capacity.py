@@ -23,6 +23,7 @@ from rlsys.dataflow.stages import GenerateStage
 from rlsys.estimate import ModelShape, cache_fault
 from rlsys.fit import Layout, Shortage, size
 from rlsys.machine import CARDS, GIB, Device, Machine, parse_machine, this_machine
+from rlsys.option_names import option
 
 from .advice import advice
 from .cluster import OVERBOOKED
@@ -149,13 +150,13 @@ def _of_disk(config: RunConfig, disk_bytes: int) -> Iterator[Shortage]:
     if fault := unwritable(nearest):
         yield Shortage(
             message=f"runs_dir={config.runs_dir!r}: {nearest} cannot be written ({fault}); set "
-            "permissions, or choose another --runs-dir"
+            f"permissions, or choose another {option('runs_dir')}"
         )
     elif free < disk_bytes:
         yield Shortage(
             message=f"runs_dir={config.runs_dir!r} has {size(free)} free, checkpoints, exports and "
             f"records take {size(disk_bytes)}; make room, lower keep_checkpoints, or choose "
-            "another --runs-dir"
+            f"another {option('runs_dir')}"
         )
 
 

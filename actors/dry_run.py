@@ -28,6 +28,7 @@ from rlsys.estimate import (
 )
 from rlsys.fields import to_toml
 from rlsys.observe.diagnosis import foresee
+from rlsys.option_names import option
 from rlsys.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
@@ -115,7 +116,7 @@ def _together(capacity: Capacity | None) -> Iterator[str]:
     if capacity is None:
         yield (
             "not compared: the run joins a cluster, whose nodes are compared before it starts; "
-            "name a node to compare with, such as --dry-run 8xH100"
+            f"name a node to compare with, such as {option('dry_run', '8xH100')}"
         )
         return
     yield from capacity.layout.describe()

@@ -6,9 +6,10 @@ RunConfig(resume="auto"), a notebook    option("resume", "auto") == 'resume="aut
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
+
+from rlsys.json_text import dump_json
 
 # In the environment, so that processes which the run starts use the same words.
 COMMAND_LINE = "RLSYS_COMMAND_LINE"
@@ -24,14 +25,14 @@ def on_command_line() -> bool:
     return bool(os.environ.get(COMMAND_LINE))
 
 
-def option(field: str, value: str | int | bool | None = None) -> str:
+def option(field: str, value: str | float | bool | None = None) -> str:
     """Return the name of a configuration field, with a value where one is given.
 
     `field` is the dotted name, such as "model.path", or a switch of the command line that `launch`
     has as an argument, such as "dry_run".
     """
     if not on_command_line():
-        shown = json.dumps(value) if isinstance(value, str) else repr(value)
+        shown = dump_json(value) if isinstance(value, str) else repr(value)
         return field if value is None else f"{field}={shown}"
     name = "--" + field.replace("_", "-")
     if value is None or value is True:

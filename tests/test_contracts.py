@@ -60,7 +60,8 @@ def test_imports_go_one_way() -> None:
 
 # Of rlsys/, from the ground up: folders and files, those of one line beside each other.
 ROOMS = (
-    "json_text json_schemas background call_clock foreign_names option_names",
+    "json_text json_schemas background call_clock foreign_names",
+    "option_names",
     "user_functions disk fields metrics environ signal",
     "algorithms types errors mesh lora hf_config interrupts pipes blocking by_value sandbox",
     "file_modes structure",

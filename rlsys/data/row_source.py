@@ -21,6 +21,7 @@ from rlsys.data.checksum import rows_checksum
 from rlsys.data.joined import JoinedRows
 from rlsys.data.mixture import mixed
 from rlsys.data.rows import load_rows
+from rlsys.option_names import option
 from rlsys.rewards.columns import nearest_paths, split_path, value_at, value_below
 from rlsys.rewards.reward import Reward, is_missing, is_of, not_of
 from rlsys.types import Int32Array, Prompt
@@ -158,7 +159,7 @@ class RowSource(ABC):
             order.get("checksum", self.order["checksum"]) == self.order["checksum"],
             f"{self.where} has other rows than when the run began, though as many (checksum "
             f"{order.get('checksum')} then, {self.order['checksum']} now). Restore the data, or "
-            "start a new run under another --name.",
+            f"start a new run under another {option('name')}.",
         )
 
     def _epoch(self, admitted: Int32Array) -> Int32Array:

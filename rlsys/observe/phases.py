@@ -29,6 +29,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from rlsys.background import report, start_thread
 from rlsys.observe.notebook import NotebookDisplay, in_notebook
 from rlsys.observe.summary import duration
 
@@ -97,9 +98,7 @@ class Phases:
             if self._stop_ticking is None and self._tick_s is not None:
                 self._stop_ticking = threading.Event()
                 arguments = (self._stop_ticking, self._tick_s)
-                threading.Thread(
-                    target=self._tick_until, args=arguments, name="phases", daemon=True
-                ).start()
+                start_thread(self._tick_until, *arguments, name="phases", fail=report)
 
     def updated(self, phase: Phase) -> None:
         with self._lock:

@@ -148,15 +148,15 @@ def test_the_smallest_change_is_named_and_fits(
     short = checked(config, "4x24GiB")
     assert not short.fits
     assert "8.7 GiB are missing" in short.verdict
-    assert short.advice.endswith("--trainer.micro-batch-tokens 8192.")
+    assert short.advice.endswith("trainer.micro_batch_tokens=8192.")
     fewer = replace(config, trainer=replace(config.trainer, micro_batch_tokens=8192))
     assert checked(fewer, "4x24GiB").fits
     # 18 GiB hold neither; 8.7 and 9 do, with what passes of 4,096 and recomputation leave.
     again = checked(config, "4x12GiB")
-    assert again.advice.endswith("--trainer.micro-batch-tokens 2048.")
+    assert again.advice.endswith("trainer.micro_batch_tokens=2048.")
     # Nothing helps where the state alone is too large, but its moments can go to the host.
     tight = checked(config, "4x7GiB")
-    assert "--trainer.optimizer-state cpu_float32" in tight.advice
+    assert 'trainer.optimizer_state="cpu_float32"' in tight.advice
     assert checked(config, "4x4GiB").advice.endswith("4 x A100-40G.")
 
 
@@ -182,7 +182,7 @@ def test_a_replica_that_shares_its_card_is_asked_to_take_less(
         rollout=RolloutConfig(engine="vllm", num_replicas=2, num_gpus=0.5),
     )
     short = checked(halves, "1x40GiB")
-    assert short.advice.endswith("--rollout.gpu-memory-frac 0.48.")
+    assert short.advice.endswith("rollout.gpu_memory_frac=0.48.")
     fewer = replace(halves, rollout=replace(halves.rollout, gpu_memory_frac=0.48))
     assert checked(fewer, "1x40GiB").fits
 
@@ -197,7 +197,7 @@ def test_an_8b_model_on_four_cards(eight_b: str) -> None:
     assert checked(config, "8xH200").fits
     short = checked(config, "8xH100")
     assert "79.6 GiB" in short.verdict
-    assert "The smallest change that fits: --trainer.micro-batch-tokens 8192." in short.verdict
+    assert "The smallest change that fits: trainer.micro_batch_tokens=8192." in short.verdict
 
 
 def test_the_cards_of_a_cluster_come_from_its_nodes() -> None:
