@@ -1,4 +1,4 @@
-"""Whether a run fits onto its machines, before anything starts.
+"""Check that a run fits onto its machines, before anything starts.
 
     configuration, graph, shape of the model ─► demands ─┐
     machines                                            ─┴► rlsys.fit ─► verdict
@@ -33,7 +33,7 @@ from .placement import ClusterTooSmall, check_capacity
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What a run takes on its machines, and what is short."""
+    """The demands of a run on its machines, and the shortages."""
 
     layout: Layout
     shortages: Sequence[Shortage]
@@ -45,7 +45,7 @@ class Capacity:
 
     @property
     def refusals(self) -> list[Shortage]:
-        """What a dry run refuses too: all but cores, which a larger machine may have."""
+        """Return the shortages that a dry run refuses: all except CPU cores."""
         return [one for one in self.shortages if not one.is_of_cpus]
 
     @property

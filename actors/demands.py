@@ -1,4 +1,4 @@
-"""What each process of a run takes of its device and of its node's memory, before it starts.
+"""Estimate the memory that each process of a run takes on its device and its node.
 
     configuration, graph, shape of the model ─► demands ─► rlsys.fit
 

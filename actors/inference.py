@@ -59,7 +59,7 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts:
-    """What a judge says of rollouts; `boundary` and `stop` are the policy's."""
+    """Scores of a judge for rollouts; `boundary` and `stop` are the policy's."""
 
     engine: JudgeEngine
     writes: str

@@ -1,5 +1,5 @@
-"""What a run reads before Ray starts: its model's shape, its tokenizer, its data; and the trial of
-its rewards on the first row.
+"""Inputs that a run reads before Ray starts (model shape, tokenizer, data), and the trial of its
+rewards on the first row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether the processes of a run fit onto machines, and what is short where they do not.
+"""Place the processes of a run on machines, and state the shortages.
 
     demands (what each process takes) ─┐
     machines                          ─┴► lay_out ─► Layout: sums per node and device, shortages
@@ -21,7 +21,7 @@ UNITS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What one process, or two that work in turns in one place, takes.
+    """Demand of one process, or of two that take turns in one place.
 
     name: of the process.
     num_gpus: reserved, 0.5 for a share of one.
@@ -99,7 +99,7 @@ class Shortage:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where the processes of a run are, and what is short there."""
+    """Placement of a run's processes, and its shortages."""
 
     nodes: Sequence[NodeUse]
     shortages: Sequence[Shortage]

@@ -37,7 +37,7 @@ class HeldOutLoss:
     completions: tuple[str, int]
     """The column, and how many a row has."""
     preferences: bool
-    """Whether the first of them is the better one."""
+    """Return whether the first of them is the better one."""
     pass_tokens: int
     """Of one pass, at most."""
 

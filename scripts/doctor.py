@@ -121,7 +121,7 @@ PORTS = (
 
 
 def check_port(port: int, purpose: str, option: str = "--port") -> Check:
-    """Whether a port is free. A run on this machine alone needs none of them."""
+    """Check that a port is free. A run on this machine alone needs none of them."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         taken = probe.connect_ex(("127.0.0.1", port)) == 0

@@ -93,7 +93,7 @@ class ChatColumn:
     def too_long(
         self, rows: Iterable[tuple[object, object]], name: Callable[[int], str]
     ) -> dict[int, int]:
-        """As of a CompletionColumn. `rows`: the chat and the tools of each."""
+        """Return the lengths of rows that are too long, as CompletionColumn does."""
         found = {}
         for number, (value, tools) in enumerate(rows):
             where = name(number)

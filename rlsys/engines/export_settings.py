@@ -1,4 +1,4 @@
-"""What an export has beside its weights: configuration, generation settings and tokenizer.
+"""Files of an export beside its weights: configuration, generation settings and tokenizer.
 
     model.path ─► check_exportable, before a run starts ─► warnings, or ValueError
     trained model ─► save_settings, at its export        ─► files

@@ -138,7 +138,7 @@ class _FusedMLP(nn.Module):
 
 
 def _is_rotary(function: Callable[..., Any]) -> bool:
-    """Whether a function turns q and k [B, H, T, W] by cos and sin [B, T, W] as `rotate` does."""
+    """Return whether a function turns q, k [B, H, T, W] by cos, sin [B, T, W] as `rotate` does."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (4, 2))
     cos, sin = torch.randn(2, 2, 3, 8, generator=generator)
@@ -154,7 +154,7 @@ def _is_rotary(function: Callable[..., Any]) -> bool:
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
-    """Whether a module computes down(silu(gate(x)) · up(x))."""
+    """Return whether a module computes down(silu(gate(x)) · up(x))."""
     if {name for name, _ in module.named_children()} != MLP_PARTS:
         return False
     if isinstance(module, _FusedMLP):

@@ -43,7 +43,7 @@ def mistral_calls(tools: Schemas, several: bool) -> Format:
 
 
 def mistral_args_calls(tools: Schemas, several: bool) -> Format:
-    """As of version 11 of Mistral's tokenizer."""
+    """Return the calls in the format of version 11 of Mistral's tokenizer."""
     tags = [_tag(f"[TOOL_CALLS]{_name(tool)}[ARGS]", json_of(_schema(tool)), "") for tool in tools]
     return _tags(tags, several, "")
 

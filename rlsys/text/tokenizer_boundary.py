@@ -29,7 +29,7 @@ MARKERS = ("\n", "=", "a")
 
 
 class Position(Enum):
-    """What a piece of text stands behind."""
+    """Position of a piece of text relative to the tokens before it."""
 
     START = "start"
     SPECIAL = "special token"
@@ -180,7 +180,7 @@ class TokenizerBoundary:
 
     @cached_property
     def has_positions(self) -> bool:
-        """Whether a text has other tokens at one position than at another."""
+        """Return whether the tokens of a text depend on its position."""
         if self._backend is None:
             return True
         return tokenizer_parts.within_text(self._parts) != self._parts

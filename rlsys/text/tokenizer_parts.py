@@ -32,7 +32,7 @@ SPLITTERS = ("ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts")
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a tokenizer does before and behind its model; None: nothing."""
+    """Steps of a tokenizer before and after its model; None: no step."""
 
     normalizer: Part | None
     pre_tokenizer: Part | None

@@ -165,7 +165,7 @@ class _TextConfig:
 
 
 class _HeadOnly(torch.nn.Module):
-    """As much of a Hugging Face model as `Head` reads."""
+    """The parts of a Hugging Face model that `Head` reads."""
 
     def __init__(self, width: int, vocab: int) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ MARK = "@result "
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Where a part runs and how large its work is."""
+    """Device of a part and the size of its work."""
 
     device: str
     small: bool
