@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -542,6 +543,7 @@ def test_what_is_no_http_prints_no_traceback(
             await ask(policy)
         return 1.0
 
+    gc.collect()  # clients of earlier tests, which would close themselves on this test's loop
     ended, _ = play(mine, lambda text: "yes")
     assert ended.played is not None, ended.failure
     assert not [one for one in caplog.records if one.exc_info]
