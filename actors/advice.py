@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.dataflow.graph import Dataflow
-from rlsys.estimate import ModelShape, cache_fault, ceil_to
+from rlsys.engines.model_shape import ModelShape
+from rlsys.estimate import cache_fault, ceil_to
 from rlsys.fit import Layout
 from rlsys.machine import CARDS, Machine, parse_machine
 from rlsys.option_names import option

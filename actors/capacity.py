@@ -20,7 +20,8 @@ from ray._private.utils import get_num_cpus
 from rlsys.config import RunConfig, require
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage
-from rlsys.estimate import ModelShape, cache_fault
+from rlsys.engines.model_shape import ModelShape
+from rlsys.estimate import cache_fault
 from rlsys.fit import Layout, Shortage, size
 from rlsys.machine import CARDS, GIB, Device, Machine, parse_machine, this_machine
 from rlsys.option_names import option

@@ -14,8 +14,8 @@ from dataclasses import replace
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage, Head, JudgeStage, Model
+from rlsys.engines.model_shape import ModelShape
 from rlsys.estimate import (
-    ModelShape,
     estimate_memory,
     kv_cache_bytes,
     partner_bytes,

@@ -11,10 +11,10 @@ from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage, Head, Model, PlayStage
+from rlsys.engines.model_shape import ModelShape
 from rlsys.environments.environment import Environment
 from rlsys.estimate import (
     MemoryEstimate,
-    ModelShape,
     ReplicaMemory,
     checkpoint_bytes,
     estimate_memory,

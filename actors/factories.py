@@ -235,7 +235,7 @@ class JudgeFactory:
     def __call__(self) -> Verdicts:
         from rlsys.data.prompts import load_tokenizer
         from rlsys.engines.judge import JudgeEngine
-        from rlsys.estimate import model_shape
+        from rlsys.engines.model_shape import model_shape
         from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
         role = self.stage.model.config
@@ -260,7 +260,8 @@ class JudgeFactory:
 
 def writing_engine(role: RoleConfig, path: str, *, max_context: int) -> GenerationEngine:
     """Of a frozen model that writes, not started yet."""
-    from rlsys.estimate import kv_cache_bytes, model_shape
+    from rlsys.engines.model_shape import model_shape
+    from rlsys.estimate import kv_cache_bytes
 
     num_bytes = kv_cache_bytes(role, model_shape(path))
     rollout = RolloutConfig(

@@ -13,8 +13,8 @@ from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import PlayStage, ScoreStage
 from rlsys.engines.export_settings import check_exportable
-from rlsys.estimate import ModelShape, model_shape
-from rlsys.launching import HeldOut
+from rlsys.engines.model_shape import ModelShape, model_shape
+from rlsys.held_out_data import HeldOut
 from rlsys.rewards import as_rewards
 from rlsys.rewards.trial import trial_rollout, try_rewards
 

@@ -26,14 +26,16 @@ from rlsys.dataflow.curriculum import Curriculum
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.graph_store import open_store
 from rlsys.dataflow.stages import GenerateStage, ScoreStage
+from rlsys.engines.model_shape import model_shape
 from rlsys.errors import first_error
-from rlsys.estimate import STORE_FILL, model_shape, row_bytes, store_bytes
+from rlsys.estimate import STORE_FILL, row_bytes, store_bytes
 from rlsys.exported import seal_export
 from rlsys.held_out import environment_of, rewards_of
+from rlsys.held_out_data import HeldOut
 from rlsys.held_out_loss import held_out_loss
 from rlsys.history import State
 from rlsys.json_text import dump_json
-from rlsys.launching import HeldOut, WarmStart
+from rlsys.launching import WarmStart
 from rlsys.observe.console import RunConsole
 from rlsys.resuming import History
 from rlsys.rewards import as_rewards, pack_rewards

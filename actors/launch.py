@@ -28,12 +28,14 @@ from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import GenerateStage
 from rlsys.engines.generation.protocol import EngineError
+from rlsys.engines.model_shape import model_shape
 from rlsys.errors import RunFailed
-from rlsys.estimate import RECORDS_BYTES, disk_bytes, model_shape
+from rlsys.estimate import RECORDS_BYTES, disk_bytes
 from rlsys.exported import export_faults, exported_step
 from rlsys.fields import leaf_defaults, to_dict
+from rlsys.held_out_data import HeldOut
 from rlsys.history import some
-from rlsys.launching import HeldOut, RunResult, WarmStart
+from rlsys.launching import RunResult, WarmStart
 from rlsys.metrics import STEP
 from rlsys.observe.console import Outcome, RunConsole
 from rlsys.observe.diagnosis import foresee

@@ -41,16 +41,18 @@ from rlsys.dataflow.stages import (
     ScoreStage,
 )
 from rlsys.engines.generation.interruption import interruption_of
+from rlsys.engines.model_shape import ModelShape, model_shape
 from rlsys.engines.routing import replayable_routing
 from rlsys.engines.scalar_lm import check_scalar_head
 from rlsys.environments.environment import Environment
 from rlsys.environments.host import environment_template
 from rlsys.environments.tool_use import ToolUse
 from rlsys.errors import Mistakes
-from rlsys.estimate import ModelShape, check_store, model_shape
+from rlsys.estimate import check_store
 from rlsys.held_out import environment_of, evaluation_config, rewards_of
+from rlsys.held_out_data import HeldOut
 from rlsys.held_out_loss import held_out_loss
-from rlsys.launching import HeldOut, WarmStart
+from rlsys.launching import WarmStart
 from rlsys.layout.fits import check_fits, check_replica_fits
 from rlsys.lora import check_lora
 from rlsys.model_evaluation import held_out_prompts, held_out_tasks

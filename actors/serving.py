@@ -109,7 +109,7 @@ def _check_packages() -> None:
 def _backend(config: ServerConfig) -> RayBackend:
     """Looks at the model. Raises ValueError."""
     from rlsys.data.prompts import load_tokenizer
-    from rlsys.estimate import model_shape
+    from rlsys.engines.model_shape import model_shape
 
     path = config.model.path
     shape = model_shape(path)

@@ -12,7 +12,7 @@ import importlib.util
 from pathlib import Path
 
 from rlsys import require
-from rlsys.checkpoint import new_directory
+from rlsys.atomic_directory import new_directory
 from rlsys.observe.phases import progress_on_stderr
 from rlsys.option_names import option
 

@@ -43,7 +43,8 @@ from rlsys.dataflow.stages import (
 )
 from rlsys.environments.environment import Endpoint, agent, environment
 from rlsys.errors import RunFailed
-from rlsys.launching import HeldOut, RunResult, WarmStart, launch, main
+from rlsys.held_out_data import HeldOut
+from rlsys.launching import RunResult, WarmStart, launch, main
 from rlsys.rewards import Reward, example_rollout, reward
 from rlsys.tiny_models import OwnModel
 from rlsys.types import Rollout

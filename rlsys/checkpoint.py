@@ -13,18 +13,22 @@ In: a step and something that fills a directory. Out: that directory under its f
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
-import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from rlsys.disk import write_whole, writing
-from rlsys.file_modes import ordinary_modes
+from rlsys.atomic_directory import (
+    _advised,
+    _begin,
+    _partial_name,
+    _remove,
+    _replace,
+    _sync,
+    _to_the_end,
+)
+from rlsys.disk import write_whole
 from rlsys.manifest import faults_of, write_manifest
 
 TRAINER_DIR = "trainer"
@@ -32,7 +36,6 @@ BEGINNING_DIR = ".beginning"
 CONTROLLER_FILE = "controller.json"
 ROLLOUTS_FILE = "rollouts.npz"
 
-_T = TypeVar("_T")
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LEFTOVER_NAME = re.compile(r"\.step_\d+\.(partial|replaced)")
@@ -187,87 +190,3 @@ def _entries(directory: Path) -> list[tuple[Path, re.Match[str] | None]]:
         (path, STEP_NAME.fullmatch(path.name) if path.is_dir() else None)
         for path in sorted(directory.iterdir())
     ]
-
-
-@contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
-    """An empty directory that becomes `path`, replacing it, when the block ends; if the block
-    raises, `path` stays what it was.
-
-    Raises OSError with the cause and the fix for an unwritable directory or a full disk.
-    """
-    with _advised(path):
-        unfinished = _begin(path)
-        try:
-            yield unfinished
-            _replace(unfinished, path)
-        finally:
-            _remove(unfinished)
-
-
-def swapped_in(directory: Path, path: Path) -> None:
-    """`directory` becomes `path`, replacing it. Raises OSError with the cause and the fix."""
-    with _advised(path):
-        _replace(directory, path)
-
-
-def _begin(final: Path) -> Path:
-    """An empty directory beside `final`."""
-    unfinished = _partial_name(final)
-    _remove(unfinished)
-    unfinished.mkdir(parents=True)
-    return unfinished
-
-
-def _replace(unfinished: Path, final: Path) -> None:
-    """Everything below is on disk when the final name appears."""
-    ordinary_modes(unfinished)
-    _sync_tree(unfinished)
-    if final.exists():
-        replaced = final.with_name(f".{final.name}.replaced")
-        _remove(replaced)
-        final.rename(replaced)
-        unfinished.rename(final)
-        _remove(replaced)
-    else:
-        unfinished.rename(final)
-    _sync(final.parent)
-
-
-def _remove(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-async def _to_the_end(function: Callable[..., _T], *args: object) -> _T:
-    """Run in a thread. If the caller is cancelled meanwhile, it goes on when the thread is done:
-    no thread is at work on a directory that its owner has given up."""
-    task = asyncio.ensure_future(asyncio.to_thread(function, *args))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
-
-
-def _partial_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
-
-
-def _advised(path: Path) -> AbstractContextManager[None]:
-    return writing(path, room="free some space, or keep fewer checkpoints (keep_checkpoints)")
-
-
-def _sync_tree(directory: Path) -> None:
-    """Everything below is on disk, not only in the kernel's memory."""
-    for root, _, names in os.walk(directory):
-        for name in names:
-            _sync(Path(root) / name)
-        _sync(Path(root))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlsys import metrics
+from rlsys.config.checks import check_k
 
 # A sum of weighted rewards may miss the score that counts as right by rounding.
 ROUNDING = 1e-9
@@ -46,19 +47,6 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     if num_samples - num_right < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_right + 1, num_samples + 1))
-
-
-def check_k(k: int, num_samples: int, prefix: str = "") -> None:
-    """Raises ValueError for a k that `num_samples` samples cannot tell of; `prefix` stands before
-    both in messages."""
-    if k < 1:
-        raise ValueError(f"{prefix}k={k} samples pass nothing; use at least 1.")
-    if k > num_samples:
-        raise ValueError(
-            f"{prefix}k={k} is larger than the number of samples, {num_samples} "
-            f"({prefix}num_samples), which says nothing of pass@{k}; draw at least {k} samples for "
-            "each prompt, or use a smaller k."
-        )
 
 
 def evaluate(

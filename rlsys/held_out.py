@@ -18,7 +18,7 @@ from rlsys.data.sources import takes_subset
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import PlayStage, RewardFn, ScoreStage
 from rlsys.environments.environment import Environment
-from rlsys.launching import HeldOut
+from rlsys.held_out_data import HeldOut
 from rlsys.model_evaluation import EvaluationConfig
 
 EXPORT_NAME = re.compile(r"step_(\d{6,})")

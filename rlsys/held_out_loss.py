@@ -22,7 +22,7 @@ from rlsys.data.prompts import load_policy_tokenizer
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import FACTS, NUM_TOKENS, PREFERENCE, TRUNCATED, DatasetStage, Head
 from rlsys.engines.inference import InferenceEngine
-from rlsys.estimate import model_shape
+from rlsys.engines.model_shape import model_shape
 from rlsys.model_evaluation import EvaluationConfig, Rows, held_out_prompts
 from rlsys.types import Completion, Prompt, TrainRow
 

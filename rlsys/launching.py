@@ -14,7 +14,7 @@ import importlib
 import reprlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -22,18 +22,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.config import RunConfig, require
 from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import check_rows
 from rlsys.errors import RunFailed
 from rlsys.fields import checked
+from rlsys.held_out_data import HeldOut
 from rlsys.machine import is_machine
 from rlsys.pipes import let_go_of_stdout
-from rlsys.rewards.reward import as_rewards
 from rlsys.run_directory import RunFiles
 from rlsys.tiny_models import OwnModel
 from rlsys.user_functions import printable
 
 if TYPE_CHECKING:
-    from rlsys.dataflow.stages import RewardFn
+    pass
 
 # Held by a run: imports of its libraries, Ray and the hub's settings are the process's.
 _RUNNING = threading.Lock()
@@ -104,21 +103,6 @@ class WarmStart:
                 "lists of pairs of texts, such as [(prompt, completion), ...].",
             )
         return examples
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """What a model is evaluated on beside training, where evaluation.every is set."""
-
-    rows: Sequence[Mapping[str, Any]] | None = None
-    """In place of evaluation.source, where a recipe makes its own."""
-    rewards: Sequence[RewardFn] | None = None
-    """None: those that the dataflow scores with. Where it plays, the environment scores."""
-
-    def __post_init__(self) -> None:
-        check_rows(self.rows, "HeldOut.rows")
-        if self.rewards is not None:
-            as_rewards(self.rewards)  # raises for what is no reward function
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

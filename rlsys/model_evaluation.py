@@ -39,14 +39,14 @@ from rlsys.data.row_source import RowSource
 from rlsys.data.sources import hub_names
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.engines.generation.sampling import request_seed
+from rlsys.engines.model_shape import model_shape
 from rlsys.environments.environment import Environment
 from rlsys.environments.host import Ended, EpisodeHost
 from rlsys.environments.witness import Blocked
-from rlsys.estimate import model_shape
 from rlsys.evaluation import Estimate, as_metrics, bootstrap, evaluate
 from rlsys.fields import Section, conform
 from rlsys.playing import Player, tell_blocked
+from rlsys.random_streams import request_seed
 from rlsys.rewards import (
     PackedRewards,
     Reward,

@@ -35,14 +35,14 @@ from rlsys.data.prompts import load_policy_tokenizer, load_tokenizer
 from rlsys.data.vocabulary import check_vocabularies
 from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.protocol import EngineError, GenerationEngine
-from rlsys.engines.generation.sampling import request_seed
+from rlsys.engines.model_shape import model_shape
 from rlsys.environments.environment import Environment, as_environment
 from rlsys.environments.episode import Partner, Played
 from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest, codec_of, make_host
 from rlsys.environments.room import EpisodeLimits
 from rlsys.environments.witness import Blocked, watched
 from rlsys.errors import RunFailed
-from rlsys.estimate import model_shape
+from rlsys.random_streams import request_seed
 from rlsys.seats import SeatModel, check_seats, seat_models, tell_others
 from rlsys.types import Generation, GenerationRequest
 

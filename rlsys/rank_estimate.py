@@ -20,13 +20,14 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.dataflow.stages import Head
+from rlsys.engines.model_shape import ModelShape
 from rlsys.engines.training.pass_memory import (
     Passes,
     RankBytes,
     fullest_rank,
     holdings_of_ranks,
 )
-from rlsys.estimate import MASTER_BYTES, ModelShape, moment_bytes, num_shards, num_trained
+from rlsys.estimate import MASTER_BYTES, moment_bytes, num_shards, num_trained
 from rlsys.layout.holdings import Box, Holder
 from rlsys.layout.link_bytes import size_text
 from rlsys.layout.plan import plan

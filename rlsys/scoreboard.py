@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys import metrics
-from rlsys.checkpoint import swapped_in
+from rlsys.atomic_directory import swapped_in
 from rlsys.disk import write_whole, writing
 from rlsys.growing_file import Tally, ordinary
 from rlsys.json_text import dump_json, parse_json

@@ -122,7 +122,7 @@ def _sizes(run_dirs: Sequence[Path], predictions: Sequence[Prediction]) -> objec
     """k(N), where the runs are of models of several sizes."""
     if len(run_dirs) < 2:
         return None
-    from rlsys.estimate import model_shape
+    from rlsys.engines.model_shape import model_shape
 
     sizes = [model_shape(str(RunFiles(one).hf)).num_parameters for one in run_dirs]
     if len(set(sizes)) < 2:

@@ -11,13 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.checkpoint import (
-    Checkpoints,
-    beginning_fault,
-    find_checkpoints,
-    find_strays,
-    new_directory,
-)
+from rlsys.atomic_directory import new_directory
+from rlsys.checkpoint import Checkpoints, beginning_fault, find_checkpoints, find_strays
 
 
 def save(checkpoints: Checkpoints, step: int, *, state: str = "") -> None:

@@ -29,7 +29,8 @@ from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.graph_store import open_store
 from rlsys.dataflow.ledger import Event, Ledger
 from rlsys.dataflow.stages import Prompts
-from rlsys.engines.generation.sampling import request_seed, stream_key
+from rlsys.engines.generation.sampling import stream_key
+from rlsys.random_streams import request_seed
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time
 from rlsys.simulation.workers import (

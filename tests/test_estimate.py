@@ -35,14 +35,13 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.dataflow.stages import Head
+from rlsys.engines.model_shape import ModelShape, model_shape
 from rlsys.engines.training.pass_memory import LiveBytes, _alone, holdings_of_ranks
 from rlsys.engines.training.supervised import supervised_row
 from rlsys.estimate import (
-    ModelShape,
     checkpoint_bytes,
     disk_bytes,
     estimate_memory,
-    model_shape,
     num_snapshots,
     row_bytes,
     store_bytes,

@@ -17,7 +17,8 @@ from recipes.grpo import GRPOConfig, grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys import ClusterConfig, DataConfig, RunConfig, SamplingConfig
 from rlsys.cli import MAX_FILE_BYTES, parse
-from rlsys.estimate import check_store, model_shape, row_bytes, store_bytes
+from rlsys.engines.model_shape import model_shape
+from rlsys.estimate import check_store, row_bytes, store_bytes
 from rlsys.tiny_models import build_tiny_model
 
 

@@ -16,3 +16,16 @@ def require(condition: bool, message: str) -> None:
     """Raise ValueError(message) for a user's mistake."""
     if not condition:
         raise ValueError(message)
+
+
+def check_k(k: int, num_samples: int, prefix: str = "") -> None:
+    """Raises ValueError for a k that `num_samples` samples cannot tell of; `prefix` stands before
+    both in messages."""
+    if k < 1:
+        raise ValueError(f"{prefix}k={k} samples pass nothing; use at least 1.")
+    if k > num_samples:
+        raise ValueError(
+            f"{prefix}k={k} is larger than the number of samples, {num_samples} "
+            f"({prefix}num_samples), which says nothing of pass@{k}; draw at least {k} samples for "
+            "each prompt, or use a smaller k."
+        )

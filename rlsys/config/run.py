@@ -7,9 +7,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlsys.config.checks import MAX_PROCESSES, MAX_SECONDS, MIN_CPUS, require
+from rlsys.config.checks import MAX_PROCESSES, MAX_SECONDS, MIN_CPUS, check_k, require
 from rlsys.config.training import ModelConfig, TrainerConfig, check_adapters
-from rlsys.evaluation import check_k
 from rlsys.fields import Section, conform
 from rlsys.types import SamplingParams
 

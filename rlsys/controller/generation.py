@@ -23,7 +23,7 @@ from rlsys.dataflow.blocks import BlockRef
 from rlsys.dataflow.curriculum import RETIRED
 from rlsys.dataflow.router import Router
 from rlsys.dataflow.stages import PlayStage
-from rlsys.engines.generation.sampling import request_seed
+from rlsys.random_streams import request_seed
 from rlsys.signal import first_of
 from rlsys.types import INJECTED, GenerationRequest, Prompt, Task, WeightManifest
 from rlsys.workers import Collected, FinishedRollout, Fleet, Part, Replica, RolloutText

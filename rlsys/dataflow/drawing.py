@@ -5,8 +5,7 @@ In: a `Dataflow`. Out: text: one line per stage, or a Mermaid flowchart.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from rlsys.dataflow.stage_graph import StageGraph
 from rlsys.dataflow.stages import (
     FACTS,
     GenerateStage,
@@ -18,11 +17,8 @@ from rlsys.dataflow.stages import (
     names_of,
 )
 
-if TYPE_CHECKING:
-    from rlsys.dataflow.graph import Dataflow
 
-
-def as_mermaid(flow: Dataflow) -> str:
+def as_mermaid(flow: StageGraph) -> str:
     """A flowchart: stages, joined by the columns that one writes and another reads."""
     writer = {column.name: s.name for s in flow.stages for column in s.writes}
     place = {stage.name: f"s{number}" for number, stage in enumerate(flow.stages)}
@@ -46,7 +42,7 @@ def as_mermaid(flow: Dataflow) -> str:
     return "\n".join(lines)
 
 
-def as_lines(flow: Dataflow) -> str:
+def as_lines(flow: StageGraph) -> str:
     """One line per stage: name, what it reads, what it writes."""
     width = max(len(stage.name) for stage in flow.stages)
     lines = []

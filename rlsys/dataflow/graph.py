@@ -17,7 +17,7 @@ there:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -41,11 +41,11 @@ from rlsys.dataflow.given import (
     check_text_function,
     check_tokens,
 )
+from rlsys.dataflow.stage_graph import StageGraph, distinct
 from rlsys.dataflow.stages import (
     BRANCHES,
     BRANCHES_COLUMN,
     EXPERTS_COLUMN,
-    FACTS,
     PER,
     PROMPT_COLUMN,
     PROXIMAL_COLUMN,
@@ -74,19 +74,14 @@ from rlsys.dataflow.stages import (
     Prompts,
     RewardFn,
     Role,
-    RowStage,
     ScoreStage,
     SourceStage,
     Stage,
-    StepStage,
     TrainStage,
 )
 from rlsys.dataflow.whole_graph import check_groups, check_whole
 from rlsys.environments.environment import as_environment
 from rlsys.fields import checked
-from rlsys.metrics import (
-    column_mean,
-)
 from rlsys.rewards.reward import as_rewards
 from rlsys.user_functions import name_of
 
@@ -101,16 +96,12 @@ NO_SEATS: Mapping[str, Model] = MappingProxyType({})
 A_SOURCE = "Prompts(config=cfg.data), with rows=... for rows of your own"
 
 
-class Dataflow:
+class Dataflow(StageGraph):
     """Stages in the order in which they were stated.
 
     Every method raises ValueError for a column that no earlier stage writes (so the graph is
     acyclic by construction) and for a second writer of a column, naming both stages.
     """
-
-    def __init__(self) -> None:
-        self.stages: list[Stage] = []
-        self.models: dict[str, Model] = {}
 
     def model(self, name: str, config: Role | None = None, *, head: Head = "logits") -> Model:
         """A model that stages run. One of them, the main model, has no configuration of its own;
@@ -570,7 +561,7 @@ class Dataflow:
         self._add(
             TrainStage(
                 name=name,
-                reads=_distinct((*rollouts, *columns, *watch, *whose)),
+                reads=distinct((*rollouts, *columns, *watch, *whose)),
                 model=model,
                 loss=loss,
                 aggregation=aggregation,
@@ -637,86 +628,6 @@ class Dataflow:
         """One line per stage: name, what it reads, what it writes."""
         return as_lines(self)
 
-    def stage(self, kind: type[S]) -> S:
-        """The one stage of a kind; ValueError if there is none."""
-        for stage in self.stages:
-            if isinstance(stage, kind):
-                return stage
-        raise ValueError(
-            f"the dataflow has the stages {[s.name for s in self.stages]} but no "
-            f"{kind.__name__}; a run needs generate (or dataset) and train."
-        )
-
-    def all(self, kind: type[S]) -> list[S]:
-        return [stage for stage in self.stages if isinstance(stage, kind)]
-
-    def reads(self, column: Column) -> bool:
-        """Return whether a stage reads `column`."""
-        return any(column in stage.reads for stage in self.stages)
-
-    @property
-    def source(self) -> SourceStage:
-        """Where rows come from; ValueError if there is no such stage."""
-        return self.stage(SourceStage)
-
-    @property
-    def main(self) -> Model:
-        """The model without a configuration of its own; ValueError if there is none."""
-        for model in self.models.values():
-            if model.is_main:
-                return model
-        raise ValueError(
-            f"the dataflow has the models {list(self.models)} but none that runs by the run's own "
-            'configuration; begin with flow.model("policy").'
-        )
-
-    def trained(self, model: str) -> TrainStage:
-        """The stage that trains a model; ValueError if none does."""
-        for stage in self.all(TrainStage):
-            if stage.model.name == model:
-                return stage
-        raise ValueError(f"no stage trains {model!r}; end the dataflow with flow.train.")
-
-    @property
-    def other_policies(self) -> list[str]:
-        """Names of models that are trained and play seats, beside the main one."""
-        played = [one for stage in self.all(PlayStage) for one in stage.partners]
-        return [model.name for model in played if model.may_train]
-
-    @property
-    def step_stages(self) -> list[StepStage]:
-        """Those that run when a step's rows are chosen, in their order."""
-        trained = {stage.model.name for stage in self.all(TrainStage)}
-        return [
-            stage
-            for stage in self.stages
-            if isinstance(stage, PerBatchStage | ControlStage)
-            or (isinstance(stage, InferStage) and stage.model.name in trained)
-        ]
-
-    @property
-    def step_columns(self) -> set[str]:
-        """What those write: columns that are never in the store."""
-        return {column.name for stage in self.step_stages for column in stage.writes}
-
-    @property
-    def row_stages(self) -> list[RowStage]:
-        """Frozen models, which take rows as they come."""
-        step_stages = self.step_stages
-        return [
-            stage
-            for stage in self.stages
-            if isinstance(stage, InferStage | JudgeStage) and stage not in step_stages
-        ]
-
-    @property
-    def step_reads(self) -> tuple[Column, ...]:
-        """What a step takes from the store, for all its train stages and step stages together."""
-        late = self.step_columns
-        stages = [*self.step_stages, *self.all(TrainStage)]
-        reads = (c for stage in stages for c in stage.reads)
-        return _distinct(c for c in reads if c.name not in late and c not in FACTS)
-
     def _check_group_size(self, function: Callable[..., Any]) -> None:
         from rlsys.algorithms.groups import check_group_size
 
@@ -729,12 +640,6 @@ class Dataflow:
             f"flow.{stage} is given the model {model.name!r} of another dataflow; give one that "
             "this one's flow.model has made.",
         )
-
-    @property
-    def means(self) -> frozenset[str]:
-        """Metrics that tell of columns with a value per row."""
-        columns = (column for stage in self.stages for column in stage.writes)
-        return frozenset(column_mean(column.name) for column in columns if column.per == "row")
 
     def _check_first_source(self) -> None:
         found = self.all(SourceStage)
@@ -750,11 +655,7 @@ class Dataflow:
         has_branches = any(BRANCHES in one.writes for one in self.stages)
         if has_branches and isinstance(stage, InferStage | TrainStage):
             # Without them a model would read a tree as one line, so no recipe has to name them.
-            stage = replace(stage, reads=_distinct((*stage.reads, BRANCHES)))
+            stage = replace(stage, reads=distinct((*stage.reads, BRANCHES)))
         check_stage(stage, self.stages)
         self.stages.append(stage)
         return stage.writes
-
-
-def _distinct(columns: Iterable[Column]) -> tuple[Column, ...]:
-    return tuple(dict.fromkeys(columns))

@@ -5,9 +5,8 @@ In: a `Dataflow`, complete. Raises ValueError: the stage, what is wrong with it,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rlsys.config import TrainedRoleConfig, require
+from rlsys.dataflow.stage_graph import StageGraph
 from rlsys.dataflow.stages import (
     BRANCHES,
     BRANCHES_COLUMN,
@@ -27,11 +26,8 @@ from rlsys.dataflow.stages import (
 )
 from rlsys.metrics import REWARD_MEAN, SCORE_MEAN, VALUE_MEAN, column_mean, is_own, is_own_family
 
-if TYPE_CHECKING:
-    from rlsys.dataflow.graph import Dataflow
 
-
-def check_whole(flow: Dataflow) -> None:
+def check_whole(flow: StageGraph) -> None:
     """Raise ValueError for a column that nobody reads, a stage that cannot wait for the step, no
     rows, a model that nobody runs, or trains as it says, a column whose mean is called as another
     metric."""
@@ -46,7 +42,7 @@ def check_whole(flow: Dataflow) -> None:
     _check_means(flow)
 
 
-def check_groups(flow: Dataflow, group_size: int) -> None:
+def check_groups(flow: StageGraph, group_size: int) -> None:
     """Raise ValueError unless groups are as large as the configuration has them."""
     source = flow.source
     require(
@@ -56,7 +52,7 @@ def check_groups(flow: Dataflow, group_size: int) -> None:
     )
 
 
-def _check_all_is_read(flow: Dataflow) -> None:
+def _check_all_is_read(flow: StageGraph) -> None:
     readers = {column.name for stage in flow.stages for column in stage.reads}
     has_greedy = any(stage.greedy_baseline for stage in flow.all(GenerateStage))
     require(
@@ -73,7 +69,7 @@ def _check_all_is_read(flow: Dataflow) -> None:
         )
 
 
-def _check_read(flow: Dataflow, stage: Stage, column: Column) -> None:
+def _check_read(flow: StageGraph, stage: Stage, column: Column) -> None:
     require(
         column != BRANCHES or not isinstance(stage, PerBatchStage),
         f"stage {stage.name!r} reads {BRANCHES_COLUMN!r}, which has values for each branch of a "
@@ -101,7 +97,7 @@ def _check_read(flow: Dataflow, stage: Stage, column: Column) -> None:
     )
 
 
-def _check_models_used(flow: Dataflow) -> None:
+def _check_models_used(flow: StageGraph) -> None:
     trained = {stage.model.name for stage in flow.all(TrainStage)}
     partners = [one for stage in flow.all(PlayStage) for one in stage.partners]
     of_rows = {one.name: "play" for one in partners if not one.may_train}
@@ -135,7 +131,7 @@ def _check_models_used(flow: Dataflow) -> None:
         )
 
 
-def _check_updates(flow: Dataflow) -> None:
+def _check_updates(flow: StageGraph) -> None:
     """Of π_prox, which several updates of a step need, a graph has that of its main model."""
     for stage in flow.all(TrainStage):
         role = stage.model.config
@@ -151,7 +147,7 @@ def _check_updates(flow: Dataflow) -> None:
         )
 
 
-def _check_means(flow: Dataflow) -> None:
+def _check_means(flow: StageGraph) -> None:
     """A column's mean and a metric of rlsys's own must not have the same name."""
     told_of = {"value": VALUE_MEAN, "score": SCORE_MEAN}  # by such a main model, no other
     free = {REWARD_MEAN, *told_of.values()} - {told_of.get(flow.main.head)}

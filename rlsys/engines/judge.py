@@ -20,7 +20,7 @@ from rlsys.config import DataConfig, require
 from rlsys.data.render import PromptRenderer
 from rlsys.dataflow.stages import JudgeStage
 from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.engines.generation.sampling import request_seed
+from rlsys.random_streams import request_seed
 from rlsys.rewards.outcome import FailureKind, RewardFailure, failure_from, is_usable
 from rlsys.text.chat_template import ending_of, template_text
 from rlsys.text.guarded import TextEncoder

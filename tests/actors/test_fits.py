@@ -21,7 +21,8 @@ from recipes.grpo import GRPOConfig, grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys import DataConfig, HeldOutConfig, ModelConfig, RolloutConfig, SamplingConfig
 from rlsys.config import TrainerConfig
-from rlsys.estimate import cache_fault, estimate_memory, model_shape
+from rlsys.engines.model_shape import model_shape
+from rlsys.estimate import cache_fault, estimate_memory
 from rlsys.machine import CARDS, GIB, Machine, parse_machine
 from rlsys.rank_estimate import RankMemory
 

@@ -18,9 +18,9 @@ from actors.factories import JudgeFactory
 from rlsys.config import DataConfig, FrozenModelConfig, RoleConfig, RolloutConfig, RunConfig
 from rlsys.dataflow.graph import Dataflow
 from rlsys.dataflow.stages import JudgeStage, Prompts
-from rlsys.engines.generation.sampling import request_seed
 from rlsys.engines.generation.torch_engine import TorchEngine
 from rlsys.engines.judge import JudgeEngine, QuestionEncoder, question, sampling_of, score
+from rlsys.random_streams import request_seed
 from rlsys.rewards import RewardFailure
 from rlsys.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import FinishReason, GenerationRequest, Rollout

@@ -17,8 +17,9 @@ from rlsys.algorithms import cross_entropy, value_loss
 from rlsys.config import ModelConfig, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.dataflow.graph import Dataflow
 from rlsys.engines.inference import InferenceEngine
+from rlsys.engines.model_shape import model_shape
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.estimate import checkpoint_bytes, model_shape
+from rlsys.estimate import checkpoint_bytes
 from rlsys.lora import Lora
 from rlsys.types import TrainRow
 from scripts.ranks import on_ranks

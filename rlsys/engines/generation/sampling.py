@@ -12,7 +12,6 @@ next token must be one of some, W = ceil(V / 32) words of a mask.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +31,6 @@ _MASK = (1 << 64) - 1
 
 # Below this a temperature is as good as 0, and dividing by it would overflow float32.
 SMALLEST_TEMPERATURE = 1e-20
-
-
-def request_seed(seed: int, group_id: int, index: int) -> int:
-    """Of one rollout of a group, in [0, 2^64): the same in every life of a run, and unlike those of
-    all other rollouts, of runs with this and any other seed."""
-    digest = hashlib.blake2b(f"{seed} {group_id} {index}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest())
 
 
 def stream_key(seed: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rlsys.checkpoint import new_directory
+from rlsys.atomic_directory import new_directory
 from rlsys.engines.causal_lm import telling_disk_errors
 from rlsys.engines.export_settings import save_settings
 from rlsys.engines.promises import Index, Promise, sources
